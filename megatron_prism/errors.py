@@ -1,0 +1,72 @@
+"""What can go wrong, as one tree.  Catch ``PrismError`` and you have caught everything we raise on purpose.
+
+::
+
+    PrismError                 exit 1   base: what happened, where, and what to type
+    ├── UsageError             exit 2   the request cannot be carried out as written
+    │   ├── WorldError         exit 2   parallel sizes, ranks and selectors that do not fit each other
+    │   ├── RecipeError        exit 2   a recipe or one of its key=value overrides
+    │   └── UnitError          exit 2   text that is no duration, size, rate or count
+    ├── UnsupportedError       exit 1   a correct request that this version or this machine cannot serve
+    └── NotTrainedError        exit 1   the emulated job came back without having trained
+
+A message says what happened and where; ``fix`` says what to type next.  Both are shown to the user without a
+traceback, so they must be enough.  A bug in this package is not a ``PrismError``: it keeps its traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "NotTrainedError",
+    "PrismError",
+    "RecipeError",
+    "UnitError",
+    "UnsupportedError",
+    "UsageError",
+    "WorldError",
+]
+
+
+class PrismError(Exception):
+    """Something the user can act on.
+
+    message   : what happened and where; may have several lines (the picture)
+    fix       : what to type, without the word ``fix``; None only where nothing helps
+    exit_code : what a process that ends with this error returns
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, fix: str | None = None) -> None:
+        super().__init__(message, fix)  # both are args, so the error survives pickling between processes
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return self.message if self.fix is None else f"{self.message}\n  fix: {self.fix}"
+
+
+class UsageError(PrismError):
+    """The request cannot be carried out as written; nothing was started and nothing was written."""
+
+    exit_code = 2
+
+
+class WorldError(UsageError):
+    """Parallel sizes that do not divide the world, a rank outside it, a selector nobody matches."""
+
+
+class RecipeError(UsageError):
+    """An unknown key, a wrong type, or fields of a recipe that contradict each other."""
+
+
+class UnitError(UsageError, ValueError):
+    """Text that does not parse as a quantity.  Also a ValueError, so that argparse reports it as usage."""
+
+
+class UnsupportedError(PrismError):
+    """A well-formed request that this release, Megatron version or machine cannot serve."""
+
+
+class NotTrainedError(PrismError):
+    """The job's own code ended without the optimizer steps it was asked for."""
