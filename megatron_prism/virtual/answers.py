@@ -1,0 +1,138 @@
+"""What does a collective answer when this process is the only real member of its group?
+
+One function per row of the table of collectives, named after the row.  Each fills the caller's
+outputs in place, in the caller's stream, without allocating (a peak measured here must be the real
+job's peak) and without synchronising with the host.  Inputs and outputs are as c10d hands them over;
+``n`` is the group's size, ``p`` the local member's group rank.  Groups with several local members
+are answered in ``hybrid.py``; ranks and groups are unknown here.
+
+``reduce_op`` is one of the strings of :func:`reduce_op_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from megatron_prism.errors import UnsupportedError
+from megatron_prism.virtual.values import Values
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "fill_rows",
+    "gather",
+    "reduce_op_name",
+    "reduce_scatter",
+    "reduced",
+]
+
+_NAMES = {
+    ReduceOp.RedOpType.SUM: "sum",
+    ReduceOp.RedOpType.AVG: "avg",
+    ReduceOp.RedOpType.MIN: "min",
+    ReduceOp.RedOpType.MAX: "max",
+    ReduceOp.RedOpType.PRODUCT: "product",
+    ReduceOp.RedOpType.BAND: "band",
+    ReduceOp.RedOpType.BOR: "bor",
+    ReduceOp.RedOpType.BXOR: "bxor",
+}
+_IDENTITIES = frozenset({"avg", "min", "max", "band", "bor"})
+
+
+def reduce_op_name(op: ReduceOp) -> str:
+    """``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor`` or ``bxor``.
+
+    Raises UnsupportedError for PREMUL_SUM, whose factor c10d does not give back to Python.
+    """
+    name = _NAMES.get(getattr(op, "op", op))
+    if name is None:
+        raise UnsupportedError(
+            f"reduce op {op} has no virtual answer",
+            fix="use a plain SUM and scale before it (Megatron-FSDP: drop --nccl-ub's premul sum)",
+        )
+    return name
+
+
+def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
+    """In place: the reduction of ``tensor`` over n members that all hold it (any shape)."""
+    if n == 1 or op in _IDENTITIES or tensor.is_meta:
+        return
+    target = tensor.detach()
+    if op == "sum":
+        if values.policy == "noise" and target.is_floating_point():
+            values.add_peers(target, n - 1)
+        else:
+            target.mul_(n)
+    elif op == "product":
+        target.pow_(n)
+    elif n % 2 == 0:  # bxor of an even number of equal words
+        target.zero_()
+
+
+def all_gather(out: torch.Tensor, shard: torch.Tensor, n: int, p: int, values: Values) -> None:
+    """``out`` [n*k] from ``shard`` [k]: copies of the shard in every slot.
+
+    In place (``shard`` is slot p of ``out``) the other slots keep what they hold: a parameter
+    gather leaves the peers' parameters at their last known values, which are finite and plausible,
+    where copying would give every shard the local one's values.
+    """
+    if out.is_meta or not shard.numel():
+        return
+    if out.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
+        return
+    slots = out.detach().view(n, -1)
+    if values.policy == "noise" and shard.is_floating_point():
+        slots.normal_(generator=values.generator(out.device))
+        slots.mul_(shard.detach().float().square().mean().sqrt().to(out.dtype))
+        slots[p].copy_(shard.detach().reshape(-1))
+    else:
+        slots.copy_(shard.detach().reshape(1, -1))
+
+
+def reduce_scatter(
+    out: torch.Tensor, whole: torch.Tensor, op: str, n: int, p: int, values: Values
+) -> None:
+    """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members."""
+    if out.is_meta or not out.numel():
+        return
+    chunk = whole.detach().view(n, -1)[p]
+    if out.data_ptr() != chunk.data_ptr():
+        out.detach().view(-1).copy_(chunk)
+    reduced(out, op, n, values)
+
+
+def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill ``out`` [m, ...] with the rows of ``source`` [r, ...], repeated or cut to m rows."""
+    if out.is_meta or not out.numel():
+        return
+    target, rows = out.detach().view(-1), source.detach().reshape(-1)
+    if not rows.numel():
+        target.zero_()
+        return
+    if rows.numel() >= target.numel():
+        target.copy_(rows[: target.numel()])
+        return
+    filled = 0
+    while filled < target.numel():
+        size = min(rows.numel(), target.numel() - filled)
+        target[filled : filled + size].copy_(rows[:size])
+        filled += size
+
+
+def all_to_all(out: torch.Tensor, source: torch.Tensor) -> None:
+    """``out`` [sum of receive splits, ...] from ``source`` [sum of send splits, ...].
+
+    Peers answer with the mirror image of what is sent to them.  Sizes come from the caller's own
+    receive splits, so they are right by construction.
+    """
+    fill_rows(out, source)
+
+
+def gather(outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
+    """List form: every output, also of another size than the shard, gets the shard's values."""
+    for out in outs:
+        if out.data_ptr() != shard.data_ptr() or out.is_meta:
+            fill_rows(out, shard)

@@ -1,0 +1,106 @@
+"""What do ranks that do not exist hold?  The policies behind every virtual answer.
+
+``mirror`` (default)  every virtual member holds what the local member holds.  Sums are n times the
+                      local tensor, gathers are copies; counts stay consistent (MoE), losses finite.
+``noise``             as mirror for integers; floating-point answers carry independent noise of the
+                      local tensor's own scale, so that reductions do not grow n-fold.
+``recorded:PATH``     control values (integers, small tensors) and MoE routing come from a recording
+                      made by ``--prism-record PATH``; what was not recorded is mirrored.
+
+Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
+(equal router logits send every token to the same experts, and matrix products run measurably faster
+on zeros than on data).  Noise comes from generators of our own: the job's random streams never move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron_prism.errors import UsageError
+
+__all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values"]
+
+POLICIES = ("mirror", "noise", "recorded")
+ACTIVATION = "activation"
+GRADIENT = "gradient"
+_CHUNK = 1 << 20  # elements of noise added at a time: bounds the temporary to a few MiB
+
+
+class Values:
+    """Policy plus the private random generators that make it reproducible.
+
+    Raises UsageError for an unknown policy.
+    """
+
+    def __init__(self, policy: str = "mirror", seed: int = 1234, rank: int = 0) -> None:
+        name, _, path = policy.partition(":")
+        if name not in POLICIES:
+            raise UsageError(
+                f"--prism-values {policy!r} is no policy",
+                fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH",
+            )
+        if (name == "recorded") != bool(path):
+            raise UsageError(
+                f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one",
+                fix="write --prism-values recorded:PATH with a path from --prism-record PATH",
+            )
+        self.policy = name
+        self.path = path or None
+        self._seed = seed * 1_000_003 + rank
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._expected: dict[int, str] = {}
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Our own generator for ``device``; never the default one of the job."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = torch.Generator(device=device)
+            generator.manual_seed(self._seed)
+            self._generators[device] = generator
+        return generator
+
+    @contextlib.contextmanager
+    def expecting(self, **kinds: torch.Tensor | None) -> Iterator[None]:
+        """Declare what receives inside the block carry: ``expecting(activation=a, gradient=g)``."""
+        mine = {id(tensor): kind for kind, tensor in kinds.items() if tensor is not None}
+        self._expected.update(mine)
+        try:
+            yield
+        finally:
+            for key in mine:
+                self._expected.pop(key, None)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor that a virtual rank sent; shape ``[tokens, micro-batch, hidden]`` or any.
+
+        Activations are N(0, 1), the scale a normalised residual stream has.  Gradients of a mean
+        loss over t tokens are of the order 1 / (t * sqrt(hidden)).
+        """
+        if tensor.is_meta or not tensor.numel():
+            return
+        target = tensor.detach()
+        if not target.is_floating_point():
+            target.zero_()
+            return
+        target.normal_(generator=self.generator(target.device))
+        if self._expected.get(id(tensor)) == GRADIENT:
+            hidden = target.shape[-1] if target.dim() else 1
+            tokens = max(1, target.numel() // max(1, hidden))
+            target.mul_(1.0 / (tokens * hidden**0.5))
+
+    def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
+        """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one."""
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+        if not flat.numel():
+            return
+        scale = flat.detach().float().square().mean().sqrt() * num_virtual**0.5
+        generator = self.generator(flat.device)
+        for start in range(0, flat.numel(), _CHUNK):
+            part = flat[start : start + _CHUNK]
+            noise = torch.randn(
+                part.shape, device=part.device, dtype=torch.float32, generator=generator
+            )
+            part.add_((noise * scale).to(part.dtype))
