@@ -1,17 +1,18 @@
-"""What can go wrong, as one tree.  Catch ``PrismError`` and you have caught everything we raise on purpose.
+"""What can go wrong, as one tree: whoever catches ``PrismError`` catches all we raise on purpose.
 
 ::
 
     PrismError                 exit 1   base: what happened, where, and what to type
-    ├── UsageError             exit 2   the request cannot be carried out as written
-    │   ├── WorldError         exit 2   parallel sizes, ranks and selectors that do not fit each other
+    ├── UsageError             exit 2   the request cannot be carried out
+    │   ├── WorldError         exit 2   sizes, ranks and selectors that do not fit
     │   ├── RecipeError        exit 2   a recipe or one of its key=value overrides
     │   └── UnitError          exit 2   text that is no duration, size, rate or count
-    ├── UnsupportedError       exit 1   a correct request that this version or this machine cannot serve
+    ├── UnsupportedError       exit 1   fine, but not with this version or machine
     └── NotTrainedError        exit 1   the emulated job came back without having trained
 
-A message says what happened and where; ``fix`` says what to type next.  Both are shown to the user without a
-traceback, so they must be enough.  A bug in this package is not a ``PrismError``: it keeps its traceback.
+A message says what happened and where; ``fix`` says what to type next.  Both are shown to the user
+without a traceback, so they must be enough.  A bug of ours is no ``PrismError``: it keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PrismError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, fix: str | None = None) -> None:
-        super().__init__(message, fix)  # both are args, so the error survives pickling between processes
+        super().__init__(message, fix)  # both are args: the error survives pickling
         self.message = message
         self.fix = fix
 
@@ -61,7 +62,7 @@ class RecipeError(UsageError):
 
 
 class UnitError(UsageError, ValueError):
-    """Text that does not parse as a quantity.  Also a ValueError, so that argparse reports it as usage."""
+    """Text that is no quantity.  Also a ValueError, so that argparse reports it as usage."""
 
 
 class UnsupportedError(PrismError):

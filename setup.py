@@ -1,0 +1,62 @@
+"""megatron_prism: what is installed, and the three places where it hooks in."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+HERE = pathlib.Path(__file__).parent
+INIT = (HERE / "megatron_prism" / "__init__.py").read_text(encoding="utf-8")
+README = HERE / "README.md"
+
+setup(
+    name="megatron_prism",
+    version=re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE)[1],
+    description="Run any rank of a large Megatron-LM job on one machine, and see what it does",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_prism", "megatron_prism.*"])
+    # the recipes live at the top of the checkout, where people look, and are installed beside the
+    # code
+    + ["megatron_prism.recipes"],
+    package_dir={"megatron_prism.recipes": "recipes"},
+    package_data={"megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"]},
+    # Lower bounds are what we run in CI, upper bounds the first release we have not seen;
+    # constraints/ holds the exact sets.  An untested megatron-core inside the range warns by name
+    # at start.
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "omegaconf>=2.3",
+        "rich>=13",
+        "megatron-core>=0.16.1,<0.20",
+        # what megatron-core imports without declaring it: its own 0.16 wheel asks only for torch,
+        # numpy, packaging
+        "packaging",
+        "einops",
+        "six",
+        "regex",
+        "pydantic>=2",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "hypothesis>=6.100"],
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],
+        "te": ["transformer-engine[pytorch]>=2.5"],
+    },
+    entry_points={
+        "console_scripts": ["prism = megatron_prism.cli:main"],
+        # imported by `import torch`: a stock pretrain_gpt.py --prism-emulate needs no edit
+        "torch.backends": ["megatron_prism = megatron_prism._attach:autoload"],
+        "pytest11": ["megatron_prism = megatron_prism.pytest_plugin"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
