@@ -1,0 +1,250 @@
+"""What did the user ask for?  The ``--prism-*`` flags, and what they leave to be derived.
+
+``from_command_line(argv, env)`` reads our flags and the parallel sizes among the job's own arguments
+and returns Options, or None if emulation was not asked for.  It knows nothing of torch or Megatron;
+``add_flags`` is what Megatron's own parser gets, so that both read the same table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.errors import UsageError, WorldError
+from megatron_prism.world import World, implied_size
+
+__all__ = ["FLAGS", "TIERS", "Options", "add_flags", "from_command_line"]
+
+TIERS = ("auto", "cuda", "cpu", "meta")
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--prism-emulate": {
+        "action": "store_true",
+        "help": "run this process as one rank of the large job; all other ranks are virtual",
+    },
+    "--prism-world-size": {
+        "type": int,
+        "default": None,
+        "metavar": "W",
+        "help": "ranks of the target job (default: WORLD_SIZE, or what the parallel sizes imply)",
+    },
+    "--prism-ranks": {
+        "default": None,
+        "metavar": "SEL",
+        "help": "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or 0)",
+    },
+    "--prism-tier": {
+        "default": "auto",
+        "choices": TIERS,
+        "help": "cuda: real device; cpu: real values on the CPU; meta: shapes only (default: best)",
+    },
+    "--prism-values": {
+        "default": "mirror",
+        "metavar": "POLICY",
+        "help": "what virtual ranks hold: mirror (default), noise, recorded:PATH",
+    },
+    "--prism-record": {
+        "default": None,
+        "metavar": "PATH",
+        "help": "record control values and MoE routing for a later --prism-values recorded:PATH",
+    },
+    "--prism-out": {
+        "default": None,
+        "metavar": "DIR",
+        "help": "artefact folder: one JSON summary per local rank, written when the job has trained",
+    },
+    "--prism-force": {"action": "store_true", "help": "replace an existing --prism-out folder"},
+    "--prism-recipe": {
+        "default": None,
+        "metavar": "YAML",
+        "help": "the same options as a file: its 'prism:' section; flags given here win",
+    },
+}
+
+# Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
+_SIZES = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "cp",
+    "--expert-model-parallel-size": "ep",
+    "--expert-tensor-parallel-size": "etp",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything settled before Megatron is imported.
+
+    process, num_processes : which of how many real processes this one is (torchrun: RANK of k)
+    ranks                  : the global rank of each process, in process order
+    """
+
+    world: World
+    process: int
+    num_processes: int
+    ranks: tuple[int, ...]
+    tier: str
+    values: str
+    out: Path | None
+    force: bool
+    record: Path | None
+
+    @property
+    def rank(self) -> int:
+        """The global rank that this process runs."""
+        return self.ranks[self.process]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags as a group of their own; harmless if they are there already."""
+    known = parser._option_string_actions
+    group = parser.add_argument_group(title="prism (emulation of the whole job on a few devices)")
+    for flag, settings in FLAGS.items():
+        if flag not in known:
+            group.add_argument(flag, **settings)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage as our error, so that one place prints it."""
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"bad --prism option: {message}", fix="see the flags with: prism run --help")
+
+
+def _recipe_defaults(path: str) -> dict[str, Any]:
+    from megatron_prism.recipe import load_prism_section  # the only module with OmegaConf
+
+    section = load_prism_section(Path(path))
+    return {f"prism_{key}": value for key, value in section.items() if value is not None}
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
+    add_flags(parser)
+    for flag, name in _SIZES.items():
+        parser.add_argument(flag, dest=name, type=int, default=None)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    parser.add_argument("--yaml-cfg", default=None)
+    parser.add_argument("--fake-process-group", action="store_true")
+    args, rest = parser.parse_known_args(list(argv))
+    unknown = [a for a in rest if a.startswith("--prism")]
+    if unknown:
+        raise UsageError(
+            f"unknown option {unknown[0].partition('=')[0]}",
+            fix=f"the options are {', '.join(FLAGS)}",
+        )
+    if args.prism_recipe:
+        parser.set_defaults(**_recipe_defaults(args.prism_recipe))
+        args, _ = parser.parse_known_args(list(argv))
+    return args
+
+
+def _processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
+    """(this process, number of processes, whether a launcher set the variables)."""
+    if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
+        return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), True
+    return 0, 1, False
+
+
+def _world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
+    sizes = {name: getattr(args, name) or 1 for name in ("tp", "pp", "cp", "ep")}
+    sizes["etp"] = args.etp or sizes["tp"]
+    for name, size in sizes.items():
+        if size < 1:
+            raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
+    size = args.prism_world_size
+    if size is None and not launched and "WORLD_SIZE" in env:
+        size = int(env["WORLD_SIZE"])
+    if size is None:
+        size = implied_size(**sizes)
+        while size < k:  # more processes than the smallest world: add data-parallel replicas
+            size += implied_size(**sizes)
+    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    return World(size=size, order=order, **sizes)
+
+
+def _ranks(
+    args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
+) -> tuple[int, ...]:
+    if args.prism_ranks is None:
+        first = 0 if launched else int(env.get("RANK", 0))
+        ranks = tuple(range(first, first + k))
+    else:
+        text = str(args.prism_ranks)
+        ranks = tuple(world.select(text))
+        named = all(part.strip().isdigit() for part in text.replace(";", ",").split(","))
+        if len(ranks) > k and named:
+            raise UsageError(
+                f"--prism-ranks {text} names {len(ranks)} ranks, but there "
+                f"{'is one process' if k == 1 else f'are {k} processes'}",
+                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank",
+            )
+        ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
+    if len(ranks) < k:
+        raise UsageError(
+            f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
+            fix=f"name {k} ranks, or start {len(ranks)} processes",
+        )
+    for rank in ranks:
+        if not 0 <= rank < world.size:
+            raise WorldError(
+                f"rank {rank} is outside the world of {world.size} ranks",
+                fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
+            )
+    return ranks
+
+
+def from_command_line(
+    argv: Sequence[str], env: Mapping[str, str] | None = None
+) -> Options | None:
+    """Options of this process, or None without ``--prism-emulate``.
+
+    ``argv`` is the job's command line without the script; ``PRISM_ARGS`` comes before it.
+    Raises UsageError or WorldError with the fix.
+    """
+    env = os.environ if env is None else env
+    argv = [*shlex.split(env.get("PRISM_ARGS", "")), *argv]
+    args = _parse(argv)
+    given = [a for a in argv if a.startswith("--prism-")]
+    if not args.prism_emulate:
+        if given:
+            raise UsageError(
+                f"{given[0]} without --prism-emulate has no effect",
+                fix="add --prism-emulate, or drop the --prism-* options",
+            )
+        return None
+    if args.yaml_cfg is not None:
+        raise UsageError(
+            "--yaml-cfg replaces Megatron's whole argument namespace, so the --prism-* flags would "
+            "be lost (training/arguments.py:105 @0.16.1)",
+            fix="pass the job's arguments on the command line instead of --yaml-cfg",
+        )
+    if args.fake_process_group:
+        raise UsageError(
+            "--prism-emulate and --fake-process-group both replace the process groups",
+            fix="drop one of the two flags",
+        )
+    process, k, launched = _processes(env)
+    world = _world(args, env, launched, k)
+    return Options(
+        world=world,
+        process=process,
+        num_processes=k,
+        ranks=_ranks(args, world, env, launched, k),
+        tier=args.prism_tier,
+        values=args.prism_values,
+        out=Path(args.prism_out) if args.prism_out else None,
+        force=args.prism_force,
+        record=Path(args.prism_record) if args.prism_record else None,
+    )
+
+
+def with_tier(options: Options, tier: str) -> Options:
+    """The same options with the tier settled."""
+    return replace(options, tier=tier)

@@ -1,0 +1,206 @@
+"""How does a job become an emulated one?
+
+``install_from_command_line`` runs before the first ``import megatron`` (zero-edit attach);
+``run_script`` is ``prism run -- pretrain_gpt.py …``.  Both settle the options, give Megatron the
+virtual RANK and WORLD_SIZE, prepare the tier, register the seams and arrange for the verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.plugin import flags
+
+__all__ = ["TESTED", "install", "install_from_command_line", "run_script", "start_world"]
+
+TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
+
+
+def run_script(argv: Sequence[str]) -> int:
+    """Run ``argv`` (``[--prism-… ] script.py arguments``) as a program; returns its exit status.
+
+    Flags before the script are ours; ``--prism-emulate`` is implied.
+    """
+    split = next((i for i, a in enumerate(argv) if a.endswith(".py")), None)
+    if split is None:
+        raise UsageError(
+            "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
+        )
+    ours = [a for a in argv[:split] if a != "--"]
+    script, rest = argv[split], list(argv[split + 1 :])
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
+    emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
+    sys.argv = [script, *emulate, *ours, *rest]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    install_from_command_line()
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def install_from_command_line() -> None:
+    """Install what ``sys.argv`` and ``PRISM_ARGS`` ask for; usage errors end the process (exit 2)."""
+    if getattr(install_from_command_line, "done", False):
+        return
+    install_from_command_line.done = True  # type: ignore[attr-defined]
+    try:
+        options = flags.from_command_line(sys.argv[1:])
+        if options is not None:
+            install(options)
+    except PrismError as error:
+        _report(error)
+        raise SystemExit(error.exit_code) from None
+
+
+def _report(error: PrismError) -> None:
+    print(f"prism: error: {error}", file=sys.stderr, flush=True)
+
+
+def _check_version() -> str:
+    """The megatron-core version; an untested one warns by name."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed as a package)"
+    if version not in TESTED:
+        warnings.warn(
+            f"megatron-core {version} was never tested with megatron_prism "
+            f"(tested: {', '.join(TESTED)}); seams may miss their target",
+            stacklevel=2,
+        )
+    return version
+
+
+def install(options: flags.Options) -> Any:
+    """Prepare this process for ``options``; returns the seams' Context.
+
+    Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
+    folder that exists.
+    """
+    from megatron_prism import tiers
+    from megatron_prism.plugin import seams, seams_tiers, summary
+    from megatron_prism.plugin.proof import Proof
+
+    version = _check_version()
+    if options.out is not None and options.process == 0:
+        summary.check_free(options.out, options.force)
+    tier = tiers.install(options.tier)
+    options = flags.with_tier(options, tier.name)
+    _check_devices(options)
+    store = _shared_store(options)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+    proof = Proof(tier.live, shapes_only=tier.name == "meta")
+    context = seams.Context(
+        start=lambda: start_world(options, tier.device, store),
+        proof=proof,
+        meta=tier.name == "meta",
+        local_ranks=tuple(sorted(options.ranks)),
+        rank=options.rank,
+    )
+    seams.apply(seams.SEAMS, context)
+    if tier.name != "cuda":
+        seams.apply(seams_tiers.SEAMS_WITHOUT_CUDA, context)
+    if tier.name == "meta":
+        seams.apply(seams_tiers.SEAMS_META, context)
+    report = summary.Reporter(options, tier, proof, version, store)
+    proof.on_finish.append(report.finish)
+    report.banner()
+    _arrange_verdict(proof)
+    return context
+
+
+def start_world(options: flags.Options, device: Any, store: Any = None) -> Any:
+    """Bring the virtual world of ``options`` up in this process."""
+    import torch
+
+    from megatron_prism.virtual import session
+    from megatron_prism.virtual.values import Values
+
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return session.start(
+        session.VirtualWorld(
+            size=options.world.size,
+            rank=options.rank,
+            local_ranks=options.ranks,
+            values=Values(options.values, rank=options.rank),
+            device=device,
+            store=store,
+            backend="nccl" if device.type == "cuda" else "gloo",
+        )
+    )
+
+
+def _check_devices(options: flags.Options) -> None:
+    """NCCL refuses two ranks on one device, late and obscurely; say it before anything starts."""
+    if options.tier != "cuda" or options.num_processes == 1:
+        return
+    import torch
+
+    local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    if local >= have or here > have:
+        raise UsageError(
+            f"{here} local ranks on {have} CUDA device{'s' * (have != 1)}: two would share one, and "
+            "NCCL cannot connect them",
+            fix=f"torchrun --nproc-per-node {have}, one rank per process alone, or --prism-tier cpu",
+        )
+
+
+def _shared_store(options: flags.Options) -> Any:
+    """The store of the launcher, through which the local processes find each other."""
+    if options.num_processes == 1:
+        return None
+    from torch.distributed import rendezvous
+
+    iterator = rendezvous("env://", rank=options.process, world_size=options.num_processes)
+    return next(iterator)[0]
+
+
+def _arrange_verdict(proof: Any) -> None:
+    """A script that ends well without ever training must not exit 0.
+
+    ``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note.
+    """
+    ended: dict[str, Any] = {}
+    original_exit, original_hook = sys.exit, sys.excepthook
+
+    def note_exit(status: Any = None) -> None:
+        ended["status"] = status
+        original_exit(status)
+
+    def note_exception(kind: Any, value: Any, trace: Any) -> None:
+        ended["status"] = 1
+        if isinstance(value, PrismError):
+            _report(value)
+        else:
+            original_hook(kind, value, trace)
+
+    def verdict() -> None:
+        if proof.finished or ended.get("status") not in (None, 0):
+            return
+        if not proof.started or not proof.iterations:
+            _report(
+                NotTrainedError(
+                    "the script ended without calling Megatron's pretrain(), so nothing trained",
+                    fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
+                )
+            )
+            sys.stdout.flush()
+            os._exit(1)
+
+    sys.exit, sys.excepthook = note_exit, note_exception
+    atexit.register(verdict)

@@ -1,0 +1,180 @@
+"""Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the verdict.
+
+``Proof.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each train step;
+``step`` each forward or backward of a microbatch.  A run that ends without the optimizer steps it
+was asked for raises NotTrainedError (exit 1), whatever the job's own exit code would have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_prism.errors import NotTrainedError
+
+__all__ = ["Iteration", "Proof"]
+
+
+@dataclass
+class Iteration:
+    """One train step: losses (last stage only), gradient norm, whether the step was applied."""
+
+    number: int
+    wall_ns: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+class Proof:
+    """What happened in this process.
+
+    peak_source : object with ``labels`` and ``scope(**labels)`` (the live-byte tracker) or None
+    """
+
+    def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
+        self.peak_source = peak_source
+        self.shapes_only = shapes_only
+        self.iterations: list[Iteration] = []
+        self.started = False  # pretrain was entered
+        self.finished = False  # the verdict was given
+        self.expected: int | None = None
+        self.num_parameters = 0
+        self.moved: bool | None = None  # whether a master parameter changed; None: unknown
+        self._counts: dict[tuple[str, int | None], int] = {}
+        self._schedule: dict[str, Any] = {}
+        self._before: tuple[torch.Tensor, float] | None = None
+        self.on_finish: list[Callable[[], None]] = []
+
+    # -- phases -----------------------------------------------------------------------------------
+    def new_schedule(self, settings: dict[str, Any]) -> None:
+        """A forward-backward schedule starts; ``settings`` are its keyword arguments."""
+        self._counts.clear()
+        self._schedule = {
+            key: settings.get(key)
+            for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
+        }
+
+    @contextlib.contextmanager
+    def step(self, phase: str, chunk: int | None) -> Iterator[None]:
+        """One forward or backward of one microbatch (of one model chunk)."""
+        number = self._counts.get((phase, chunk), 0)
+        self._counts[phase, chunk] = number + 1
+        if self.peak_source is None:
+            yield
+            return
+        labels = {"phase": phase, "microbatch": number}
+        if chunk is not None:
+            labels["chunk"] = chunk
+        with self.peak_source.scope(**labels):
+            yield
+
+    def tokens_per_iteration(self) -> int:
+        """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
+        values = [self._schedule.get(k) for k in ("num_microbatches", "seq_length")]
+        values.append(self._schedule.get("micro_batch_size"))
+        return int(values[0] * values[1] * values[2]) if all(values) else 1
+
+    # -- iterations -------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def iteration(self, optimizer: Any, model: Any) -> Iterator[None]:
+        """One train step; on the first, remember one master parameter to see it move."""
+        if not self.iterations:
+            self.num_parameters = _count_parameters(model)
+            if not self.shapes_only:
+                self._before = _fingerprint(optimizer)
+        self.iterations.append(Iteration(len(self.iterations) + 1))
+        start = time.perf_counter_ns()
+        yield
+        self.iterations[-1].wall_ns = time.perf_counter_ns() - start
+
+    def stepped(self, losses: Any, skipped: bool, grad_norm: Any) -> None:
+        """The train step's own results."""
+        entry = self.iterations[-1]
+        entry.skipped = skipped
+        entry.losses = {} if self.shapes_only else {k: float(v) for k, v in (losses or {}).items()}
+        entry.grad_norm = None if grad_norm is None or self.shapes_only else float(grad_norm)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return sum(1 for entry in self.iterations if not entry.skipped)
+
+    # -- verdict ----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def training(self, get_args: Callable[[], Any]) -> Iterator[None]:
+        """Encloses ``pretrain``; gives the verdict on a normal end and on ``sys.exit(0)``."""
+        self.started = True
+        try:
+            yield
+        except SystemExit as end:
+            if end.code in (None, 0):
+                self.finish(get_args)
+            raise
+        self.finish(get_args)
+
+    def finish(self, get_args: Callable[[], Any]) -> None:
+        """Raise NotTrainedError unless the steps that were asked for happened."""
+        if self.finished:
+            return
+        self.finished = True
+        args = get_args()
+        wanted = max(0, (args.train_iters or 0) - self._first_iteration(args))
+        early = any(
+            getattr(args, name, None)
+            for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
+        )
+        self.expected = wanted
+        if self._before is not None and self.steps:
+            parameter, before = self._before
+            self.moved = _sum(parameter) != before
+        if getattr(args, "skip_train", False):
+            wanted = 0
+        self.check(1 if early and wanted else wanted)
+        for callback in self.on_finish:
+            callback()
+
+    def _first_iteration(self, args: Any) -> int:
+        return max(0, int(getattr(args, "iteration", 0) or 0) - len(self.iterations)) if (
+            self.iterations
+        ) else int(getattr(args, "iteration", 0) or 0)
+
+    def check(self, wanted: int) -> None:
+        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
+        if self.steps >= wanted:
+            return
+        ran = len(self.iterations)
+        if not ran:
+            what = "the job ended without a single train step"
+            fix = "check --train-iters, --skip-train and the data flags; a real job would idle too"
+        else:
+            what = f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"
+            fix = (
+                "gradients were not finite or the run stopped early: look at the log, try "
+                "--prism-values noise, or lower --initial-loss-scale under --fp16"
+            )
+        raise NotTrainedError(what, fix=fix)
+
+
+def _count_parameters(model: Any) -> int:
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    return sum(p.numel() for m in chunks if m is not None for p in m.parameters())
+
+
+def _sum(parameter: torch.Tensor) -> float:
+    return float(parameter.detach().sum(dtype=torch.float64))
+
+
+def _fingerprint(optimizer: Any) -> tuple[torch.Tensor, float] | None:
+    """The smallest non-empty master parameter and its sum: cheap, and no copy of it is made."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    parameters = [p for group in groups for p in group["params"] if p is not None and p.numel()]
+    if not parameters:
+        return None
+    smallest = min(parameters, key=lambda p: p.numel())
+    return smallest, _sum(smallest)

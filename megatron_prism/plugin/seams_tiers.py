@@ -1,0 +1,172 @@
+"""What is changed in Megatron where there is no CUDA device (tiers cpu and meta), and why.
+
+Same form as ``seams``.  Stand-ins for kernels live in ``tiers``; here they are only put in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.tiers import stand_ins
+
+__all__ = ["SEAMS_META", "SEAMS_WITHOUT_CUDA"]
+
+
+def _no_fused_kernels(module: ModuleType, context: Context) -> None:
+    """Start-up runs ``$CUDA_HOME/bin/nvcc -V`` unconditionally at 0.16.1."""
+    module.load = lambda args: None
+
+
+def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
+    """torch's norm refuses sequence parallelism; ours marks its weights as Megatron expects."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+            if config.sequence_parallel or config.layernorm_zero_centered_gamma:
+                return stand_ins.SequenceParallelNorm(config, hidden_size, eps)
+            return original(cls, config, hidden_size, eps, **kwargs)
+
+        return call
+
+    _wrap(module.WrappedTorchNorm, "__new__", make)
+
+
+def _context_parallel_attention(module: ModuleType, context: Context) -> None:
+    """The local attention refuses context parallelism; ours gathers keys and values over cp."""
+    base = module.DotProductAttention
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            size = config.context_parallel_size
+            config.context_parallel_size = 1
+            try:
+                original(self, config, *args, **kwargs)
+            finally:
+                config.context_parallel_size = size
+
+        return call
+
+    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.config.context_parallel_size == 1:
+                return original(self, query, key, value, *args, **kwargs)
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_context_parallel_group()
+            return stand_ins.context_parallel_attention(
+                query, key, value, group, self.softmax_scale
+            )
+
+        return call
+
+    _wrap(base, "__init__", make)
+    _wrap(base, "forward", forward)
+
+
+def _one_generator(module: ModuleType, context: Context) -> None:
+    """Device and host share one generator here, so the tracker's check for a leak always fires."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+    logging.getLogger(module.__name__).addFilter(keep)
+
+
+def _balanced_splits(module: ModuleType, context: Context) -> None:
+    """Shapes have no routing: every expert gets its even share, and the host knows it at once.
+
+    The one point where the dispatcher needs data is its copy of the splits to the host
+    (core/transformer/moe/token_dispatcher.py, _maybe_dtoh_and_synchronize).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+            if self.drop_and_pad or point != self.cuda_dtoh_point:
+                return tokens_per_expert
+            splits = stand_ins.balanced_splits(
+                total=int(self.num_out_tokens) if not torch.is_tensor(self.num_out_tokens)
+                else self.routing_map.shape[0] * self.config.moe_router_topk,
+                num_experts=self.num_experts,
+                local=self.local_expert_indices,
+                ep_size=self.ep_size,
+                tp_size=self.tp_size,
+            )
+            self.num_out_tokens = splits.total
+            self.input_splits = splits.sent
+            self.output_splits = splits.received
+            self.output_splits_tp = splits.received_tp
+            self.num_global_tokens_per_local_expert = splits.table
+            return splits.per_local_expert
+
+        return call
+
+    _wrap(module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", make)
+
+
+def _static_permute(module: ModuleType, context: Context) -> None:
+    """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tokens.is_meta:
+                return original(tokens, routing_map, *args, **kwargs)
+            return stand_ins.permute_shapes(original, tokens, routing_map, *args, **kwargs)
+
+        return call
+
+    _wrap(module, "permute", make)
+
+
+SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
+    Seam(
+        "no-fused-kernels",
+        "megatron.legacy.fused_kernels",
+        "start-up runs nvcc",
+        "legacy/fused_kernels/__init__.py:21 @0.16.1; gone in 0.19.0",
+        _no_fused_kernels,
+    ),
+    Seam(
+        "one-generator",
+        "megatron.core.tensor_parallel.random",
+        "the device's random state is the host's",
+        "core/tensor_parallel/random.py:235 @0.16.1",
+        _one_generator,
+    ),
+    Seam(
+        "sequence-parallel-norm",
+        "megatron.core.transformer.torch_norm",
+        "without apex or Transformer Engine there is no norm for sequence parallelism",
+        "core/transformer/torch_norm.py:32 @0.16.1",
+        _sequence_parallel_norm,
+    ),
+    Seam(
+        "context-parallel-attention",
+        "megatron.core.transformer.dot_product_attention",
+        "without Transformer Engine there is no attention for context parallelism",
+        "core/transformer/dot_product_attention.py:58 @0.16.1",
+        _context_parallel_attention,
+    ),
+)
+
+SEAMS_META: tuple[Seam, ...] = (
+    Seam(
+        "balanced-splits",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "token counts steer shapes, and shapes have no data",
+        "core/transformer/moe/token_dispatcher.py:871 @0.16.1",
+        _balanced_splits,
+    ),
+    Seam(
+        "static-permute",
+        "megatron.core.transformer.moe.moe_utils",
+        "masked_select has no meta kernel",
+        "core/transformer/moe/moe_utils.py",
+        _static_permute,
+    ),
+)

@@ -1,0 +1,184 @@
+"""What does an emulated run say about itself?  A banner at the start, a summary and a file at the end.
+
+Every number says where it comes from.  The artefact folder appears under its name only when the job
+has trained, with one JSON file per local rank and nothing else; a failed run leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.errors import UsageError
+from megatron_prism.plugin.flags import Options
+from megatron_prism.plugin.proof import Proof
+from megatron_prism.units import format_bytes
+
+__all__ = ["FORMAT", "Reporter", "check_free"]
+
+FORMAT = 1  # version of the JSON below
+
+
+def check_free(out: Path, force: bool) -> None:
+    """Raise UsageError if ``out`` exists and may not be replaced."""
+    if out.exists() and not force:
+        raise UsageError(
+            f"the artefact folder {out} exists already and will not be overwritten",
+            fix="choose another --prism-out, or add --prism-force to replace it",
+        )
+
+
+class Reporter:
+    """Collects what the run did and says it once."""
+
+    def __init__(
+        self, options: Options, tier: Any, proof: Proof, megatron: str, store: Any = None
+    ) -> None:
+        self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
+        self.store = store
+        self.start = time.time()
+
+    def banner(self) -> None:
+        """One line on stderr at the start: what is real, what is not."""
+        options = self.options
+        others = options.world.size - len(options.ranks)
+        place = _coordinates(options)
+        self._say(
+            f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
+            f"{self.tier.name}; {others:,} ranks are virtual, values: {options.values}"
+        )
+        for what in self.tier.stand_in:
+            self._say(f"  stand-in  {what}")
+
+    def _say(self, text: str) -> None:
+        print(f"prism: {text}", file=sys.stderr, flush=True)
+
+    def summary(self) -> dict[str, Any]:
+        """The JSON of this rank: plain numbers, with their provenance beside them."""
+        from megatron_prism import __version__
+        from megatron_prism.virtual.session import current
+
+        world, options, proof = current(), self.options, self.proof
+        rows = world.tally.rows() if world is not None else []
+        measured = "measured here"
+        return {
+            "format": FORMAT,
+            "megatron_prism": __version__,
+            "megatron_core": self.megatron,
+            "rank": options.rank,
+            "world_size": options.world.size,
+            "local_ranks": list(options.ranks),
+            "coordinates": options.world.coordinates(options.rank)._asdict(),
+            "tier": self.tier.name,
+            "stand_ins": list(self.tier.stand_in),
+            "values": options.values,
+            "trained": {
+                "steps": proof.steps,
+                "expected": proof.expected,
+                "iterations": len(proof.iterations),
+                "master_parameter_moved": proof.moved,
+                "provenance": measured + ": optimizer steps that Megatron reported as applied",
+            },
+            "parameters": proof.num_parameters,
+            "iterations": [asdict(entry) for entry in proof.iterations],
+            "time_provenance": measured
+            + ", but virtual ranks answer at once: communication and bubbles cost nothing here",
+            "communication": {
+                "rows": [asdict(row) for row in rows],
+                "provenance": measured + ": every call of this rank, start-up included",
+            },
+            "memory": self._memory(),
+            "process_wall_s": round(time.time() - self.start, 3),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        """Peaks in bytes; None where this tier does not know them."""
+        if self.tier.live is not None:
+            high = self.tier.live.high
+            return {
+                "allocated_peak": high.bytes,
+                "at": high.labels,
+                "reserved_peak": None,
+                "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
+            }
+        if self.tier.name == "cuda":
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            return {
+                "allocated_peak": torch.cuda.max_memory_allocated(),
+                "reserved_peak": torch.cuda.max_memory_reserved(),
+                "device_used": total - free,
+                "provenance": "measured here: the caching allocator; device_used lacks NCCL's memory",
+            }
+        return {
+            "allocated_peak": None,
+            "reserved_peak": None,
+            "provenance": "unknown: the cpu tier does not tell host from device memory",
+        }
+
+    def finish(self) -> None:
+        """Print the summary; write the artefact folder once all local ranks have finished."""
+        summary = self.summary()
+        self._print(summary)
+        if self.options.out is not None:
+            self._write(summary)
+
+    def _print(self, summary: dict[str, Any]) -> None:
+        trained, memory = summary["trained"], summary["memory"]
+        self._say(
+            f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
+            f" of {trained['expected']}, {summary['parameters']:,} parameters"
+        )
+        if memory["allocated_peak"] is not None:
+            at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
+            peak = format_bytes(memory["allocated_peak"])
+            self._say(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+        for row in summary["communication"]["rows"][:8]:
+            self._say(
+                f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
+                f"{row['group']} ({row['group_size']:,})"
+            )
+        more = len(summary["communication"]["rows"]) - 8
+        if more > 0:
+            self._say(f"  … {more} more rows{self._hint()}")
+
+    def _hint(self) -> str:
+        return "" if self.options.out else " (write them all with --prism-out DIR)"
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        """Process 0 writes for all; the others hand their summaries over through the store."""
+        out, options = self.options.out, self.options
+        assert out is not None
+        text = json.dumps(summary, indent=1)
+        if self.store is not None and options.process:
+            self.store.set(f"prism/summary/{options.process}", text)
+            return
+        texts = {options.rank: text}
+        for process in range(1, options.num_processes):
+            received = self.store.get(f"prism/summary/{process}").decode()
+            texts[options.ranks[process]] = received
+        write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
+        self._say(f"wrote {out} ({len(texts)} rank{'s' * (len(texts) != 1)})")
+
+
+def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
+    """Write ``files`` into folder ``out``: all of them or nothing."""
+    from megatron_prism.artefact import ArtefactFolder
+
+    with ArtefactFolder(out, force=force) as folder:
+        for name, text in files.items():
+            folder.write_text(name, text)
+
+
+def _coordinates(options: Options) -> str:
+    place = options.world.coordinates(options.rank)
+    shown = [f"{axis}={getattr(place, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep")]
+    sizes = options.world
+    keep = [s for s, n in zip(shown, (sizes.pp, sizes.dp, sizes.cp, sizes.tp, sizes.ep), strict=True)
+            if n > 1]  # fmt: skip
+    return " ".join(keep) or "alone"

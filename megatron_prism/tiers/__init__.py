@@ -1,0 +1,139 @@
+"""Where do local ranks run?  ``cuda`` (the real device), ``cpu`` (real values), ``meta`` (shapes).
+
+``install(tier)`` prepares this process, before Megatron is imported: on ``cuda`` nothing changes; on
+the others ``cuda`` means another device (``remap``), torch.cuda answers without a driver
+(``cuda_stubs``), Transformer Engine is virtual where it is not installed (``virtual_te``) and, on
+``meta``, live bytes are counted (``live``).  It cannot be undone within a process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from dataclasses import dataclass
+
+import torch
+
+from megatron_prism.errors import UsageError
+from megatron_prism.tiers.live import LiveBytes
+
+__all__ = ["Tier", "best", "install"]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The tier of this process.
+
+    device   : where local tensors live
+    live     : the live-byte tracker (meta only)
+    stand_in : what stands in for missing libraries, for the summary
+    """
+
+    name: str
+    device: torch.device
+    live: LiveBytes | None = None
+    stand_in: tuple[str, ...] = ()
+
+
+_installed: Tier | None = None
+
+
+def best() -> str:
+    """The most real tier that this host has: ``cuda`` or ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def install(name: str) -> Tier:
+    """Prepare this process for tier ``name`` (``auto``: the best one here).
+
+    Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier in
+    the same process.
+    """
+    global _installed
+    if _installed is not None:
+        if name not in (_installed.name, "auto"):
+            raise UsageError(
+                f"this process already runs tier {_installed.name}, not {name}",
+                fix="use one process per tier",
+            )
+        return _installed
+    if name == "auto":
+        name = best()
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "tier cuda needs a CUDA device, and this host has none",
+                fix="use --prism-tier cpu (real values) or --prism-tier meta (shapes only)",
+            )
+        _installed = Tier("cuda", torch.device("cuda"))
+    elif name in ("cpu", "meta"):
+        _installed = _without_cuda(name)
+    else:
+        raise UsageError(f"unknown tier {name!r}", fix="choose cuda, cpu, meta or auto")
+    return _installed
+
+
+def _without_cuda(name: str) -> Tier:
+    from megatron_prism.tiers import cuda_stubs
+    from megatron_prism.tiers.remap import Remap
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled fusions cost minutes here and fuse nothing
+    torch._dynamo.config.disable = True
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists; no queue here
+    torch.autograd.set_multithreading_enabled(False)  # modes are per thread
+    cuda_stubs.install()
+    _no_pinned_memory()
+    stand_in = ["torch.cuda: inert streams and events"]
+    if importlib.util.find_spec("transformer_engine") is None:
+        from megatron_prism.tiers import virtual_te
+
+        virtual_te.install()
+        stand_in.append("Transformer Engine: virtual, saves what the real one saves")
+    if importlib.util.find_spec("triton") is None:
+        _stub_triton()
+        stand_in.append("triton: absent, its kernels are never called")
+    Remap(name).__enter__()
+    live = None
+    if name == "meta":
+        live = LiveBytes("meta")
+        live.__enter__()
+        cuda_stubs.set_memory_source(live)
+        stand_in.append("values: none, shapes only")
+    return Tier(name, torch.device(name), live, tuple(stand_in))
+
+
+def _no_pinned_memory() -> None:
+    """DataLoaders ask for pinned memory; without a device its thread fails."""
+    init = torch.utils.data.DataLoader.__init__
+
+    def unpinned(self: torch.utils.data.DataLoader, *args: object, **kwargs: object) -> None:
+        kwargs["pin_memory"] = False
+        init(self, *args, **kwargs)
+
+    torch.utils.data.DataLoader.__init__ = unpinned
+
+
+class _Absent(types.ModuleType):
+    """A module of a missing library: any attribute is a decorator that leaves functions alone."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def decorate(*args: object, **kwargs: object) -> object:
+            if len(args) == 1 and callable(args[0]) and not kwargs:
+                return args[0]
+            return lambda function: function
+
+        return decorate
+
+
+def _stub_triton() -> None:
+    """Megatron imports triton at module level in places (batch_invariant_kernels.py:15 @0.16.1)."""
+    root, language = _Absent("triton"), _Absent("triton.language")
+    root.language = language  # type: ignore[attr-defined]
+    root.__version__ = "0.0.0"  # type: ignore[attr-defined]
+    root.__path__ = []  # type: ignore[attr-defined]
+    sys.modules["triton"], sys.modules["triton.language"] = root, language

@@ -1,0 +1,196 @@
+"""What does ``torch.cuda`` answer where there is no CUDA device?
+
+``install(remapped)`` replaces the functions and classes that Megatron's start-up, streams, timers
+and memory reports touch (facts: 499 textual uses at 0.16.1, 624 at 0.19.0).  Streams and events are
+inert: on the CPU and meta tiers everything runs in program order.  Each stand-in says in its
+docstring what it stands in for.  Memory questions are answered by the live-byte tracker when one is
+running, else by zero, and the run's summary says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["Event", "Stream", "install", "set_memory_source"]
+
+_H200 = types.SimpleNamespace(
+    name="megatron_prism stand-in for NVIDIA H200",
+    major=9,
+    minor=0,
+    total_memory=150_754_820_096,  # bytes, as nvidia-smi reports 143,771 MiB
+    multi_processor_count=132,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    is_integrated=False,
+)
+
+
+class Stream:
+    """Stands in for torch.cuda.Stream: one program order, so nothing to wait for."""
+
+    device = torch.device("cpu")
+    cuda_stream = 0
+    stream_id = 0
+    device_index = 0
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.priority = priority
+
+    def wait_stream(self, stream: Any) -> None:
+        """Program order already holds."""
+
+    def wait_event(self, event: Any) -> None:
+        """Program order already holds."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Leave the current stream as it is."""
+
+
+class Event:
+    """Stands in for torch.cuda.Event; elapsed_time is 0 because these tiers keep no device time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None:
+        """Recorded at once."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Already complete."""
+
+    def synchronize(self) -> None:
+        """Already complete."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+class _Memory:
+    """Where the memory questions go; replaced by the live-byte tracker."""
+
+    def current(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        """No peak is kept."""
+
+
+_memory: Any = _Memory()
+
+
+def set_memory_source(source: Any) -> None:
+    """Answer memory questions from ``source`` (``current()``, ``peak()``, ``reset_peak()``)."""
+    global _memory
+    _memory = source or _Memory()
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    now, peak = _memory.current(), _memory.peak()
+    stats: dict[str, int] = {}
+    for kind in ("allocated", "reserved", "active", "requested"):
+        stats[f"{kind}_bytes.all.current"] = now
+        stats[f"{kind}_bytes.all.peak"] = peak
+    stats["allocation.all.current"] = 0
+    stats["num_alloc_retries"] = stats["num_ooms"] = 0
+    return stats
+
+
+@contextlib.contextmanager
+def _stream_context(stream: Any) -> Iterator[Any]:
+    yield stream
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Has no effect without a device."""
+
+
+def install(num_devices: int = 8) -> None:
+    """Put the stand-ins into ``torch.cuda``; ``num_devices`` is what device_count() answers."""
+    cuda, stream, generator = torch.cuda, Stream(), torch.default_generator
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        generator.set_state(state)
+
+    def seed(value: int) -> None:
+        generator.manual_seed(value)
+
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *a, **k: True,
+        "device_count": lambda: num_devices,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: _H200.name,
+        "get_device_capability": lambda device=None: (_H200.major, _H200.minor),
+        "get_device_properties": lambda device=None: _H200,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": _stream_context,
+        "Stream": Stream,
+        "Event": Event,
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda device=None: _memory.current(),
+        "max_memory_allocated": lambda device=None: _memory.peak(),
+        "memory_reserved": lambda device=None: _memory.current(),
+        "max_memory_reserved": lambda device=None: _memory.peak(),
+        "memory_stats": _memory_stats,
+        "mem_get_info": lambda device=None: (
+            _H200.total_memory - _memory.current(),
+            _H200.total_memory,
+        ),
+        "device_memory_used": lambda device=None: _memory.current(),
+        "reset_peak_memory_stats": lambda device=None: _memory.reset_peak(),
+        "reset_max_memory_allocated": lambda device=None: _memory.reset_peak(),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "initial_seed": generator.initial_seed,
+        "default_generators": (generator,) * num_devices,
+        "ipc_collect": _nothing,
+        "empty_cache": _nothing,
+        "synchronize": _nothing,
+        "set_device": _nothing,
+        "set_stream": _nothing,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda call, **kwargs: call(),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        setattr(cuda.random, name, answers[name])
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        setattr(cuda.nvtx, name, _nothing)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats",
+                 "max_memory_reserved", "reset_peak_memory_stats", "mem_get_info", "empty_cache"):
+        setattr(cuda.memory, name, answers[name])
+    cuda.cudart = lambda: types.SimpleNamespace(
+        cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
+    )

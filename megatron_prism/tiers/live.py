@@ -1,0 +1,97 @@
+"""How many bytes are alive on the (virtual) device, and what was going on at the peak?
+
+A TorchDispatchMode sees every storage that an operator creates; a weak finalizer sees it go.  Sums
+are exact *allocated* bytes of tensors, before the allocator's rounding and segments.  ``scope``
+labels what runs now; the peak remembers the labels.  Only tensors of ``device`` count.
+
+It does not see memory that no tensor holds (context, workspaces, NCCL), nor ``resize_`` of a
+storage after its creation unless an operator returns the tensor again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LiveBytes", "Peak"]
+
+
+@dataclass
+class Peak:
+    """The largest number of live bytes and the labels that held then (phase, microbatch, …)."""
+
+    bytes: int = 0
+    labels: dict[str, Any] = field(default_factory=dict)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``)."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.device_type = device
+        self.now = 0
+        self.high = Peak()
+        self.labels: dict[str, Any] = {}
+        self._alive: dict[int, int] = {}
+
+    # -- what cuda_stubs asks ---------------------------------------------------------------------
+    def current(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.high.bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.high = Peak(self.now, dict(self.labels))
+
+    @contextlib.contextmanager
+    def scope(self, **labels: Any) -> Iterator[None]:
+        """Label what runs inside: ``with live.scope(phase="forward", microbatch=3)``."""
+        before = self.labels
+        self.labels = {**before, **labels}
+        try:
+            yield
+        finally:
+            self.labels = before
+
+    # -- counting ---------------------------------------------------------------------------------
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` if it is on the device and not yet counted."""
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._alive.get(key)
+        if known == size:
+            return
+        if known is None:
+            weakref.finalize(storage, self._free, key).atexit = False
+            known = 0
+        self._alive[key] = size
+        self.now += size - known
+        if self.now > self.high.bytes:
+            self.high = Peak(self.now, dict(self.labels))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.track(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self.track(item)
+        return out

@@ -1,0 +1,168 @@
+"""Where do tensors go that Megatron puts on ``cuda`` when there is no CUDA device?
+
+A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real values on the CPU) or
+``meta`` tier (shapes only).  It also answers the few questions Megatron asks of CUDA tensors:
+
+* ``tensor.type()`` says ``torch.cuda.FloatTensor``: DistributedOptimizer tests that string
+  (core/optimizer/distrib_optimizer.py:361 @0.16.1)
+* on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer ``ANSWER``:
+  a finite positive number where a loss or gradient norm is asked for, False for truth values
+
+Everything else passes through.  The mode stays active for the life of the process; backward runs in
+the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["ANSWER", "Remap"]
+
+ANSWER = 2.0
+
+_TO_CUDA = torch.Tensor.cuda
+_TO = torch.Tensor.to
+_TYPE = torch.Tensor.type
+_PIN = torch.Tensor.pin_memory
+_RECORD_STREAM = torch.Tensor.record_stream
+_TRUTH = torch.Tensor.__bool__
+_TOLIST = torch.Tensor.tolist
+_NUMBERS = {
+    torch.Tensor.item: lambda t: _number(t),
+    torch.Tensor.__float__: lambda t: ANSWER,
+    torch.Tensor.__int__: lambda t: int(ANSWER),
+    torch.Tensor.__index__: lambda t: int(ANSWER),
+}
+_LEGACY = {
+    torch.cuda.FloatTensor: torch.float32,
+    torch.cuda.HalfTensor: torch.float16,
+    torch.cuda.BFloat16Tensor: torch.bfloat16,
+    torch.cuda.LongTensor: torch.int64,
+    torch.cuda.IntTensor: torch.int32,
+    torch.cuda.ByteTensor: torch.uint8,
+    torch.cuda.BoolTensor: torch.bool,
+}
+
+
+def _number(tensor: torch.Tensor) -> float | int | bool:
+    if tensor.dtype == torch.bool:
+        return False
+    return ANSWER if tensor.is_floating_point() else 0
+
+
+def _filled(shape: Sequence[int], value: Any) -> Any:
+    """``tolist()`` of a tensor of ``shape`` full of ``value``."""
+    if not shape:
+        return value
+    return [_filled(shape[1:], value) for _ in range(shape[0])]
+
+
+class Remap(TorchFunctionMode):
+    """Rewrites ``cuda`` to ``target`` (``cpu`` or ``meta``)."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = torch.device(target)
+        self.meta = target == "meta"
+
+    def _is_cuda(self, device: Any) -> bool:
+        if isinstance(device, torch.device):
+            return device.type == "cuda"
+        if isinstance(device, str):
+            return device.startswith("cuda")
+        return isinstance(device, int) and not isinstance(device, bool)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if kwargs:
+            if self._is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": self.target}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        else:
+            kwargs = {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs)
+        if self.meta and func in _NUMBERS and args[0].is_meta:
+            return _NUMBERS[func](args[0])
+        return func(*args, **kwargs)
+
+    def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return _TO(args[0], self.target)
+
+    def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1 and not isinstance(args[1], torch.dtype) and self._is_cuda(args[1]):
+            args = (args[0], self.target, *args[2:])
+        if self.meta and args[0].is_meta and kwargs.get("device", _second(args)) is not None:
+            return self._from_meta(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A copy to the host has no data to copy: zeros of the right shape and dtype."""
+        device = kwargs.get("device", _second(args))
+        if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+            rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
+            dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
+            return torch.zeros(args[0].shape, dtype=dtype, device="cpu")
+        return _TO(*args, **kwargs)
+
+    def _type(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            name = func(args[0].detach() if not self.meta else torch.empty(0, dtype=args[0].dtype))
+            return name.replace("torch.", "torch.cuda.", 1)
+        wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if wanted in _LEGACY:
+            return _TO(args[0], _LEGACY[wanted])
+        if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
+            return _TO(args[0], _LEGACY[getattr(torch.cuda, wanted.rpartition(".")[2])])
+        return func(*args, **kwargs)
+
+    def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[0]
+
+    def _no_stream(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        return None
+
+    def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return False
+        return func(*args, **kwargs)
+
+    def _list(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return _filled(args[0].shape, _number(args[0]))
+        return func(*args, **kwargs)
+
+    def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
+        return func(*args, **kwargs)
+
+    def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
+        if args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def _second(args: Sequence[Any]) -> Any:
+    return args[1] if len(args) > 1 and isinstance(args[1], (str, torch.device)) else None
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _TO_CUDA: Remap._cuda,
+    _TO: Remap._to,
+    _TYPE: Remap._type,
+    _PIN: Remap._unpinned,
+    _RECORD_STREAM: Remap._no_stream,
+    _TRUTH: Remap._false,
+    _TOLIST: Remap._list,
+    torch.Tensor.cpu: Remap._host,
+    torch.Tensor.copy_: Remap._copy_,
+}
