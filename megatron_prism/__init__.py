@@ -1,7 +1,8 @@
 """megatron_prism: run any rank of a large Megatron-LM job on one machine, and see what it does.
 
-The map, in reading order.  Capture runs Megatron's own code (torch) and writes programs; analysis reads
-them with numpy alone.  Nothing below imports anything above it; ``tests/test_layers.py`` holds that.
+The map, in reading order.  Capture runs Megatron's own code (torch) and writes programs; analysis
+reads them with numpy alone.  Nothing below imports anything above it; ``tests/test_layers.py``
+holds that.
 
     errors.py units.py       what can go wrong; integer ns and bytes as text
     world.py                 ranks, coordinates, Megatron's named groups

@@ -1,0 +1,175 @@
+"""How does a folder of results appear all at once, or not at all?
+
+Everything is written into a hidden sibling of the final folder and renamed into place when the
+work has succeeded; the rename is one step of the file system, so nobody ever reads half an
+artefact.  An exception, Ctrl-C or SIGTERM removes the hidden folder.  After ``kill -9`` it stays
+behind, as
+``.<name>.partial-<host>-<pid>-<random>``; the next run to the same place on that host clears it.
+
+>>> with ArtefactFolder("out/llama") as folder:                                    # doctest: +SKIP
+...     folder.write_json("summary.json", {"ranks": 4})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from megatron_prism.errors import UsageError
+
+__all__ = ["ArtefactFolder"]
+
+
+class ArtefactFolder:
+    """Context manager for one artefact folder.
+
+    path  : where it will be; its parents are made
+    force : replace what is there (kept until the new one is complete)
+
+    ``work`` is the folder to write into until the block ends.  Raises UsageError at entry when the
+    place is taken or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        self.path = Path(path).absolute()
+        self.force = force
+        self.work = self.path  # the hidden folder while the block runs, the final one afterwards
+        self._previous: object = None
+
+    def __enter__(self) -> ArtefactFolder:
+        self._clear_leftovers()
+        self.check_free(self.path, self.force)
+        name = f"{self._hidden()}{os.getpid()}-{secrets.token_hex(4)}"
+        work = self.path.with_name(name)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            work.mkdir()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self.path.parent}: {error.strerror}",
+                fix="name a folder you may write to with -o DIR",
+            ) from error
+        self.work = work
+        self._watch_sigterm()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        work, self.work = self.work, self.path
+        try:
+            if kind is None:
+                self._put_in_place(work)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            self._unwatch_sigterm()
+
+    @staticmethod
+    def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
+        """UsageError unless an artefact may be put at ``path``: call it before any long work."""
+        path = Path(path)
+        if not os.path.lexists(path):
+            return
+        if path.is_symlink() or not path.is_dir():
+            raise UsageError(
+                f"{path} exists and is no folder", fix="name another place with -o DIR"
+            )
+        if not force and any(path.iterdir()):
+            raise UsageError(
+                f"{path} exists already",
+                fix="name another place with -o DIR, or replace it with --force",
+            )
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write one UTF-8 file, making its folders; returns where it lies for now."""
+        target = self._inside(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8", newline="\n")
+        return target
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Write one JSON file, keys in the order given; ValueError for NaN and infinity."""
+        return self.write_text(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        """Write one binary file, making its folders."""
+        target = self._inside(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        return target
+
+    def _inside(self, name: str) -> Path:
+        if self.work == self.path:
+            raise RuntimeError("an ArtefactFolder is written to inside its with block")
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise ValueError(f"{name!r} would be written outside the artefact folder")
+        return self.work / name
+
+    def _put_in_place(self, work: Path) -> None:
+        """Rename ``work`` to its final name; an older artefact steps aside and goes after it."""
+        self.check_free(self.path, self.force)  # somebody else may have finished meanwhile
+        old = work.with_name(work.name + ".old")
+        if self.path.exists():
+            self.path.rename(old)
+        try:
+            work.rename(self.path)
+        except OSError:
+            if old.exists():
+                old.rename(self.path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _hidden(self) -> str:
+        """What names of hidden folders start with; other hosts' processes are not ours to judge."""
+        return f".{self.path.name}.partial-{socket.gethostname()}-"
+
+    def _clear_leftovers(self) -> None:
+        """Remove hidden folders of this artefact whose process is gone (killed with -9)."""
+        if not self.path.parent.is_dir():
+            return
+        for leftover in self.path.parent.iterdir():
+            if not leftover.name.startswith(self._hidden()):
+                continue
+            pid = leftover.name.removeprefix(self._hidden()).split("-")[0]
+            if not pid.isdigit() or _alive(int(pid)):
+                continue
+            if leftover.suffix == ".old" and not self.path.exists():
+                leftover.rename(self.path)  # killed between the two renames: the old one returns
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _watch_sigterm(self) -> None:
+        """Turn SIGTERM into an exception, so that it unwinds; leaves a handler of the job alone."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._previous = signal.signal(signal.SIGTERM, _unwind)
+
+    def _unwatch_sigterm(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

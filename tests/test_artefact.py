@@ -1,0 +1,130 @@
+"""An artefact folder is there whole or not at all, however the process ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from megatron_prism.artefact import ArtefactFolder
+from megatron_prism.errors import UsageError
+
+
+def write(path, text="x", force=False):
+    with ArtefactFolder(path, force=force) as folder:
+        folder.write_text("report.txt", text)
+
+
+def test_appears_at_the_end_with_everything_in_it(tmp_path):
+    final = tmp_path / "runs" / "one"
+    with ArtefactFolder(final) as folder:
+        folder.write_json("summary.json", {"b": 1, "a": [2]})
+        folder.write_text("stages/0.txt", "zero")
+        folder.write_bytes("program.bin", b"\0")
+        assert not final.exists()
+    assert json.loads((final / "summary.json").read_text()) == {"b": 1, "a": [2]}
+    assert (final / "stages" / "0.txt").read_text() == "zero"
+    assert [p.name for p in final.parent.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_nothing_is_left_when_the_block_fails(tmp_path, error):
+    with pytest.raises(error), ArtefactFolder(tmp_path / "one") as folder:  # noqa: PT012
+        folder.write_text("report.txt", "half")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_taken_place_is_refused_before_any_work(tmp_path):
+    write(tmp_path / "one", "first")
+    with (
+        pytest.raises(UsageError, match="exists already") as error,
+        ArtefactFolder(tmp_path / "one"),
+    ):
+        pytest.fail("the block must not run")
+    assert error.value.exit_code == 2
+    assert "--force" in error.value.fix
+    assert "-o" in error.value.fix
+    assert (tmp_path / "one" / "report.txt").read_text() == "first"
+
+
+def test_force_replaces_and_keeps_the_old_one_on_failure(tmp_path):
+    write(tmp_path / "one", "first")
+    with pytest.raises(ValueError, match="boom"), ArtefactFolder(tmp_path / "one", force=True):
+        raise ValueError("boom")
+    assert (tmp_path / "one" / "report.txt").read_text() == "first"
+    write(tmp_path / "one", "second", force=True)
+    assert (tmp_path / "one" / "report.txt").read_text() == "second"
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def test_an_empty_folder_is_free_and_a_file_is_not(tmp_path):
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="is no folder"):
+        write(tmp_path / "file", force=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        write(tmp_path / "file" / "one")
+
+
+@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/outside.txt"])
+def test_names_stay_inside(tmp_path, name):
+    with pytest.raises(ValueError, match="outside"), ArtefactFolder(tmp_path / "one") as folder:
+        folder.write_text(name, "x")
+
+
+def test_json_refuses_what_json_has_no_word_for(tmp_path):
+    with pytest.raises(ValueError, match="JSON"), ArtefactFolder(tmp_path / "one") as folder:
+        folder.write_json("x.json", float("nan"))
+
+
+def killed_while_writing(path, number):
+    code = f"""
+        import sys, time
+        from megatron_prism.artefact import ArtefactFolder
+        with ArtefactFolder({str(path)!r}) as folder:
+            folder.write_text("report.txt", "half")
+            print("ready", flush=True)
+            time.sleep(60)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, number)
+    process.communicate(timeout=30)
+    return process.returncode
+
+
+def test_sigterm_unwinds_and_leaves_nothing(tmp_path):
+    assert killed_while_writing(tmp_path / "one", signal.SIGTERM) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kill_9_leaves_no_artefact_and_the_next_run_clears_up(tmp_path):
+    assert killed_while_writing(tmp_path / "one", signal.SIGKILL) == -signal.SIGKILL
+    assert not (tmp_path / "one").exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    write(tmp_path / "one")
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+
+
+def test_a_replaced_artefact_comes_back_if_the_process_died_between_the_renames(tmp_path):
+    folder = ArtefactFolder(tmp_path / "one")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    old = tmp_path / f"{folder._hidden()}{dead.pid}-00000000.old"
+    old.mkdir()
+    (old / "report.txt").write_text("first")
+    with pytest.raises(UsageError, match="exists already"):
+        write(tmp_path / "one", "second")
+    assert (tmp_path / "one" / "report.txt").read_text() == "first"

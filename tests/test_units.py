@@ -1,0 +1,100 @@
+"""Quantities: what is printed reads back, prints the same again, and is as exact as it says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_prism import units
+from megatron_prism.errors import UnitError
+
+PAIRS = {
+    "ns": (units.parse_ns, units.format_ns),
+    "bytes": (units.parse_bytes, units.format_bytes),
+    "rate": (units.parse_rate, units.format_rate),
+    "count": (units.parse_count, units.format_count),
+}
+WHOLE = st.integers(-(10**18), 10**18)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@given(value=WHOLE)
+def test_printed_text_reads_back_to_the_same_text(kind, value):
+    parse, show = PAIRS[kind]
+    assert show(parse(show(value))) == show(value)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@given(value=WHOLE)
+def test_printing_loses_at_most_half_of_the_fourth_digit(kind, value):
+    parse, show = PAIRS[kind]
+    # 0.5 / 1000 relative, and never more than a half below the smallest unit
+    assert abs(parse(show(value)) - value) * 2000 <= abs(value) + 1000
+
+
+@given(value=st.integers(0, 10**18))
+def test_counts_are_never_rounded(value):
+    assert units.parse_count(units.format_count(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.parse_ns, "412us", 412_000),
+        (units.parse_ns, "3.2 ms", 3_200_000),
+        (units.parse_ns, "1µs", 1_000),
+        (units.parse_ns, "1500", 1_500),
+        (units.parse_ns, 1500, 1_500),
+        (units.parse_ns, "10min", 600 * 10**9),
+        (units.parse_bytes, "1KiB", 1024),
+        (units.parse_bytes, "1KB", 1000),
+        (units.parse_bytes, "1.5 GiB", 3 * 2**29),
+        (units.parse_bytes, "80GB", 80 * 10**9),
+        (units.parse_bytes, "-16 MiB", -(16 * 2**20)),
+        (units.parse_rate, "400Gbit/s", 50 * 10**9),
+        (units.parse_rate, "1 TiB/s", 2**40),
+        (units.parse_count, "70.6B", 70_600_000_000),
+        (units.parse_count, "1,048,576", 1_048_576),
+        (units.parse_count, "1e3", 1000),
+    ],
+)
+def test_reads(parse, text, value):
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (units.format_ns, 999, "999 ns"),
+        (units.format_ns, 1_000, "1 us"),
+        (units.format_ns, 999_999, "1 ms"),
+        (units.format_ns, 90 * 10**9, "90 s"),
+        (units.format_bytes, 0, "0 B"),
+        (units.format_bytes, 1023, "1023 B"),
+        (units.format_bytes, 2**20 - 1, "1 MiB"),
+        (units.format_bytes, 71 * 2**30, "71 GiB"),
+        (units.format_bytes, 5000 * 2**50, "5000 PiB"),
+        (units.format_rate, 450 * 10**9, "450 GB/s"),
+    ],
+)
+def test_prints(show, value, text):
+    assert show(value) == text
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "says"),
+    [
+        (units.parse_ns, "fast", "'fast' is no duration"),
+        (units.parse_ns, "3 GiB", "'GiB' is no unit of a duration"),
+        (units.parse_ns, "1.5", "no whole number"),
+        (units.parse_bytes, "16gib", "did you mean GiB?"),
+        (units.parse_bytes, "", "'' is no size"),
+        (units.parse_bytes, None, "None is no size"),
+        (units.parse_count, "8x", "fix: use K, M, B, T"),
+    ],
+)
+def test_refuses_with_a_fix(parse, text, says):
+    with pytest.raises(UnitError) as error:
+        parse(text)
+    assert says in str(error.value)
+    assert "fix:" in str(error.value)
+    assert isinstance(error.value, ValueError)
