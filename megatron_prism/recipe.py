@@ -1,0 +1,226 @@
+"""Which job does this file describe?  ``load(path, overrides)`` turns YAML into a checked Recipe.
+
+In : a path or the name of a shipped recipe, and ``section.key=value`` overrides.  Out: the
+dataclasses of ``recipe_schema.py``.  This is the only module that imports OmegaConf; none of its
+types leave it. OmegaConf is strict about types and keys; what it would take silently (a token
+without ``=``, octal
+``012``, base-60 ``1:30``) is refused here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf, errors
+from yaml import YAMLError
+
+from megatron_prism import recipe_schema
+from megatron_prism.errors import RecipeError
+from megatron_prism.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
+
+__all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train", "find", "keys", "load",
+           "load_prism_section", "shipped", "summary"]  # fmt: skip
+
+_OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
+# YAML 1.1 reads these as base 8 and base 60; nobody who writes a recipe means that
+_ODD_NUMBER = re.compile(r"[-+]?0\d+|[-+]?\d+(?::[0-5]?\d)+")
+_LINE = re.compile(r"^\s*(?:-\s+)?(?:[\w.]+\s*:\s+)?(?P<value>[-+\d:]+)\s*(?:#.*)?$")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, apply ``section.key=value`` overrides, check everything.
+
+    ``path`` is a file, or the name of a shipped recipe with or without ``.yaml``.  A relative
+    ``train.data`` is looked up beside the recipe, then here.  Raises RecipeError or WorldError.
+    """
+    file = find(path)
+    config = _merge(OmegaConf.structured(Recipe), _read(file), f"{file}")
+    for token in overrides:
+        config = _merge(config, _override(token), f"override {token!r}")
+    recipe = _plain(config, file)
+    recipe.name = recipe.name or file.stem
+    if recipe.train.data != "mock":
+        recipe.train.data = str(_data_file(recipe.train.data, file))
+    return recipe
+
+
+def load_prism_section(path: str | Path) -> dict[str, Any]:
+    """What a file says for the --prism-* flags: the keys of ``prism:`` it sets, and ``world_size``.
+
+    The file may be a whole recipe or hold only these sections.  Raises RecipeError.
+    """
+    file = find(path)
+    given = _read(file)
+    _merge(OmegaConf.structured(Recipe), given, f"{file}")  # for its errors
+    section = dict(OmegaConf.to_container(given.get("prism") or OmegaConf.create({}), resolve=True))
+    if (parallel := given.get("parallel")) is not None and "world_size" in parallel:
+        section["world_size"] = parallel.world_size
+    if section.get("ranks") is not None:
+        section["ranks"] = str(section["ranks"])
+    return section
+
+
+def shipped() -> dict[str, Path]:
+    """Name -> file of the recipes that come with the package, installed or in a checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "recipes", package.parent / "recipes"):
+        if files := sorted(folder.glob("*.yaml")):
+            return {file.stem: file for file in files}
+    return {}
+
+
+def summary(path: str | Path) -> str:
+    """The first comment line of a recipe: what it shows."""
+    first = Path(path).read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def find(path: str | Path) -> Path:
+    """The file meant: itself, or a shipped recipe by name.  RecipeError naming the closest ones."""
+    file = Path(path)
+    if file.is_file():
+        return file
+    known = shipped()
+    if (name := file.name.removesuffix(".yaml")) in known and file.parent.name in ("", "recipes"):
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+    raise RecipeError(
+        f"there is no recipe {path}",
+        fix=f"did you mean {' or '.join(close)}?"
+        if close
+        else "see the shipped ones: prism recipes",
+    )
+
+
+def keys(section: type = Recipe, prefix: str = "") -> list[str]:
+    """Every key a recipe may set, dotted, in the order of the schema."""
+    hints = get_type_hints(section, vars(recipe_schema))
+    found: list[str] = []
+    for item in fields(section):
+        kind = hints[item.name]
+        key = f"{prefix}{item.name}"
+        found += keys(kind, f"{key}.") if is_dataclass(kind) else [key]
+    return found
+
+
+def _read(file: Path) -> DictConfig:
+    try:
+        text = file.read_text(encoding="utf-8")
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := _LINE.match(line):
+                _refuse_odd(match["value"], f"{file}, line {number}")
+        config = OmegaConf.create(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            f"cannot read {file}: {error}", fix="give the path of a YAML file"
+        ) from None
+    except YAMLError as error:
+        raise RecipeError(f"{file} is no YAML: {error}", fix="correct the marked place") from None
+    if not isinstance(config, DictConfig):
+        raise RecipeError(f"{file} is no recipe: it has no sections", fix="see prism recipes")
+    return config
+
+
+def _override(token: str) -> DictConfig:
+    match = _OVERRIDE.fullmatch(token)
+    if match is None:
+        key = token.lstrip("-").partition("=")[0]
+        fix = f"write {key.replace(' ', '_')}={token.partition('=')[2] or 'VALUE'}"
+        why = "an override has no dashes" if token.startswith("-") else "an override is key=value"
+        raise RecipeError(f"{token!r}: {why}", fix=fix)
+    _refuse_odd(match["value"], f"override {token!r}")
+    try:
+        return OmegaConf.from_dotlist([token])
+    except (YAMLError, errors.OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        raise RecipeError(
+            f"override {token!r}: {reason}", fix="quote the value for YAML and for the shell"
+        ) from None
+
+
+def _refuse_odd(value: str, where: str) -> None:
+    if _ODD_NUMBER.fullmatch(value):
+        plain = value.lstrip("+-").lstrip("0") or "0"
+        fix = f"write '{value}' in quotes if it is text" if ":" in value else f"write {plain}"
+        base = 60 if ":" in value else 8
+        raise RecipeError(f"{where}: YAML reads {value} as a number in base {base}", fix=fix)
+
+
+def _merge(config: DictConfig, more: DictConfig, where: str) -> DictConfig:
+    try:
+        return OmegaConf.merge(config, more)
+    except errors.ConfigKeyError as error:
+        raise _unknown(str(error.full_key), where) from None
+    except errors.OmegaConfBaseException as error:
+        raise _wrong_type(error, where) from None
+
+
+def _plain(config: DictConfig, file: Path) -> Recipe:
+    try:
+        recipe = OmegaConf.to_object(config)
+    except errors.MissingMandatoryValue as error:
+        key = str(error.full_key)
+        if is_dataclass(kind := get_type_hints(Recipe, vars(recipe_schema)).get(key)):
+            key = keys(kind, f"{key}.")[0]
+        raise RecipeError(
+            f"{file}: {key} is missing", fix=f"add {key}=VALUE, or put it there"
+        ) from None
+    except errors.OmegaConfBaseException as error:
+        raise _wrong_type(error, str(file)) from None
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _unknown(key: str, where: str) -> RecipeError:
+    """An unknown key: the same name in another section, or a name like it."""
+    known = keys()
+    leaf = key.rpartition(".")[2]
+    close = [name for name in known if name.rpartition(".")[2] == leaf]
+    close += difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    close = close or difflib.get_close_matches(leaf, _leaves(known), n=1)
+    fix = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+    if key.startswith("model.") and not close:
+        fix = f"a field of TransformerConfig goes under model.extra: model.extra.{leaf}"
+    return RecipeError(
+        f"{where}: a recipe has no {key}", fix=fix or f"the sections are {_sections()}"
+    )
+
+
+def _leaves(known: Iterable[str]) -> list[str]:
+    return [name.rpartition(".")[2] for name in known]
+
+
+def _sections() -> str:
+    return ", ".join(item.name for item in fields(Recipe))
+
+
+def _wrong_type(error: errors.OmegaConfBaseException, where: str) -> RecipeError:
+    """OmegaConf's own words, its first line, with what to type for the slips we know."""
+    said = str(error).partition("\n")[0].replace("'", "")
+    key = error.full_key or ""
+    number = re.search(r"Value ([-+\d.eE]+) of type float", said)
+    if number and "Integer" in said:
+        value = float(number[1])
+        fix = f"write {key}={value:.0f}" if value.is_integer() else f"{key} is a whole number"
+        return RecipeError(f"{where}: {key}: {number[1]} is no whole number to YAML", fix=fix)
+    if "is not a subclass of" in said:
+        return RecipeError(
+            f"{where}: {key} is a section, not a value",
+            fix=f"set one of its keys, as {key}.KEY=VALUE",
+        )
+    return RecipeError(f"{where}: {key}: {said}", fix=f"give {key} a value of the type named")
+
+
+def _data_file(data: str, file: Path) -> Path:
+    for place in (file.parent / data, Path(data)):
+        if place.is_file():
+            return place.resolve()
+    raise RecipeError(
+        f"train.data: there is no file {data}, neither beside {file.name} nor here",
+        fix="give the path of a text file, or train.data=mock",
+    )

@@ -1,0 +1,261 @@
+"""Do the fields of a recipe fit each other?  A rule shows its arithmetic and what to type instead.
+
+In : a recipe.  Out: nothing, or the first RecipeError (WorldError for parallel sizes).  These are
+Megatron's own rules, checked here because Megatron checks them minutes later and one process at a
+time; where a rule lives in Megatron is noted beside it (@core_v0.16.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_prism.errors import RecipeError
+
+if TYPE_CHECKING:
+    from megatron_prism.recipe_schema import Recipe
+
+__all__ = ["CHOICES", "check", "describe_layers", "layers_of"]
+
+CHOICES = {
+    "model.normalization": ("LayerNorm", "RMSNorm"),
+    "model.position_embedding_type": ("learned_absolute", "rope", "none"),
+    "model.moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+    "model.moe_router_score_function": ("softmax", "sigmoid"),
+    "model.moe_router_dtype": (None, "fp32", "fp64"),
+    "train.fp8": (None, "delayed", "tensorwise", "blockwise", "mxfp8"),
+    "train.optimizer": ("adam", "sgd"),
+    "train.recompute_granularity": (None, "full", "selective"),
+    "train.recompute_method": (None, "uniform", "block"),
+    "prism.tier": ("auto", "cuda", "cpu", "meta"),
+    "prism.transformer_impl": ("transformer_engine", "local"),
+}
+POSITIVE = {
+    "model": ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size",
+              "ffn_hidden_size", "num_query_groups", "kv_channels", "make_vocab_size_divisible_by",
+              "max_position_embeddings", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+    "train": ("micro_batch_size", "global_batch_size", "iterations", "recompute_num_layers"),
+    "parallel": ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+}  # fmt: skip
+
+
+def check(recipe: Recipe) -> None:
+    """RecipeError or WorldError for the first rule the recipe breaks."""
+    for key, choices in CHOICES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(recipe, section), name)
+        if value not in choices:
+            words = ["null" if choice is None else choice for choice in choices]
+            raise RecipeError(f"{key}: {value!r} is no choice", fix=f"use {' or '.join(words)}")
+    for section, names in POSITIVE.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and value < 1:
+                raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
+    recipe.world  # noqa: B018  parallel sizes first: a WorldError says which of them do not fit
+    for rules in (_model, _experts, _batches, _layers, _training):
+        for message, fix in rules(recipe):
+            raise RecipeError(message, fix=fix)
+
+
+def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        yield (
+            f"hidden_size {m.hidden_size} is not divisible by {m.num_attention_heads} heads",
+            "change model.num_attention_heads, or give model.kv_channels",
+        )
+    if m.num_attention_heads % recipe.num_query_groups:
+        yield (
+            f"{m.num_attention_heads} attention heads do not share {recipe.num_query_groups} "
+            "query groups evenly",
+            "set model.num_query_groups to a divisor of model.num_attention_heads",
+        )
+    split = {"model.num_attention_heads": m.num_attention_heads}
+    if m.num_experts is None:
+        split["model.ffn_hidden_size"] = recipe.ffn_hidden_size
+    for name, value in split.items():
+        if value % p.tp:
+            yield (
+                f"{name} {value} is not divisible by tp {p.tp}",
+                f"set parallel.tp to a divisor of {value}, or change {name}",
+            )
+    groups = recipe.num_query_groups
+    if groups % p.tp and p.tp % groups:
+        yield (
+            f"{groups} query groups and tp {p.tp}: neither divides the other",
+            f"set parallel.tp to a divisor or a multiple of {groups}",
+        )
+    # core/transformer/transformer_config.py __post_init__
+    if p.sequence_parallel and p.tp == 1:
+        yield (
+            "sequence_parallel splits activations over tp, but tp is 1",
+            "set parallel.sequence_parallel=false, or parallel.tp to 2 or more",
+        )
+    pieces = (p.tp if p.sequence_parallel else 1) * (2 * p.cp if p.cp > 1 else 1)
+    if m.seq_length % pieces:
+        yield (
+            f"seq_length {m.seq_length} is not divisible by {pieces} "
+            f"(tp {p.tp if p.sequence_parallel else 1} x {2 if p.cp > 1 else 1} x cp {p.cp})",
+            f"use model.seq_length={-(-m.seq_length // pieces) * pieces}",
+        )
+    if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
+        yield (
+            f"max_position_embeddings {m.max_position_embeddings} < seq_length {m.seq_length}",
+            f"set model.max_position_embeddings={m.seq_length}, or leave it out",
+        )
+
+
+def _experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    if m.num_experts is None:
+        if p.ep > 1:
+            yield f"ep {p.ep} needs experts, but the model is dense", "set model.num_experts"
+        return
+    if m.num_experts % p.ep:
+        yield (
+            f"{m.num_experts} experts are not divisible by ep {p.ep}",
+            f"set parallel.ep to a divisor of {m.num_experts}",
+        )
+    if m.moe_router_topk > m.num_experts:
+        yield (
+            f"moe_router_topk {m.moe_router_topk} of {m.num_experts} experts",
+            f"set model.moe_router_topk to at most {m.num_experts}",
+        )
+    if p.tp > 1 and not p.sequence_parallel:  # core/transformer/moe/moe_layer.py forward, training
+        yield (
+            f"an MoE model with tp {p.tp} trains only with sequence parallelism",
+            "set parallel.sequence_parallel=true",
+        )
+
+
+def _batches(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    t, p, dp = recipe.train, recipe.parallel, recipe.world.dp
+    one = t.micro_batch_size * dp
+    if t.global_batch_size % one:
+        nearest = max(one, round(t.global_batch_size / one) * one)
+        yield (
+            f"global_batch_size {t.global_batch_size} is not divisible by "
+            f"micro_batch_size {t.micro_batch_size} x dp {dp} = {one}",
+            f"use train.global_batch_size={nearest}",
+        )
+    # core/pipeline_parallel/schedules.py:1007
+    if p.vpp is not None and recipe.num_microbatches % p.pp:
+        nearest = max(1, round(recipe.num_microbatches / p.pp)) * p.pp * one
+        yield (
+            f"the interleaved schedule takes microbatches in rounds of pp {p.pp}, but there are "
+            f"{recipe.num_microbatches} = {t.global_batch_size} / "
+            f"(micro batch {t.micro_batch_size} x dp {dp})",
+            f"use train.global_batch_size={nearest}, or parallel.vpp=null",
+        )
+
+
+def _training(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    t = recipe.train
+    # training/arguments.py validate_args
+    if t.overlap_param_gather and not (t.use_distributed_optimizer and t.overlap_grad_reduce):
+        yield (
+            "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce",
+            "set train.use_distributed_optimizer=true train.overlap_grad_reduce=true",
+        )
+    if t.recompute_granularity == "full" and not (t.recompute_method and t.recompute_num_layers):
+        yield (
+            "recompute_granularity full needs a method and a number of layers",
+            "set train.recompute_method=uniform train.recompute_num_layers=1",
+        )
+    if t.recompute_granularity != "full" and (t.recompute_method or t.recompute_num_layers):
+        yield (
+            "recompute_method and recompute_num_layers mean something with granularity full only",
+            "set train.recompute_granularity=full, or drop the two",
+        )
+
+
+def _by_layout(recipe: Recipe) -> bool:
+    return recipe.model.extra.get("pipeline_model_parallel_layout") is not None
+
+
+def _layers(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    ends = (p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage)
+    standalone = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    if _by_layout(recipe):
+        return
+    if any(ends) and standalone:
+        yield (
+            "both ways of splitting layers unevenly are set: num_layers_in_…_pipeline_stage and "
+            "account_for_…_in_pipeline_split",
+            "drop one of them",
+        )
+    if any(ends):
+        middle = m.num_layers - sum(end or 0 for end in ends)
+        stages = p.pp - sum(end is not None for end in ends)
+        if stages < 0 or middle < 0 or (middle % stages if stages else middle):
+            yield (
+                f"{m.num_layers} layers less {' and '.join(str(e) for e in ends if e)} at the ends "
+                f"leave {middle} for {stages} stages",
+                "change parallel.num_layers_in_first_pipeline_stage or …_last_…",
+            )
+        uneven = [n for n in (*ends, middle // stages if stages else None) if n]
+    else:
+        uneven = [m.num_layers + standalone]
+    chunks = p.vpp or 1
+    pieces = chunks if any(ends) else p.pp * chunks
+    for number in uneven:
+        if number % pieces:
+            what = f"pp {p.pp} x vpp {p.vpp}" if p.vpp else f"pp {p.pp}"
+            unit = f" + {standalone} for embedding and loss = {number}" if standalone else ""
+            yield (
+                f"{number - standalone} layers{unit} do not split over "
+                + (f"vpp {p.vpp}" if any(ends) else f"{what} = {pieces} chunks"),
+                f"use model.num_layers={-(-number // pieces) * pieces - standalone}, "
+                "or change parallel.pp or parallel.vpp",
+            )
+
+
+def layers_of(recipe: Recipe, stage: int) -> tuple[int, ...]:
+    """Layers of each chunk of one stage, as Megatron will split them.
+
+    core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.  With an explicit
+    ``pipeline_model_parallel_layout`` only Megatron knows: an empty tuple.
+    """
+    m, p = recipe.model, recipe.parallel
+    if _by_layout(recipe):
+        return ()
+    chunks, last = p.vpp or 1, p.pp - 1
+    ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
+    given = [n for n in ends.values() if n is not None]
+    if ends.get(stage) is not None:
+        layers = ends[stage]
+    elif given:
+        layers = (m.num_layers - sum(given)) // (p.pp - len(given))
+    else:
+        extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+        layers = (m.num_layers + extra) // p.pp
+    split = [layers // chunks] * chunks
+    if stage == 0:
+        split[0] -= p.account_for_embedding_in_pipeline_split
+    if stage == last:
+        split[-1] -= p.account_for_loss_in_pipeline_split
+    return tuple(split)
+
+
+def describe_layers(recipe: Recipe) -> str:
+    """``4 = 80 / (pp 4 x vpp 5)``, or every stage's chunks where they differ."""
+    p = recipe.parallel
+    if _by_layout(recipe):
+        return "by model.extra.pipeline_model_parallel_layout"
+    stages = [layers_of(recipe, stage) for stage in range(p.pp)]
+    if len({n for chunks in stages for n in chunks}) == 1:
+        over = f"pp {p.pp}" + (f" x vpp {p.vpp}" if p.vpp else "")
+        return f"{stages[0][0]} = {recipe.model.num_layers} / ({over})"
+    middle = stages[1] if p.pp > 2 else None
+    words = [f"first stage {_chunks(stages[0])}"]
+    if middle is not None:
+        words.append(f"middle stages {_chunks(middle)}")
+    return ", ".join([*words, f"last stage {_chunks(stages[-1])}"])
+
+
+def _chunks(layers: tuple[int, ...]) -> str:
+    if len(set(layers)) == 1:
+        return f"{layers[0]}" + (f" x {len(layers)}" if len(layers) > 1 else "")
+    return "+".join(map(str, layers))
