@@ -104,7 +104,8 @@ def _parse(
     # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
     if not match["unit"] and value.denominator != 1:
         raise UnitError(
-            f"{text!r} is no whole number of {bare or what}", fix=f"write it like {like}"
+            f"{text!r} is no whole number" + (f" of {bare}" if bare else ""),
+            fix=f"write it like {like}",
         )
     return round(value)
 

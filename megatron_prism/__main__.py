@@ -1,0 +1,8 @@
+"""``python -m megatron_prism`` is ``prism``."""
+
+import sys
+
+from megatron_prism.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

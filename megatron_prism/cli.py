@@ -1,0 +1,210 @@
+"""``prism``: which command was asked for, and what does it print?
+
+One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
+gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not
+train), 2 bad usage.  Nothing here imports torch: a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import megatron_prism
+from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_world import world
+from megatron_prism.errors import PrismError, UsageError
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
+FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
+JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
+OVERRIDES = (
+    ("settings",),
+    {
+        "nargs": "*",
+        "metavar": "key=value",
+        "help": "change a key of the recipe, e.g. train.lr=1e-3",
+    },
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a training script as one rank of its large job; all other ranks are virtual.
+
+    prism run [--prism-...] -- pretrain_gpt.py <the job's own arguments>
+
+    --prism-emulate is implied.  The same script started with python or torchrun and --prism-emulate
+    among its arguments does the same.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        from megatron_prism.plugin import flags
+
+        parser = _parser("run")
+        flags.add_flags(parser)
+        parser.print_help()
+        return 0 if argv else 2
+    from megatron_prism.plugin import launch
+
+    return launch.run_script(list(argv))
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Run a recipe: build the model with megatron-core and train one rank per stage, no GPU needed.
+
+    RECIPE is a YAML file or the name of a shipped recipe (prism recipes).  Prints, per stage,
+    parameters, communication by group and the peak of live memory; -o keeps it all in a folder.
+    """
+    from megatron_prism import recipe as recipes
+    from megatron_prism.artefact import ArtefactFolder
+
+    recipe = recipes.load(args.recipe, args.settings)
+    out = args.out or (Path(recipe.prism.out) if recipe.prism.out else None)
+    if out is not None:
+        ArtefactFolder.check_free(out, args.force)  # before the minutes, not after
+    from megatron_prism.plugin import job
+
+    result = job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
+    if args.json:
+        print_json(result.to_json())
+    return result.exit_code
+
+
+def recipes(args: argparse.Namespace) -> int:
+    """List the recipes that come with the package, one line each."""
+    from megatron_prism import recipe
+
+    rows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
+    if args.json:
+        print_json(rows)
+        return 0
+    print_table(("recipe", "what it shows"), rows.items())
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed."""
+
+    function: Callable[[Any], int]
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    raw: bool = False
+
+
+COMMANDS = {
+    "run": Command(run, raw=True),
+    "emulate": Command(
+        emulate,
+        ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, JSON, OVERRIDES),
+    ),
+    "world": Command(
+        world,
+        (
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes, or a recipe"}),
+            JSON,
+        ),
+    ),
+    "recipes": Command(recipes, (JSON,)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.  A PrismError is printed, never a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except PrismError as error:
+        print(f"prism: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("prism: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: `prism world … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(_version())
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"prism {close[0]}" if close else f"use one of {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {name}", fix=fix)
+    command = COMMANDS[name]
+    if command.raw:
+        return command.function(rest)
+    if "-h" in rest or "--help" in rest:
+        _parser(name).print_help()
+        return 0
+    return command.function(_parse(name, rest))
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors as ours."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace(
+            ", key=value", ""
+        )  # argparse counts optional words as missing too
+        raise UsageError(f"{self.prog}: {message}", fix=f"see {self.prog} --help")
+
+
+def _parser(name: str) -> _Parser:
+    parser = _Parser(
+        prog=f"prism {name}",
+        description=inspect.getdoc(COMMANDS[name].function),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for flags, settings in COMMANDS[name].arguments:
+        parser.add_argument(*flags, **settings)
+    return parser
+
+
+def _parse(name: str, words: list[str]) -> argparse.Namespace:
+    """Options and key=value words may come in any order."""
+    parser = _parser(name)
+    args, rest = parser.parse_known_intermixed_args(words)
+    for word in rest:
+        if "=" in word and hasattr(args, "settings"):
+            args.settings.append(word)  # --train.lr=1: whoever reads the settings explains it
+            continue
+        options = [flag for action in parser._actions for flag in action.option_strings]
+        close = difflib.get_close_matches(word, options, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"see prism {name} --help"
+        raise UsageError(f"prism {name} has no option {word}", fix=fix)
+    return args
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: prism COMMAND …", ""]
+    for name, command in COMMANDS.items():
+        first = (command.function.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:{width}}  {first}")
+    return "\n".join([*lines, "", "prism COMMAND --help says more; prism --version says which."])
+
+
+def _version() -> str:
+    parts = []
+    for package in ("megatron-core", "torch"):
+        try:
+            parts.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            parts.append(f"no {package}")
+    return f"prism {megatron_prism.__version__} ({', '.join(parts)})"

@@ -1,0 +1,41 @@
+"""How do commands print?  A console, a plain table and JSON, the same for all of them.
+
+rich is imported on first use, so that ``prism --version`` and usage errors stay instant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["console", "print_json", "print_table"]
+
+PIPE_WIDTH = 200  # columns where nobody looks at a terminal
+
+
+def console(stderr: bool = False) -> Any:
+    """A rich Console that takes text as it is; wide when it is not a terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PIPE_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=width)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns without lines; only the last one may be folded over several lines."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, no_wrap=place < len(head) - 1, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
+def print_json(value: object) -> None:
+    """One JSON value on stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False))
