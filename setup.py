@@ -9,6 +9,16 @@ HERE = pathlib.Path(__file__).parent
 INIT = (HERE / "megatron_prism" / "__init__.py").read_text(encoding="utf-8")
 README = HERE / "README.md"
 
+TEST = [
+    "pytest>=8",
+    "hypothesis>=6.100",
+    # megatron.training imports these; megatron-core does not ask for them
+    "six",
+    "regex",
+    "pydantic>=2",
+    'megatron-core[training]; python_version >= "3.12"',
+]
+
 setup(
     name="megatron_prism",
     version=re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE)[1],
@@ -33,17 +43,11 @@ setup(
         "omegaconf>=2.3",
         "rich>=13",
         "megatron-core>=0.16.1,<0.20",
-        # what megatron-core imports without declaring it: its own 0.16 wheel asks only for torch,
-        # numpy, packaging
-        "packaging",
-        "einops",
-        "six",
-        "regex",
-        "pydantic>=2",
+        "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
     ],
     extras_require={
-        "test": ["pytest>=8", "hypothesis>=6.100"],
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.6"],
+        "test": TEST,
+        "dev": [*TEST, "ruff>=0.6"],
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={
