@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -178,25 +178,19 @@ def _plain(config: DictConfig, file: Path) -> Recipe:
 
 def _unknown(key: str, where: str) -> RecipeError:
     """An unknown key: the same name in another section, or a name like it."""
-    known = keys()
-    leaf = key.rpartition(".")[2]
+    known, leaf = keys(), key.rpartition(".")[2]
     close = [name for name in known if name.rpartition(".")[2] == leaf]
-    close += difflib.get_close_matches(key, known, n=2, cutoff=0.6)
-    close = close or difflib.get_close_matches(leaf, _leaves(known), n=1)
-    fix = f"did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
-    if key.startswith("model.") and not close:
-        fix = f"a field of TransformerConfig goes under model.extra: model.extra.{leaf}"
-    return RecipeError(
-        f"{where}: a recipe has no {key}", fix=fix or f"the sections are {_sections()}"
+    sections = [item.name for item in fields(Recipe)]
+    close = close or difflib.get_close_matches(key, [*known, *sections], n=2, cutoff=0.75)
+    fix = (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"the sections are {', '.join(sections)}"
     )
-
-
-def _leaves(known: Iterable[str]) -> list[str]:
-    return [name.rpartition(".")[2] for name in known]
-
-
-def _sections() -> str:
-    return ", ".join(item.name for item in fields(Recipe))
+    if key.startswith("model.") and leaf not in (name.rpartition(".")[2] for name in known):
+        verbatim = f"a field of TransformerConfig goes to model.extra.{leaf}"
+        fix = f"{fix} Or: {verbatim}" if close else verbatim
+    return RecipeError(f"{where}: a recipe has no {key}", fix=fix)
 
 
 def _wrong_type(error: errors.OmegaConfBaseException, where: str) -> RecipeError:

@@ -1,0 +1,190 @@
+"""``prism``: stdout is the result, stderr the talk, the exit status says which; no tracebacks."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron_prism import cli
+from megatron_prism.recipe import shipped
+
+
+def run(*words, capsys):
+    status = cli.main(words)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_without_a_command_it_shows_them_all(capsys):
+    status, out, err = run(capsys=capsys)
+    assert status == 2
+    assert all(name in out for name in cli.COMMANDS)
+    assert run("--help", capsys=capsys)[:2] == (0, out)
+
+
+def test_version_names_what_is_installed(capsys):
+    status, out, _ = run("--version", capsys=capsys)
+    assert status == 0
+    assert out.startswith("prism 0.1")
+    assert "torch" in out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_docstring_is_the_help(name, capsys):
+    status, out, _ = run(name, "--help", capsys=capsys)
+    assert status == 0
+    assert cli.COMMANDS[name].function.__doc__.partition("\n")[0] in out
+
+
+def test_world_shows_stages(capsys):
+    status, out, _ = run("world", "tp=8", "pp=4", "size=64", capsys=capsys)
+    assert status == 0
+    assert "64 ranks = tp 8 x cp 1 x dp 2 x pp 4" in out
+    assert "stage 3  48-63" in out
+
+
+def test_world_shows_a_rank(capsys):
+    _, out, _ = run("world", "size=8192", "tp=8", "pp=16", "rank=1000", capsys=capsys)
+    assert "rank 1000: tp 0 cp 0 dp 61 pp 1" in out
+    assert "PIPELINE_MODEL_PARALLEL_GROUP                16     488-8168:512" in out
+    assert "_GLOO" not in out
+
+
+def test_world_as_json_of_a_recipe(capsys):
+    name = "mixtral-8x7b_256gpu_pp4vp8ep8_h200"
+    status, out, _ = run(
+        "world", name, "--json", "rank=pp=3,dp=5;0", "megatron=0.19", capsys=capsys
+    )
+    value = json.loads(out)
+    assert status == 0
+    assert value["sizes"]["edp"] == 8
+    assert set(value["ranks"]) == {"0", "197"}
+    assert value["ranks"]["197"]["groups"]["GTP_WEIGHT_REMAT_GROUP"] == [197]
+
+
+def test_world_without_a_size_is_the_smallest_one(capsys):
+    _, out, _ = run("world", "tp=2", "pp=2", "ep=4", capsys=capsys)
+    assert out.startswith("16 ranks")
+
+
+def test_recipes_lists_them(capsys):
+    status, out, _ = run("recipes", capsys=capsys)
+    assert status == 0
+    assert all(name in out for name in shipped())
+    assert list(json.loads(run("recipes", "--json", capsys=capsys)[1])) == list(shipped())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["wrld"], "fix: prism world"),
+        (["dance"], "use one of run, emulate"),
+        (["world", "size=64", "tp=8", "pp=3"], "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
+        (["world", "sizes=64"], "did you mean size=64?"),
+        (["world", "--size=64"], "did you mean size=64?"),
+        (["world", "size=1.5"], "size=1.5: '1.5' is no whole number"),
+        (["world", "size=8", "rank=8"], "choose ranks from 0 to 7"),
+        (["world", "megatron=new"], "fix: megatron=0.19"),
+        (["emulate"], "required: RECIPE\n"),
+        (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
+        (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
+        (["emulate", "tiny-gpt_1cpu", "--train.lr=1"], "fix: write train.lr=1"),
+        (["emulate", "tiny-gpt_1cpu", "tp=2"], "did you mean parallel.tp?"),
+        (["emulate", "tiny-gpt_1cpu", "-o"], "expected one argument"),
+        (["recipes", "extra"], "no option extra"),
+    ],
+)
+def test_bad_usage_is_status_2_with_a_fix_and_nothing_on_stdout(words, says, capsys):
+    status, out, err = run(*words, capsys=capsys)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("prism: error: ")
+    assert says in err
+    assert "fix: " in err
+
+
+def test_a_taken_artefact_folder_is_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    status, out, err = run("emulate", "tiny-gpt_1cpu", "-o", str(tmp_path), capsys=capsys)
+    assert (status, out) == (2, "")
+    assert "exists already" in err
+    assert "--force" in err
+
+
+def test_options_and_settings_in_any_order(monkeypatch):
+    seen = {}
+    monkeypatch.setitem(
+        cli.COMMANDS,
+        "emulate",
+        cli.Command(lambda args: seen.update(vars(args)) or 0, cli.COMMANDS["emulate"].arguments),
+    )
+    assert cli.main(["emulate", "-o", "dir", "name", "a.b=1", "--json", "c.d=2"]) == 0
+    assert (seen["recipe"], seen["settings"], str(seen["out"])) == (
+        "name",
+        ["a.b=1", "c.d=2"],
+        "dir",
+    )
+    assert seen["json"]
+    assert not seen["force"]
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def broken(args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "recipes", cli.Command(broken))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["recipes"])
+
+
+def test_interrupt_is_status_130(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "recipes", cli.Command(interrupted))
+    assert run("recipes", capsys=capsys)[0] == 130
+
+
+def fresh(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import megatron_prism", "torch numpy rich omegaconf megatron"),
+        ("import megatron_prism.cli", "torch numpy omegaconf megatron"),
+        (
+            "import megatron_prism.cli as c; c.main(['world', 'rank=0']); c.main(['recipes'])",
+            "torch megatron",
+        ),
+    ],
+)
+def test_light_imports(code, heavy):
+    # a .pth hook of the environment may import things before us: count only what our line adds
+    probe = f"import sys; before = set(sys.modules)\n{code}\n"
+    probe += f"print('LOADED', *({set(heavy.split())!r} & (set(sys.modules) - before)))"
+    out = fresh(probe)
+    assert out[out.index("LOADED") + 1 :] == []
+
+
+def test_python_dash_m_is_prism():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_prism", "wrld"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr == "prism: error: there is no command wrld\n  fix: prism world\n"
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m megatron_prism world size=4096 tp=2 rank=0-99 | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("4,096 ranks")
+    assert done.stderr == ""
