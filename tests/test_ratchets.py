@@ -1,0 +1,112 @@
+"""Numbers and names that may change only on purpose: raising one is a visible line in a diff."""
+
+import ast
+import pathlib
+
+import pytest
+
+import megatron_prism
+from megatron_prism import cli
+from megatron_prism.plugin.flags import FLAGS
+
+ROOT = pathlib.Path(megatron_prism.__file__).parent
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+LINES = 400  # of one file; 300 is what we aim at
+OVER_300 = 3  # files above that aim
+FUNCTION = 60  # lines of one function
+COMMAND = 40  # lines of one command
+
+
+def parsed(name):
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
+def test_public_names():
+    assert megatron_prism.__all__ == ["PrismError", "Recipe", "World", "__version__", "load"]
+    for name in megatron_prism.__all__:
+        assert getattr(megatron_prism, name) is not None
+    assert dir(megatron_prism) == sorted(megatron_prism.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Wrold'"):
+        megatron_prism.Wrold  # noqa: B018
+
+
+def test_commands():
+    assert list(cli.COMMANDS) == ["run", "emulate", "world", "recipes"]
+
+
+def test_options_of_commands():
+    surface = {
+        name: [flag for flags, _ in command.arguments for flag in flags if flag.startswith("-")]
+        for name, command in cli.COMMANDS.items()
+    }
+    assert surface == {
+        "run": [],
+        "emulate": ["-o", "--out", "--force", "--json"],
+        "world": ["--json"],
+        "recipes": ["--json"],
+    }
+
+
+def test_flags_on_the_jobs_own_command_line():
+    assert sorted(FLAGS) == [
+        "--prism-emulate",
+        "--prism-force",
+        "--prism-out",
+        "--prism-ranks",
+        "--prism-recipe",
+        "--prism-record",
+        "--prism-tier",
+        "--prism-values",
+        "--prism-world-size",
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_file_is_read_in_one_sitting(name):
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+def test_few_files_are_above_the_aim():
+    long = [n for n in MODULES if len((ROOT / n).read_text(encoding="utf-8").splitlines()) > 300]
+    assert len(long) <= OVER_300, long
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_says_what_it_is_for(name):
+    tree = parsed(name)
+    assert ast.get_docstring(tree), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_functions_are_short(name):
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= FUNCTION, f"{name}:{node.lineno} {node.name} has {lines} lines"
+
+
+def test_a_command_is_shorter_still():
+    for name in ("cli.py", "cli_world.py"):
+        for node in parsed(name).body:
+            if isinstance(node, ast.FunctionDef) and node.name in cli.COMMANDS:
+                assert node.end_lineno - node.lineno + 1 <= COMMAND, node.name
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if not n.endswith("__main__.py")])
+def test_exported_names_exist(name):
+    tree = parsed(name)
+    defined = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+            lazy = set(megatron_prism.__all__) if name == "__init__.py" else set()
+            assert set(names) <= defined | lazy
+            assert len(set(names)) == len(names)
