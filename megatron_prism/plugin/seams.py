@@ -258,7 +258,8 @@ def _train_flags(module: ModuleType, context: Context) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             loaders = original(*args, **kwargs)
             settings = _get_args()
-            if loaders[0] is None and 0 not in context.local_ranks:
+            # on meta tensors even rank 0 cannot read its own flags back
+            if context.meta or (loaders[0] is None and 0 not in context.local_ranks):
                 evaluates = bool(getattr(settings, "full_validation", False) or settings.eval_iters)
                 settings.do_train = bool(settings.train_iters) or bool(settings.skip_train)
                 settings.do_valid = settings.do_test = evaluates

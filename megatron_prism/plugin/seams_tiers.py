@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import stand_ins
 
@@ -21,6 +22,11 @@ __all__ = ["SEAMS_META", "SEAMS_WITHOUT_CUDA"]
 def _no_fused_kernels(module: ModuleType, context: Context) -> None:
     """Start-up runs ``$CUDA_HOME/bin/nvcc -V`` unconditionally at 0.16.1."""
     module.load = lambda args: None
+
+
+def _name_without_te(module: ModuleType, context: Context) -> None:
+    """0.16.1 tests a name that it only binds if Transformer Engine imports."""
+    module.__dict__.setdefault("te_general_gemm", None)
 
 
 def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
@@ -123,6 +129,43 @@ def _static_permute(module: ModuleType, context: Context) -> None:
     _wrap(module, "permute", make)
 
 
+def _always_finite(module: ModuleType, context: Context) -> None:
+    """Shapes have no infinities: the check reads a number that is not there."""
+    for name in ("MixedPrecisionOptimizer", "FP32Optimizer"):
+        owner = getattr(module, name, None)
+        if owner is not None:
+            _wrap(owner, "_unscale_main_grads_and_check_for_nan", lambda _: lambda self: False)
+
+
+def _believe_the_step(module: ModuleType, context: Context) -> None:
+    """Whether the update was applied goes through a device tensor; on shapes the host's word counts."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            original(value, *args, **kwargs)
+            return value
+
+        return call
+
+    _wrap(module, "logical_and_across_model_parallel_group", make)
+
+
+def _refuse_allgather(module: ModuleType, context: Context) -> None:
+    """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise UnsupportedError(
+                "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
+                "and tier meta has none",
+                fix="use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
+            )
+
+        return call
+
+    _wrap(module.MoEAllGatherTokenDispatcher, "__init__", make)
+
+
 SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
     Seam(
         "no-fused-kernels",
@@ -137,6 +180,13 @@ SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
         "the device's random state is the host's",
         "core/tensor_parallel/random.py:235 @0.16.1",
         _one_generator,
+    ),
+    Seam(
+        "name-without-te",
+        "megatron.core.transformer.moe.moe_utils",
+        "without Transformer Engine the router raises NameError",
+        "core/transformer/moe/moe_utils.py (te_general_gemm) @0.16.1",
+        _name_without_te,
     ),
     Seam(
         "sequence-parallel-norm",
@@ -161,6 +211,34 @@ SEAMS_META: tuple[Seam, ...] = (
         "token counts steer shapes, and shapes have no data",
         "core/transformer/moe/token_dispatcher.py:871 @0.16.1",
         _balanced_splits,
+    ),
+    Seam(
+        "always-finite",
+        "megatron.core.optimizer.optimizer",
+        "found_inf is a number, and shapes have none",
+        "core/optimizer/optimizer.py:496 @0.16.1; :713 @0.19.0",
+        _always_finite,
+    ),
+    Seam(
+        "refuse-allgather",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "its tensors are sized by values",
+        "core/transformer/moe/token_dispatcher.py (MoEAllGatherTokenDispatcher)",
+        _refuse_allgather,
+    ),
+    Seam(
+        "believe-the-step",
+        "megatron.training.utils",
+        "update_successful is reduced as a device tensor",
+        "training/utils.py:273 @0.16.1",
+        _believe_the_step,
+    ),
+    Seam(
+        "believe-the-step-0.19",
+        "megatron.training.utils.common_utils",
+        "the same in its new home",
+        "training/utils/common_utils.py:309 @0.19.0",
+        _believe_the_step,
     ),
     Seam(
         "static-permute",

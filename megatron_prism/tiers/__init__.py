@@ -100,7 +100,7 @@ def _without_cuda(name: str) -> Tier:
         live = LiveBytes("meta")
         live.__enter__()
         cuda_stubs.set_memory_source(live)
-        stand_in.append("values: none, shapes only")
+        stand_in.append("values: none, shapes only; losses and norms in the log are the placeholder 2.0")
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 

@@ -61,6 +61,20 @@ def _filled(shape: Sequence[int], value: Any) -> Any:
     return [_filled(shape[1:], value) for _ in range(shape[0])]
 
 
+def _first_leaf(data: Any) -> torch.Tensor | None:
+    """The first leaf of nested lists, if it is a meta tensor."""
+    while isinstance(data, (list, tuple)) and data:
+        data = data[0]
+    return data if isinstance(data, torch.Tensor) and data.is_meta else None
+
+
+def _shape_of(data: Any) -> tuple[int, ...]:
+    """Shape that ``torch.tensor`` gives nested lists of tensors."""
+    if isinstance(data, (list, tuple)):
+        return (len(data), *_shape_of(data[0]))
+    return tuple(data.shape)
+
+
 class Remap(TorchFunctionMode):
     """Rewrites ``cuda`` to ``target`` (``cpu`` or ``meta``)."""
 
@@ -144,6 +158,15 @@ class Remap(TorchFunctionMode):
             return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
         return func(*args, **kwargs)
 
+    def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``torch.tensor([…])`` of meta scalars would read them."""
+        data = args[0] if args else kwargs.get("data")
+        leaf = _first_leaf(data) if self.meta else None
+        if leaf is None:
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or leaf.dtype
+        return torch.empty(_shape_of(data), dtype=dtype, device="meta")
+
     def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
         if args[1].is_meta and not args[0].is_meta:
@@ -164,5 +187,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TRUTH: Remap._false,
     _TOLIST: Remap._list,
     torch.Tensor.cpu: Remap._host,
+    torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,
 }

@@ -7,6 +7,7 @@ meta device only shapes are.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +151,8 @@ def permute_shapes(
     tokens ``[t, hidden]`` become ``[num_out_tokens, hidden]``; probs ``[t, experts]`` become
     ``[num_out_tokens]``.  Saved for backward: the index, as there.
     """
-    if fused or drop_and_pad or num_out_tokens is None:
+    newer = "tokens_per_expert" in inspect.signature(original).parameters  # 0.19: argsort, static
+    if newer or fused or drop_and_pad or num_out_tokens is None:
         return original(
             tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs
         )
