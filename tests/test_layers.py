@@ -56,7 +56,7 @@ WITHOUT_NUMPY = {"errors", "units", "selectors", "__init__", "__main__", "_attac
 
 
 def imported(tree, inside=False):
-    """(name, whether in a function, level) of every import that runs; not what type checkers see."""
+    """(name, whether in a function, level) of every import that runs, not of those for types."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

@@ -1,6 +1,8 @@
 """Numbers and names that may change only on purpose: raising one is a visible line in a diff."""
 
 import ast
+import doctest
+import importlib
 import pathlib
 
 import pytest
@@ -110,3 +112,10 @@ def test_exported_names_exist(name):
             lazy = set(megatron_prism.__all__) if name == "__init__.py" else set()
             assert set(names) <= defined | lazy
             assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", ["units", "world"])
+def test_examples_in_docstrings_are_true(name):
+    found = doctest.testmod(importlib.import_module(f"megatron_prism.{name}"))
+    assert found.attempted
+    assert not found.failed
