@@ -1,21 +1,24 @@
 """megatron_prism: run any rank of a large Megatron-LM job on one machine, and see what it does.
 
-The map, in reading order.  Capture runs Megatron's own code (torch) and writes programs; analysis
-reads them with numpy alone.  Nothing below imports anything above it; ``tests/test_layers.py``
-holds that.
+The map, in reading order.  Capture runs Megatron's own code (torch); analysis does without both.  A
+module imports only what stands above it here; ``tests/test_layers.py`` is the exact table.
 
     errors.py units.py       what can go wrong; integer ns and bytes as text
     world.py                 ranks, coordinates, Megatron's named groups
+      rank_groups.py           which groups Megatron makes, and the arithmetic of their members
       selectors.py             how a person names ranks
-      rank_groups.py           which groups Megatron makes
     collectives.py           the one table of collectives: names, shapes, bytes, what peers deliver
+    artefact.py              a folder of results that appears whole or not at all
+    recipe.py                a job as one YAML file
+      recipe_schema.py         what it may say, and what follows from it
+      recipe_checks.py         which fields must fit each other
 
     virtual/                 a torch.distributed world whose other ranks are not there
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)
     plugin/                  the flags, Megatron's seams, starting a job
 
-    recipe.py artefact.py    a job as one YAML file; a folder written all or not at all
-    cli.py                   the commands of ``prism``
+    cli.py                   the commands of ``prism`` (cli_world.py, cli_output.py)
+    _attach.py               how ``import torch`` finds us; pytest_plugin.py: how pytest does
 
 This module stays light: it is imported by everything, also by jobs that did not ask for emulation.
 """
