@@ -1,6 +1,6 @@
 """The virtual world: ``torch.distributed`` with absent ranks.
 
-Read in this order: ``session`` (start and stop a world), ``backend`` (the process group), ``answers``
-(one local member), ``hybrid`` (several), ``values`` (what peers hold), ``patches`` (object
-collectives and group creation), ``tally`` (how much was communicated).
+Read in this order: ``session`` (start and stop a world), ``backend`` (the process group),
+``answers`` (one local member), ``hybrid`` (several), ``values`` (what peers hold), ``patches``
+(object collectives and group creation), ``tally`` (how much was communicated).
 """

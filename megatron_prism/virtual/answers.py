@@ -2,9 +2,10 @@
 
 One function per row of the table of collectives, named after the row.  Each fills the caller's
 outputs in place, in the caller's stream, without allocating (a peak measured here must be the real
-job's peak) and without synchronising with the host.  Inputs and outputs are as c10d hands them over;
-``n`` is the group's size, ``p`` the local member's group rank.  Groups with several local members
-are answered in ``hybrid.py``; ranks and groups are unknown here.
+job's peak; non-contiguous tensors are the exception) and without synchronising with the host.
+Inputs and outputs are as c10d hands them over; ``n`` is the group's size, ``p`` the local member's
+group rank.  Groups with several local members are answered in ``hybrid.py``; ranks and groups are
+unknown here.
 
 ``reduce_op`` is one of the strings of :func:`reduce_op_name`.
 """
@@ -17,7 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.virtual.values import Values
+from megatron_prism.virtual.values import Values, rms
 
 __all__ = [
     "all_gather",
@@ -57,10 +58,15 @@ def reduce_op_name(op: ReduceOp) -> str:
 
 
 def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
-    """In place: the reduction of ``tensor`` over n members that all hold it (any shape)."""
+    """In place: the reduction of ``tensor`` over n members that all hold it (any shape).
+
+    Sums and products of bools are ``or`` and ``and``, as NCCL has them.
+    """
     if n == 1 or op in _IDENTITIES or tensor.is_meta:
         return
     target = tensor.detach()
+    if target.dtype == torch.bool and op != "bxor":
+        return
     if op == "sum":
         if values.policy == "noise" and target.is_floating_point():
             values.add_peers(target, n - 1)
@@ -81,12 +87,12 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, n: int, p: int, values: V
     """
     if out.is_meta or not shard.numel():
         return
-    if out.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
-        return
     slots = out.detach().view(n, -1)
+    if slots[p].data_ptr() == shard.data_ptr():
+        return
     if values.policy == "noise" and shard.is_floating_point():
         slots.normal_(generator=values.generator(out.device))
-        slots.mul_(shard.detach().float().square().mean().sqrt().to(out.dtype))
+        slots.mul_(rms(shard).to(out.dtype))
         slots[p].copy_(shard.detach().reshape(-1))
     else:
         slots.copy_(shard.detach().reshape(1, -1))
@@ -108,6 +114,14 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     """Fill ``out`` [m, ...] with the rows of ``source`` [r, ...], repeated or cut to m rows."""
     if out.is_meta or not out.numel():
         return
+    if out.shape == source.shape:
+        out.detach().copy_(source.detach())
+        return
+    if not out.is_contiguous():
+        filled = torch.empty_like(out, memory_format=torch.contiguous_format)
+        fill_rows(filled, source)
+        out.detach().copy_(filled)
+        return
     target, rows = out.detach().view(-1), source.detach().reshape(-1)
     if not rows.numel():
         target.zero_()
@@ -115,20 +129,31 @@ def fill_rows(out: torch.Tensor, source: torch.Tensor) -> None:
     if rows.numel() >= target.numel():
         target.copy_(rows[: target.numel()])
         return
-    filled = 0
-    while filled < target.numel():
-        size = min(rows.numel(), target.numel() - filled)
-        target[filled : filled + size].copy_(rows[:size])
-        filled += size
+    whole = target.numel() // rows.numel()
+    target[: whole * rows.numel()].view(whole, -1).copy_(rows)
+    rest = target[whole * rows.numel() :]
+    rest.copy_(rows[: rest.numel()])
 
 
-def all_to_all(out: torch.Tensor, source: torch.Tensor) -> None:
+def all_to_all(
+    out: torch.Tensor,
+    source: torch.Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    p: int,
+) -> None:
     """``out`` [sum of receive splits, ...] from ``source`` [sum of send splits, ...].
 
     Peers answer with the mirror image of what is sent to them.  Sizes come from the caller's own
-    receive splits, so they are right by construction.
+    receive splits, so they are right by construction.  No splits: equal ones.  What this member
+    sends to itself arrives as it is; the other rows are not aligned to their peers, which would
+    take a copy for each.
     """
     fill_rows(out, source)
+    if list(out_splits) != list(in_splits) and not out.is_meta:
+        to, start = sum(out_splits[:p]), sum(in_splits[:p])
+        mine = source.detach()[start : start + in_splits[p]]
+        out.detach()[to : to + out_splits[p]].copy_(mine)
 
 
 def gather(outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import FakeWork
 
 from megatron_prism.collectives import BY_METHOD, BY_NAME
 from megatron_prism.errors import UnsupportedError
@@ -25,7 +24,47 @@ from megatron_prism.virtual.hybrid import Mixed
 
 __all__ = ["PrismGroup"]
 
-_DONE = FakeWork()  # stateless: wait() returns at once, so one object serves every call
+
+class Done(dist.Work):
+    """The handle of a finished call: an answer is complete when its method returns.
+
+    torch's FakeWork says that it is never completed, has no result and no source.
+    """
+
+    def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
+        super().__init__()
+        self._outs, self._source = outs, source
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """The answer was given in the caller's stream."""
+
+    block_current_stream = synchronize
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        devices = [self._outs[0].device] if self._outs and self._outs[0].is_cuda else []
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result(list(self._outs))
+        return future
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
 
 
 def _size(tensors: Sequence[torch.Tensor]) -> int:
@@ -110,8 +149,8 @@ class PrismGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to open: every answer is complete when its call returns."""
 
-    def _end_coalescing(self, device: torch.device) -> Any:
-        return _DONE
+    def _end_coalescing(self, device: torch.device) -> Done:
+        return Done()
 
     # -- bookkeeping ----------------------------------------------------------------------------
     def _done(self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> Any:
@@ -119,7 +158,7 @@ class PrismGroup(dist.ProcessGroup):
         self._count(self.desc, self._n, op, BY_NAME[op].payload(_size(ins), _size(outs)))
         if self.world.observer is not None:
             self.world.observer(self, op, ins, outs)
-        return _DONE
+        return Done(outs)
 
     def _mixed_for(self, tensor: torch.Tensor) -> Mixed | None:
         return None if tensor.is_meta else self._mixed
@@ -234,7 +273,7 @@ class PrismGroup(dist.ProcessGroup):
         if (mixed := self._mixed_for(source)) is not None:
             mixed.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
         else:
-            answers.all_to_all(out, source)
+            answers.all_to_all(out, source, out_splits, in_splits, self._p)
         return self._done("all_to_all", (source,), (out,))
 
     all_to_all_single = alltoall_base
@@ -243,9 +282,7 @@ class PrismGroup(dist.ProcessGroup):
         rows = list(splits) or [tensor.shape[0] // self._n] * self._n
         return tensor.detach().split(rows)
 
-    def alltoall(
-        self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+    def alltoall(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None) -> Any:
         if (mixed := self._mixed_for(ins[0])) is not None:
             mixed.all_to_all_list(outs, ins)
         else:
@@ -282,12 +319,12 @@ class PrismGroup(dist.ProcessGroup):
 
     # -- point to point -------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        self._done("send", tensors, ())
+        done = self._done("send", tensors, ())
         if (mixed := self._mixed_for(tensors[0])) is not None:
             index = mixed.local_index(peer)
             if index is not None:
                 return mixed.real.send([t.detach() for t in tensors], index, tag)
-        return _DONE
+        return done
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         self._done("recv", (), tensors)
@@ -297,9 +334,18 @@ class PrismGroup(dist.ProcessGroup):
                 return mixed.real.recv([t.detach() for t in tensors], index, tag)
         for tensor in tensors:
             self._values.receive(tensor)
-        return _DONE
+        return Done(tensors, peer)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        if (mixed := self._mixed_for(tensors[0])) is not None:
+            if len(mixed.positions) == self._n:
+                self._done("recv", (), tensors)
+                return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
+            raise UnsupportedError(
+                f"a receive from any rank on {self.desc}: some members are local and some virtual, "
+                "so whether a real message will come is not known",
+                fix="name the source rank, or make all members or just one of them local",
+            )
         return self.recv(tensors, (self._p + 1) % self._n, tag)
 
 

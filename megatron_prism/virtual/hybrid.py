@@ -1,24 +1,35 @@
 """What does a collective answer when some, but not all, members of its group run for real?
 
 The k local members really communicate (``real``: a gloo or NCCL group of just them).  Every virtual
-member is the mirror of one local member, dealt out in turn, the same way on every local rank, so that
-all of them get the same answer.  With all members local nothing here is used: the call goes to the
-real group unchanged.
+member is the mirror of one local member, dealt out in turn, the same way on every local rank, so
+that all of them get the same answer.  With all members local on NCCL nothing here is used: the call
+goes to the real group unchanged.  gloo lacks some of what NCCL has (averages, bools, lists of
+all-to-all), so its groups are answered here even then.
 
 These answers allocate temporaries and finish before they return; they are for semantics.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.virtual.answers import fill_rows
 from megatron_prism.virtual.values import Values
 
 __all__ = ["Mixed"]
+
+# reduce ops of 0 and 1 as bytes
+_FOR_BOOLS = {"sum": "max", "product": "min", "band": "min", "bor": "max"}
+_FOR_BOOLS |= {op: op for op in ("min", "max", "bxor")}
+
+
+def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
 class Mixed:
@@ -35,14 +46,9 @@ class Mixed:
         self.n, self.p = n, p
         self.index = self.positions.index(p)
         slot_of = {position: i for i, position in enumerate(self.positions)}
-        self.mirrors: list[int] = []  # group rank -> index of the local member that it is or mirrors
-        dealt = 0
-        for position in range(n):
-            if position in slot_of:
-                self.mirrors.append(slot_of[position])
-            else:
-                self.mirrors.append(dealt % len(self.positions))
-                dealt += 1
+        turn = itertools.cycle(range(len(self.positions)))
+        # group rank -> index of the local member that it is or mirrors
+        self.mirrors = [slot_of[m] if m in slot_of else next(turn) for m in range(n)]
         self.weight = self.mirrors.count(self.index)
 
     def local_index(self, group_rank: int) -> int | None:
@@ -50,48 +56,56 @@ class Mixed:
         return self.positions.index(group_rank) if group_rank in self.positions else None
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> None:
-        opts = dist.AllreduceOptions()
+        opts = c10d.AllreduceOptions()
         opts.reduceOp = getattr(dist.ReduceOp, op.upper())
         self.real.allreduce([tensor], opts).wait()
 
     def reduced(self, tensor: torch.Tensor, op: str) -> None:
         """In place: the reduction over the local members, each counted once per mirror."""
         target = tensor.detach()
-        buffer = target if target.is_contiguous() else target.contiguous()
-        if op == "sum":
+        if target.dtype == torch.bool:  # gloo reduces none
+            words = target.to(torch.uint8, memory_format=torch.contiguous_format)
+            self.reduced(words, _FOR_BOOLS[op])
+            target.copy_(words)
+            return
+        buffer = target.contiguous()
+        divide = op == "avg" and not target.is_floating_point()
+        if op == "sum" or divide:
             buffer.mul_(self.weight)
-        elif op == "avg":
+        elif op == "avg":  # scaled before it is added, as NCCL does: no overflow in half precision
             buffer.mul_(self.weight / self.n)
-            op = "sum"
         elif op == "product":
             buffer.pow_(self.weight)
         elif op == "bxor" and self.weight % 2 == 0:
             buffer.zero_()
-        self._all_reduce(buffer, op)
+        self._all_reduce(buffer, "sum" if op == "avg" else op)
+        if divide:
+            buffer.div_(self.n, rounding_mode="trunc")
         if buffer is not target:
             target.copy_(buffer)
 
     def _gather(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        outs = [torch.empty_like(shard) for _ in self.positions]
-        self.real.allgather([outs], [shard.detach().contiguous()], dist.AllgatherOptions()).wait()
+        outs = [_contiguous_like(shard) for _ in self.positions]
+        self.real.allgather([outs], [shard.detach().contiguous()], c10d.AllgatherOptions()).wait()
         return outs
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         """``out`` [n*k]; slots of virtual members keep their values if the gather is in place."""
-        in_place = out.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        gathered = self._gather(shard.clone() if in_place else shard)
+        if not shard.numel():
+            return
         slots = out.detach().view(self.n, -1)
+        in_place = slots[self.p].data_ptr() == shard.data_ptr()
+        gathered = self._gather(shard)
         for position, source in enumerate(self.mirrors):
             if not in_place or position in self.positions:
                 slots[position].copy_(gathered[source].view(-1))
 
     def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
         """List form; members may hold shards of different sizes, so each is broadcast in turn."""
-        received: dict[int, torch.Tensor] = {}
-        for index, position in enumerate(self.positions):
-            buffer = shard.detach().clone() if index == self.index else torch.empty_like(outs[position])
-            self.broadcast(buffer.contiguous(), position)
-            received[index] = buffer
+        received = [_contiguous_like(outs[position]) for position in self.positions]
+        received[self.index].copy_(shard.detach())
+        for position, buffer in zip(self.positions, received, strict=True):
+            self.broadcast(buffer, position)
         for position, out in enumerate(outs):
             fill_rows(out, received[self.mirrors[position]])
 
@@ -109,16 +123,16 @@ class Mixed:
             buffer = parts[position].detach().clone()
             self.reduced(buffer, op)
             if index == self.index:
-                out.detach().copy_(buffer.view_as(out))
+                out.detach().copy_(buffer)
 
     def all_to_all_list(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
         """Exact between local members; virtual members answer with the mirror image."""
         local_in = [ins[position].detach().contiguous() for position in self.positions]
-        local_out = [torch.empty_like(outs[position]) for position in self.positions]
+        local_out = [_contiguous_like(outs[position]) for position in self.positions]
         if local_in[0].device.type == "cpu":
             self._exchange(local_out, local_in)
         else:
-            self.real.alltoall(local_out, local_in, dist.AllToAllOptions()).wait()
+            self.real.alltoall(local_out, local_in, c10d.AllToAllOptions()).wait()
         for position, buffer in zip(self.positions, local_out, strict=True):
             outs[position].detach().copy_(buffer)
         for position, out in enumerate(outs):
@@ -138,11 +152,14 @@ class Mixed:
             work.wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """From ``root`` (group rank); a virtual root mirrors the first local member."""
-        opts = dist.BroadcastOptions()
-        opts.rootRank = self.local_index(root) or 0
+        """From ``root`` (group rank), or from the local member that a virtual root mirrors."""
+        opts = c10d.BroadcastOptions()
+        opts.rootRank = self.mirrors[root]
         opts.rootTensor = 0
-        self.real.broadcast([tensor.detach()], opts).wait()
+        buffer = tensor.detach().contiguous()
+        self.real.broadcast([buffer], opts).wait()
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(buffer)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int) -> None:
         """As reduced(), on ``root`` only."""

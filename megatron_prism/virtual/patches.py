@@ -14,16 +14,17 @@ batch_isend_irecv      keeps what is batched together: sends and receives betwee
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual.backend import PrismGroup
 
-__all__ = ["install", "remove"]
+__all__ = ["describe", "install", "register", "remove"]
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -47,13 +48,13 @@ def remove() -> None:
 def install(world: Any) -> None:
     """Replace the functions of the table above for ``world`` (a VirtualWorld)."""
     remove()
-    _replace("new_group", _new_group(world))
+    _replace("new_group", _new_group(world, c10d.new_group))
     for name, make in _OBJECTS.items():
         _replace(name, make(getattr(c10d, name)))
     _replace("batch_isend_irecv", _batch(c10d.batch_isend_irecv))
 
 
-def _new_group(world: Any) -> Callable[..., Any]:
+def _new_group(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def new_group(
         ranks: Sequence[int] | None = None,
         timeout: Any = None,
@@ -64,6 +65,8 @@ def _new_group(world: Any) -> Callable[..., Any]:
         device_id: Any = None,
         sort_ranks: bool = True,
     ) -> Any:
+        if _virtual(None) is None:  # the job took the virtual world down and made a real one
+            return original(ranks, timeout, backend, pg_options, group_desc=group_desc)
         if ranks is not None:
             if world.rank not in ranks:
                 return dist.GroupMember.NON_GROUP_MEMBER
@@ -71,19 +74,49 @@ def _new_group(world: Any) -> Callable[..., Any]:
             if ranks[0] < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
                 raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
         group = world.build_group(ranks, None, group_desc)
-        _register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
+        register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
         return group
 
     return new_group
 
 
-def _register(group: PrismGroup, backend: str) -> None:
-    """Make the group known to torch.distributed, as _new_process_group_helper does."""
-    state = c10d._world
+class _Positions(Mapping[int, int]):
+    """Global rank -> group rank of evenly spaced ranks; as a dict 65,536 of them take 9 MB."""
+
+    def __init__(self, ranks: range) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, rank: int) -> int:
+        try:
+            return self._ranks.index(int(rank))
+        except ValueError:
+            raise KeyError(rank) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def items(self) -> Any:
+        return zip(self._ranks, range(len(self._ranks)), strict=True)  # c10d only walks over it
+
+
+def describe(group: PrismGroup, backend: str) -> None:
+    """What torch.distributed knows of the group's members and backend."""
+    state, ranks = c10d._world, group.ranks
     state.pg_map[group] = (str(backend), dist.HashStore())
-    state.pg_names[group] = group.group_name
-    state.pg_group_ranks[group] = {rank: i for i, rank in enumerate(group.ranks)}
+    state.pg_group_ranks[group] = (
+        _Positions(ranks) if isinstance(ranks, range) else {rank: i for i, rank in enumerate(ranks)}
+    )
     state.pg_backend_config[group] = f"cpu:{backend},cuda:{backend}"
+
+
+def register(group: PrismGroup, backend: str) -> None:
+    """Make a new group known to torch.distributed, as _new_process_group_helper does."""
+    state = c10d._world
+    describe(group, backend)
+    state.pg_names[group] = group.group_name
     tag = f"ptd:{group.group_name}"
     state.tags_to_pg.setdefault(tag, []).append(group)
     state.tags_to_pg.setdefault("", []).append(group)
@@ -121,7 +154,8 @@ def _all_gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         virtual = _virtual(group)
         if virtual is None:
-            return original(object_list, obj, group)
+            original(object_list, obj, group)
+            return
         # a copy per call, not per slot: callers may edit what they get, but equal slots are
         # never edited apart by Megatron (optimizer param-group keys, RNG states)
         object_list[:] = _exchange(virtual, copy.deepcopy(obj))
@@ -140,7 +174,8 @@ def _gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         virtual = _virtual(group)
         if virtual is None:
-            return original(obj, object_gather_list, dst, group, group_dst)
+            original(obj, object_gather_list, dst, group, group_dst)
+            return
         objects = _exchange(virtual, obj)
         if object_gather_list is not None:
             object_gather_list[:] = objects
@@ -159,13 +194,10 @@ def _broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         virtual = _virtual(group)
         if virtual is None:
-            return original(object_list, src, group, device, group_src)
+            original(object_list, src, group, device, group_src)
+            return
         root = group_src if group_src is not None else virtual.ranks.index(src or 0)
-        # from a virtual source everybody keeps the first local member's objects
-        local = root if virtual._mixed is None else virtual._mixed.positions[
-            virtual._mixed.local_index(root) or 0
-        ]
-        object_list[:] = _exchange(virtual, list(object_list))[local]
+        object_list[:] = _exchange(virtual, list(object_list))[root]
         virtual._count(virtual.desc, virtual.size(), "broadcast", 0)
 
     return broadcast_object_list
@@ -181,15 +213,15 @@ def _scatter_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         virtual = _virtual(group)
         if virtual is None:
-            return original(
-                scatter_object_output_list, scatter_object_input_list, src, group, group_src
-            )
+            original(scatter_object_output_list, scatter_object_input_list, src, group, group_src)
+            return
         root = group_src if group_src is not None else virtual.ranks.index(src or 0)
         everyone = _exchange(virtual, scatter_object_input_list)
         if everyone[root] is None:
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"scatter_object_list from virtual rank {virtual.ranks[root]} on {virtual.desc}: "
-                "it holds no objects; make the source a local rank (--prism-ranks)"
+                "it holds no objects",
+                fix="make the source a local rank with --prism-ranks",
             )
         scatter_object_output_list[0] = everyone[root][virtual.rank()]
         virtual._count(virtual.desc, virtual.size(), "scatter", 0)

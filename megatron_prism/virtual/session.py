@@ -4,13 +4,14 @@
 ``size``; from then on every ``dist.new_group`` makes a PrismGroup, at no cost for groups that this
 rank is not in.  ``stop()`` undoes it.  One virtual world per process, as for torch.distributed.
 
-With k processes (torchrun) the k ranks in ``local_ranks`` are local: groups with several of them get
-a real c10d group (NCCL on GPUs, gloo elsewhere) over a store that the processes share.
+With k processes (torchrun) the k ranks in ``local_ranks`` are local: groups with several of them
+get a real c10d group (NCCL on GPUs, gloo elsewhere) over a store that the processes share.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -63,7 +64,6 @@ class VirtualWorld:
         self.backend = backend
         self.tally = Tally()
         self.observer: Observer | None = None
-        self.groups: list[PrismGroup] = []
         self._num_real: dict[str, int] = {}
         self._num_groups = 0
 
@@ -80,19 +80,20 @@ class VirtualWorld:
             return None
         self._num_groups += 1
         name = name or f"prism_{self._num_groups}"
-        group = PrismGroup(self, ranks, ranks.index(self.rank), name, desc or "undefined")
-        self.groups.append(group)
-        return group
+        ranks = _compact(ranks)
+        return PrismGroup(self, ranks, ranks.index(self.rank), name, desc or "undefined")
 
     def connect(self, group: PrismGroup) -> tuple[dist.ProcessGroup | None, Mixed | None]:
         """(real group of the local members or None, answers for a mixed group or None)."""
         if len(self.local_ranks) < 2 or self.shapes_only:
             return None, None
-        local = [rank for rank in self.local_ranks if rank in group.ranks]
+        # in group order, which is not ascending under new_group(sort_ranks=False)
+        local = sorted(set(self.local_ranks) & set(group.ranks), key=group.ranks.index)
         if len(local) < 2:
             return None, None
         real = self._real_group(local, group.desc)
-        if len(local) == len(group.ranks):
+        # gloo lacks averages, bools and lists (all-to-all), so its groups answer through Mixed too
+        if len(local) == len(group.ranks) and self.backend == "nccl":
             return real, None
         positions = [group.ranks.index(rank) for rank in local]
         return real, Mixed(real, positions, len(group.ranks), group.ranks.index(self.rank))
@@ -129,6 +130,14 @@ class VirtualWorld:
         return pg
 
 
+def _compact(ranks: Sequence[int]) -> Sequence[int]:
+    """The same ranks as a range if they are evenly spaced: a list of 65,536 takes 2.6 MB."""
+    if isinstance(ranks, range) or len(ranks) < 3:
+        return ranks
+    even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0]) if ranks[1] > ranks[0] else ()
+    return even if len(even) == len(ranks) and list(even) == list(ranks) else ranks
+
+
 def current() -> VirtualWorld | None:
     """The virtual world of this process, or None if it has none."""
     return _world
@@ -156,14 +165,23 @@ def start(world: VirtualWorld) -> VirtualWorld:
         )
     _world = world
     patches.install(world)
-    # HashStore: init_process_group wants a store, and nothing ever reads it
-    dist.init_process_group("prism", store=dist.HashStore(), rank=world.rank, world_size=world.size)
+    barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # it would wait for all ranks
+    try:
+        # HashStore: init_process_group wants a store, and nothing ever reads it
+        dist.init_process_group(
+            "prism", store=dist.HashStore(), rank=world.rank, world_size=world.size
+        )
+    except BaseException:
+        stop()
+        raise
+    finally:
+        if barrier is not None:
+            os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
     default = dist.group.WORLD
     assert isinstance(default, PrismGroup), default
     # Megatron asks get_backend() by name (straggler detector, signal handler): answer as the real
     # job would.  The group itself still says that it is prism.
-    _, store = c10d._world.pg_map[default]
-    c10d._world.pg_map[default] = (world.backend if world.backend == "gloo" else "nccl", store)
+    patches.describe(default, world.backend)
     return world
 
 
@@ -179,7 +197,7 @@ def stop() -> None:
     global _world
     if _world is None:
         return
-    if dist.is_initialized():
+    if dist.is_initialized() and isinstance(dist.group.WORLD, PrismGroup):
         dist.destroy_process_group()
     patches.remove()
     _world = None

@@ -9,7 +9,8 @@
 
 Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
 (equal router logits send every token to the same experts, and matrix products run measurably faster
-on zeros than on data).  Noise comes from generators of our own: the job's random streams never move.
+on zeros than on data).  Noise comes from generators of our own: the job's random streams never
+move.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ import torch
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values"]
+__all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
 
 POLICIES = ("mirror", "noise", "recorded")
 ACTIVATION = "activation"
 GRADIENT = "gradient"
 _CHUNK = 1 << 20  # elements of noise added at a time: bounds the temporary to a few MiB
+
+
+def rms(tensor: torch.Tensor) -> torch.Tensor:
+    """Root mean square in fp32 (0-dim, same device), without a copy of the tensor."""
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) / tensor.numel() ** 0.5
 
 
 class Values:
@@ -93,10 +99,15 @@ class Values:
 
     def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
         """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one."""
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-        if not flat.numel():
+        if not tensor.numel():
             return
-        scale = flat.detach().float().square().mean().sqrt() * num_virtual**0.5
+        if not tensor.is_contiguous():
+            whole = tensor.detach().contiguous()
+            self.add_peers(whole, num_virtual)
+            tensor.detach().copy_(whole)
+            return
+        flat = tensor.detach().view(-1)
+        scale = rms(flat) * num_virtual**0.5
         generator = self.generator(flat.device)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK]
