@@ -50,6 +50,8 @@ class Proof:
         self._schedule: dict[str, Any] = {}
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_finish: list[Callable[[], None]] = []
+        self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self._done = 0
 
     # -- phases -----------------------------------------------------------------------------------
     def new_schedule(self, settings: dict[str, Any]) -> None:
@@ -65,14 +67,15 @@ class Proof:
         """One forward or backward of one microbatch (of one model chunk)."""
         number = self._counts.get((phase, chunk), 0)
         self._counts[phase, chunk] = number + 1
-        if self.peak_source is None:
-            yield
-            return
         labels = {"phase": phase, "microbatch": number}
         if chunk is not None:
             labels["chunk"] = chunk
-        with self.peak_source.scope(**labels):
+        scope = self.peak_source.scope(**labels) if self.peak_source else contextlib.nullcontext()
+        with scope:
             yield
+        self._done += 1
+        if self.on_step is not None:
+            self.on_step(self._done)
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
@@ -130,14 +133,19 @@ class Proof:
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
         )
         self.expected = wanted
-        if self._before is not None and self.steps:
-            parameter, before = self._before
-            self.moved = _sum(parameter) != before
+        self.moved = self.has_moved()
         if getattr(args, "skip_train", False):
             wanted = 0
         self.check(1 if early and wanted else wanted)
         for callback in self.on_finish:
             callback()
+
+    def has_moved(self) -> bool | None:
+        """Whether the remembered master parameter changed; None if none was remembered."""
+        if self._before is None or not self.steps:
+            return None
+        parameter, before = self._before
+        return _sum(parameter) != before
 
     def _first_iteration(self, args: Any) -> int:
         return max(0, int(getattr(args, "iteration", 0) or 0) - len(self.iterations)) if (

@@ -1,0 +1,221 @@
+"""The main job: one representative rank per pipeline stage, each in a worker process of its own.
+
+``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``rank_job`` for every
+rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
+artefact folder when all have trained.  It imports neither torch nor Megatron: the workers do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors as io_selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_prism.artefact import ArtefactFolder
+from megatron_prism.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.plugin import job_report
+from megatron_prism.recipe_schema import Recipe
+
+__all__ = ["Result", "emulate", "ranks_of"]
+
+FORMAT = 1  # version of summary.json
+
+
+@dataclass
+class Result:
+    """What the job did: one summary per rank, in stage order."""
+
+    recipe: Recipe
+    ranks: list[dict[str, Any]]
+    wall_s: float
+    exit_code: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of ``summary.json``: plain numbers, provenance beside them."""
+        from megatron_prism import __version__
+
+        return {
+            "format": FORMAT,
+            "megatron_prism": __version__,
+            "recipe": self.recipe.name,
+            "world_size": self.recipe.world.size,
+            "derived": self.recipe.derived(),
+            "wall_s": round(self.wall_s, 3),
+            "ranks": self.ranks,
+        }
+
+
+@dataclass
+class _Worker:
+    """One running rank: its process, the pipe it reports through, and where its stderr goes."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    events: int
+    stderr: Any
+    task: Any
+    buffer: bytes = b""
+    result: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = field(default=None)
+
+
+def ranks_of(recipe: Recipe) -> tuple[int, ...]:
+    """The ranks to run: what the recipe names, else the first rank of every pipeline stage."""
+    if recipe.prism.ranks:
+        return recipe.world.select(str(recipe.prism.ranks))
+    return tuple(recipe.world.rank_at(pp=stage) for stage in recipe.world.stages)
+
+
+def emulate(
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    force: bool = False,
+    console: Console | None = None,
+    num_workers: int | None = None,
+) -> Result:
+    """Train the recipe on its representative ranks; print and (``out``) write what each did.
+
+    Raises NotTrainedError if a rank did not make its optimizer steps, and whatever PrismError a
+    worker ended with; then nothing is written.
+    """
+    console = console or Console()
+    if recipe.prism.tier not in ("auto", "cpu", "meta", "cuda"):
+        raise UsageError(
+            f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
+        )
+    ranks = ranks_of(recipe)
+    job_report.head(recipe, ranks, console)
+    start = time.perf_counter()
+    summaries = _run_all(recipe, ranks, num_workers or min(os.cpu_count() or 1, 8), console)
+    result = Result(recipe, summaries, time.perf_counter() - start)
+    for summary in summaries:
+        if summary["steps"] < recipe.train.iterations:
+            raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
+    job_report.body(recipe, summaries, result.wall_s, console)
+    if out is not None:
+        with ArtefactFolder(out, force=force) as folder:
+            folder.write_json("summary.json", result.to_json())
+            folder.write_json("recipe.json", asdict(recipe))
+            for summary in summaries:
+                folder.write_json(f"rank-{summary['rank']:06d}.json", summary)
+        console.print(f"wrote {out}")
+    return result
+
+
+def _run_all(
+    recipe: Recipe, ranks: tuple[int, ...], num_workers: int, console: Console
+) -> list[dict[str, Any]]:
+    """Run every rank, at most ``num_workers`` at once; stop all when one fails."""
+    waiting, running, done = list(ranks), [], {}
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with bars, io_selectors.DefaultSelector() as selector:
+        tasks = {r: bars.add_task(_title(recipe, r), total=1, what="waiting") for r in ranks}
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_workers:
+                    worker = _start(recipe, waiting.pop(0), tasks)
+                    running.append(worker)
+                    selector.register(worker.events, io_selectors.EVENT_READ, worker)
+                for key, _ in selector.select(timeout=0.5):
+                    worker = key.data
+                    chunk = os.read(worker.events, 1 << 16)
+                    _take(worker, chunk, bars)
+                    if not chunk:
+                        selector.unregister(worker.events)
+                        running.remove(worker)
+                        done[worker.rank] = _finish(worker, bars)
+        finally:
+            for worker in running:
+                worker.process.kill()
+                worker.process.wait()
+                os.close(worker.events)
+    return [done[rank] for rank in ranks]
+
+
+def _title(recipe: Recipe, rank: int) -> str:
+    return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
+
+
+def _start(recipe: Recipe, rank: int, tasks: dict[int, Any]) -> _Worker:
+    read, write = os.pipe()
+    stderr = tempfile.TemporaryFile()
+    environment = {**os.environ, "PRISM_ARGS": ""}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_prism.plugin.rank_job", str(write)],
+        stdin=subprocess.PIPE,
+        stdout=stderr,
+        stderr=stderr,
+        pass_fds=(write,),
+        env=environment,
+        preexec_fn=_die_with_parent,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps((recipe, rank)))
+    process.stdin.close()
+    return _Worker(rank, process, read, stderr, tasks[rank])
+
+
+def _die_with_parent() -> None:
+    """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
+    """Act on the complete JSON lines that have arrived."""
+    *lines, worker.buffer = (worker.buffer + chunk).split(b"\n")
+    for line in lines:
+        event = json.loads(line)
+        if event["kind"] == "step":
+            what = f"{event['done']}/{event['total']} steps of a microbatch"
+            bars.update(worker.task, completed=event["done"], total=event["total"], what=what)
+        elif event["kind"] == "phase":
+            bars.update(worker.task, what=event["text"])
+        elif event["kind"] == "result":
+            worker.result = event["result"]
+        else:
+            worker.failure = event
+
+
+def _finish(worker: _Worker, bars: Progress) -> dict[str, Any]:
+    """The summary of a worker that has ended; its failure as an error of ours."""
+    status = worker.process.wait()
+    os.close(worker.events)
+    if worker.result is not None and status == 0:
+        bars.update(worker.task, what="trained")
+        return worker.result
+    failure = worker.failure or {}
+    if failure.get("kind") == "error":
+        error = PrismError(f"rank {worker.rank}: {failure['message']}", fix=failure["fix"])
+        error.exit_code = failure["exit_code"]
+        raise error
+    worker.stderr.seek(0)
+    log = worker.stderr.read().decode(errors="replace")[-2000:]
+    what = failure.get("trace") or f"its process ended with status {status}\n{log}"
+    raise NotTrainedError(
+        f"rank {worker.rank} failed: {failure.get('message', 'killed')}\n{what}",
+        fix="if memory ran out, run fewer ranks (prism.ranks=0); else report this as a bug",
+    )
