@@ -1,8 +1,8 @@
 """Zero-edit attach: ``import torch`` calls :func:`autoload` in every process of the environment.
 
 The entry point group ``torch.backends`` makes torch import this module (off switch:
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS`` it
-does nothing and imports nothing.  With one, it waits for the first ``import megatron``.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS``
+it does nothing and imports nothing.  With one, it waits for the first ``import megatron``.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Which collectives exist, and what each one means: one row per collective, read by everybody.
 
-The backend asks a row what its virtual members deliver, the world graph how calls of different ranks
-match, the costs how many bytes cross the wire, the dump reader under which name it is recorded.
-Pure data and integer arithmetic; this module knows nothing of tensors, devices or time.
+The backend asks a row what its virtual members deliver, the world graph how calls of different
+ranks match, the costs how many bytes cross the wire, the dump reader under which name it is
+recorded. Pure data and integer arithmetic; this module knows nothing of tensors, devices or time.
 
 Sizes, for a group of ``n`` ranks (``numel`` of one rank's tensors):
 
@@ -34,7 +34,8 @@ class Collective:
     """One row of the table.
 
     name      : our name, used in every output
-    methods   : names of the ``c10d.ProcessGroup`` methods that issue it (renamed in torch 2.13: both)
+    methods   : names of the ``c10d.ProcessGroup`` methods that issue it (renamed in torch 2.13:
+    both)
     recorder  : suffix of its profiling name in Flight Recorder dumps (``nccl:<recorder>``)
     kind      : ``group`` (all members take part, one FIFO per group) or ``pair`` (p2p, one FIFO per
                 directed pair)
@@ -61,7 +62,7 @@ class Collective:
     def wire_bytes(self, payload: int, n: int) -> int:
         """Fewest bytes one rank must send for a message of ``payload`` bytes among ``n`` ranks.
 
-        The bandwidth-optimal bound (nccl-tests doc/PERFORMANCE.md, "bus bandwidth" factors), rounded
+        The bandwidth-optimal bound (nccl-tests doc/PERFORMANCE.md, bus bandwidth factors), rounded
         up: all_reduce 2(n-1)/n, gathers and scatters (n-1)/n, broadcast and p2p 1.
         """
         if n < 1:

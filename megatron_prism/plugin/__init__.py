@@ -1,6 +1,6 @@
 """The Megatron side: flags, seams and the two ways to start.
 
 Read in this order: ``flags`` (what the user asked), ``launch`` (how a job becomes an emulated one),
-``hooks`` (how a module is changed right after its import), ``seams`` (what is changed in Megatron and
-why), ``proof`` (did it train?), ``job`` (the main job without a Megatron checkout).
+``hooks`` (how a module is changed right after its import), ``seams`` (what is changed in Megatron
+and why), ``proof`` (did it train?), ``job`` (the main job without a Megatron checkout).
 """

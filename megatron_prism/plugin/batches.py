@@ -1,8 +1,9 @@
 """Which tokens does a rank train on?  Mock data, or the bytes of a text file.
 
-Yields microbatches of shape ``[micro_batch_size, seq_length / cp]``: tokens, labels (the next token),
-positions, loss mask.  Data-parallel ranks read disjoint samples; context-parallel ranks the chunks r
-and 2*cp-1-r of each, as Megatron deals them (core/utils.py get_batch_on_this_cp_rank @0.16.1).
+Yields microbatches of shape ``[micro_batch_size, seq_length / cp]``: tokens, labels (the next
+token), positions, loss mask.  Data-parallel ranks read disjoint samples; context-parallel ranks the
+chunks r and 2*cp-1-r of each, as Megatron deals them (core/utils.py get_batch_on_this_cp_rank
+@0.16.1).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What did the user ask for?  The ``--prism-*`` flags, and what they leave to be derived.
 
-``from_command_line(argv, env)`` reads our flags and the parallel sizes among the job's own arguments
-and returns Options, or None if emulation was not asked for.  It knows nothing of torch or Megatron;
-``add_flags`` is what Megatron's own parser gets, so that both read the same table.
+``from_command_line(argv, env)`` reads our flags and the parallel sizes among the job's own
+arguments and returns Options, or None if emulation was not asked for.  It knows nothing of torch or
+Megatron; ``add_flags`` is what Megatron's own parser gets, so that both read the same table.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--prism-out": {
         "default": None,
         "metavar": "DIR",
-        "help": "artefact folder: one JSON summary per local rank, written when the job has trained",
+        "help": "artefact folder: one JSON per local rank, written when the job has trained",
     },
     "--prism-force": {"action": "store_true", "help": "replace an existing --prism-out folder"},
     "--prism-recipe": {
@@ -114,7 +114,9 @@ class _Parser(argparse.ArgumentParser):
     """Reports bad usage as our error, so that one place prints it."""
 
     def error(self, message: str) -> Any:
-        raise UsageError(f"bad --prism option: {message}", fix="see the flags with: prism run --help")
+        raise UsageError(
+            f"bad --prism option: {message}", fix="see the flags with: prism run --help"
+        )
 
 
 def _recipe_defaults(path: str) -> dict[str, Any]:
@@ -200,9 +202,7 @@ def _ranks(
     return ranks
 
 
-def from_command_line(
-    argv: Sequence[str], env: Mapping[str, str] | None = None
-) -> Options | None:
+def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Options | None:
     """Options of this process, or None without ``--prism-emulate``.
 
     ``argv`` is the job's command line without the script; ``PRISM_ARGS`` comes before it.

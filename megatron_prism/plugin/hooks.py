@@ -1,9 +1,9 @@
 """How do we change a Megatron module before anybody has copied names out of it?
 
-A finder at the head of ``sys.meta_path`` runs callbacks right after a module has executed and before
-its importer goes on, so a later ``from x import f`` copies the replaced ``f``.  Callbacks for modules
-that are already imported run at once; such modules may have leaked copies, which ``launch`` avoids
-by installing before the first ``import megatron``.
+A finder at the head of ``sys.meta_path`` runs callbacks right after a module has executed and
+before its importer goes on, so a later ``from x import f`` copies the replaced ``f``.  Callbacks
+for modules that are already imported run at once; such modules may have leaked copies, which
+``launch`` avoids by installing before the first ``import megatron``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The main job: one representative rank per pipeline stage, each in a worker process of its own.
 
-``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``rank_job`` for every
-rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
+``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``rank_job`` for
+every rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
 artefact folder when all have trained.  It imports neither torch nor Megatron: the workers do.
 """
 
@@ -157,7 +157,7 @@ def _title(recipe: Recipe, rank: int) -> str:
 
 def _start(recipe: Recipe, rank: int, tasks: dict[int, Any]) -> _Worker:
     read, write = os.pipe()
-    stderr = tempfile.TemporaryFile()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     environment = {**os.environ, "PRISM_ARGS": ""}
     environment.setdefault("OMP_NUM_THREADS", "1")
     process = subprocess.Popen(

@@ -1,4 +1,6 @@
-"""What does the main job print?  A heading, a table of stages, communication by group, and how to read it."""
+"""What does the main job print?  A heading, a table of stages, communication by group, and how to
+read it.
+"""
 
 from __future__ import annotations
 

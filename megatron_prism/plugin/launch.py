@@ -110,11 +110,7 @@ def install(options: flags.Options) -> Any:
         local_ranks=tuple(sorted(options.ranks)),
         rank=options.rank,
     )
-    seams.apply(seams.SEAMS, context)
-    if tier.name != "cuda":
-        seams.apply(seams_tiers.SEAMS_WITHOUT_CUDA, context)
-    if tier.name == "meta":
-        seams.apply(seams_tiers.SEAMS_META, context)
+    seams.apply(seams_tiers.seams_for(tier.name), context)
     report = summary.Reporter(options, tier, proof, version, store)
     proof.on_finish.append(report.finish)
     report.banner()
@@ -154,9 +150,9 @@ def _check_devices(options: flags.Options) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if local >= have or here > have:
         raise UsageError(
-            f"{here} local ranks on {have} CUDA device{'s' * (have != 1)}: two would share one, and "
-            "NCCL cannot connect them",
-            fix=f"torchrun --nproc-per-node {have}, one rank per process alone, or --prism-tier cpu",
+            f"{here} local ranks on {have} CUDA device{'s' * (have != 1)}: two would share one, "
+            "and NCCL cannot connect them",
+            fix=f"torchrun --nproc-per-node {have}, each rank alone, or --prism-tier cpu",
         )
 
 

@@ -1,4 +1,5 @@
-"""Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the verdict.
+"""Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the
+verdict.
 
 ``Proof.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each train step;
 ``step`` each forward or backward of a microbatch.  A run that ends without the optimizer steps it
@@ -46,7 +47,8 @@ class Proof:
         self.expected: int | None = None
         self.num_parameters = 0
         self.moved: bool | None = None  # whether a master parameter changed; None: unknown
-        self._counts: dict[tuple[str, int | None], int] = {}
+        self._forwards: dict[int | None, int] = {}
+        self._outputs: dict[int, dict[str, Any]] = {}
         self._schedule: dict[str, Any] = {}
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_finish: list[Callable[[], None]] = []
@@ -56,20 +58,33 @@ class Proof:
     # -- phases -----------------------------------------------------------------------------------
     def new_schedule(self, settings: dict[str, Any]) -> None:
         """A forward-backward schedule starts; ``settings`` are its keyword arguments."""
-        self._counts.clear()
+        self._forwards.clear()
+        self._outputs.clear()
         self._schedule = {
             key: settings.get(key)
             for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
         }
 
-    @contextlib.contextmanager
-    def step(self, phase: str, chunk: int | None) -> Iterator[None]:
-        """One forward or backward of one microbatch (of one model chunk)."""
-        number = self._counts.get((phase, chunk), 0)
-        self._counts[phase, chunk] = number + 1
-        labels = {"phase": phase, "microbatch": number}
+    def forward_labels(self, chunk: int | None) -> dict[str, Any]:
+        """Labels of the next forward of ``chunk``: the schedule runs microbatches in order."""
+        number = self._forwards.get(chunk, 0)
+        self._forwards[chunk] = number + 1
+        labels: dict[str, Any] = {"phase": "forward", "microbatch": number}
         if chunk is not None:
             labels["chunk"] = chunk
+        return labels
+
+    def remember_output(self, output: Any, labels: dict[str, Any]) -> None:
+        """Keep which microbatch made ``output``: its backward is told nothing but that tensor."""
+        self._outputs[id(_single(output))] = labels
+
+    def backward_labels(self, output: Any) -> dict[str, Any]:
+        """Labels of the backward that starts from ``output``."""
+        return {**self._outputs.pop(id(_single(output)), {}), "phase": "backward"}
+
+    @contextlib.contextmanager
+    def step(self, labels: dict[str, Any]) -> Iterator[None]:
+        """One forward or backward of one microbatch (of one model chunk)."""
         scope = self.peak_source.scope(**labels) if self.peak_source else contextlib.nullcontext()
         with scope:
             yield
@@ -148,9 +163,11 @@ class Proof:
         return _sum(parameter) != before
 
     def _first_iteration(self, args: Any) -> int:
-        return max(0, int(getattr(args, "iteration", 0) or 0) - len(self.iterations)) if (
-            self.iterations
-        ) else int(getattr(args, "iteration", 0) or 0)
+        return (
+            max(0, int(getattr(args, "iteration", 0) or 0) - len(self.iterations))
+            if (self.iterations)
+            else int(getattr(args, "iteration", 0) or 0)
+        )
 
     def check(self, wanted: int) -> None:
         """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
@@ -167,6 +184,11 @@ class Proof:
                 "--prism-values noise, or lower --initial-loss-scale under --fp16"
             )
         raise NotTrainedError(what, fix=fix)
+
+
+def _single(output: Any) -> Any:
+    """Schedules hand a stage's output over bare or in a list of one."""
+    return output[0] if isinstance(output, (list, tuple)) and output else output
 
 
 def _count_parameters(model: Any) -> int:

@@ -79,12 +79,7 @@ def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
         local_ranks=(rank,),
         rank=rank,
     )
-    chosen = seams.SEAMS
-    if tier.name != "cuda":
-        chosen += seams_tiers.SEAMS_WITHOUT_CUDA
-    if tier.name == "meta":
-        chosen += seams_tiers.SEAMS_META
-    seams.apply(chosen, context)
+    seams.apply(seams_tiers.seams_for(tier.name), context)
     world = context.start()
     emit("phase", text="importing megatron-core")
     job = _Job(recipe, proof, tier, emit)
@@ -354,9 +349,7 @@ class _Job:
             self.peaks.append({"bytes": live.high.bytes, "at": live.high.labels})
         gc.collect()
 
-    def summary(
-        self, world: Any, before: Any, build_s: float, run_s: float
-    ) -> dict[str, Any]:
+    def summary(self, world: Any, before: Any, build_s: float, run_s: float) -> dict[str, Any]:
         """What the parent prints and writes, plain numbers with their provenance."""
         rank, recipe = world.rank, self.recipe
         rows = world.tally.since(before).rows() if before is not None else []

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UnsupportedError
+from megatron_prism.plugin import seams, seams_training
 from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import stand_ins
 
-__all__ = ["SEAMS_META", "SEAMS_WITHOUT_CUDA"]
+__all__ = ["SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
 
 
 def _no_fused_kernels(module: ModuleType, context: Context) -> None:
@@ -96,7 +97,8 @@ def _balanced_splits(module: ModuleType, context: Context) -> None:
             if self.drop_and_pad or point != self.cuda_dtoh_point:
                 return tokens_per_expert
             splits = stand_ins.balanced_splits(
-                total=int(self.num_out_tokens) if not torch.is_tensor(self.num_out_tokens)
+                total=int(self.num_out_tokens)
+                if not torch.is_tensor(self.num_out_tokens)
                 else self.routing_map.shape[0] * self.config.moe_router_topk,
                 num_experts=self.num_experts,
                 local=self.local_expert_indices,
@@ -138,7 +140,9 @@ def _always_finite(module: ModuleType, context: Context) -> None:
 
 
 def _believe_the_step(module: ModuleType, context: Context) -> None:
-    """Whether the update was applied goes through a device tensor; on shapes the host's word counts."""
+    """Whether the update was applied goes through a device tensor; on shapes the host's word
+    counts.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,3 +252,11 @@ SEAMS_META: tuple[Seam, ...] = (
         _static_permute,
     ),
 )
+
+
+def seams_for(tier: str) -> tuple[Seam, ...]:
+    """Every seam that a run on ``tier`` needs."""
+    chosen = seams.SEAMS + seams_training.SEAMS
+    if tier != "cuda":
+        chosen += SEAMS_WITHOUT_CUDA
+    return chosen + SEAMS_META if tier == "meta" else chosen

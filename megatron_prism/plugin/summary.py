@@ -1,4 +1,5 @@
-"""What does an emulated run say about itself?  A banner at the start, a summary and a file at the end.
+"""What does an emulated run say about itself?  A banner at the start, a summary and a file at the
+end.
 
 Every number says where it comes from.  The artefact folder appears under its name only when the job
 has trained, with one JSON file per local rank and nothing else; a failed run leaves none.
@@ -54,8 +55,10 @@ class Reporter:
         for what in self.tier.stand_in:
             self._say(f"  stand-in  {what}")
 
-    def _say(self, text: str) -> None:
-        print(f"prism: {text}", file=sys.stderr, flush=True)
+    def _say(self, *lines: str) -> None:
+        """Lines to stderr in one write, so that ranks do not interleave."""
+        sys.stderr.write("".join(f"prism: {line}\n" for line in lines))
+        sys.stderr.flush()
 
     def summary(self) -> dict[str, Any]:
         """The JSON of this rank: plain numbers, with their provenance beside them."""
@@ -113,7 +116,7 @@ class Reporter:
                 "allocated_peak": torch.cuda.max_memory_allocated(),
                 "reserved_peak": torch.cuda.max_memory_reserved(),
                 "device_used": total - free,
-                "provenance": "measured here: the caching allocator; device_used lacks NCCL's memory",
+                "provenance": "measured here: the caching allocator; device_used lacks NCCL",
             }
         return {
             "allocated_peak": None,
@@ -130,22 +133,23 @@ class Reporter:
 
     def _print(self, summary: dict[str, Any]) -> None:
         trained, memory = summary["trained"], summary["memory"]
-        self._say(
+        lines = [
             f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
             f" of {trained['expected']}, {summary['parameters']:,} parameters"
-        )
+        ]
         if memory["allocated_peak"] is not None:
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])
-            self._say(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
-        for row in summary["communication"]["rows"][:8]:
-            self._say(
-                f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
-                f"{row['group']} ({row['group_size']:,})"
-            )
-        more = len(summary["communication"]["rows"]) - 8
-        if more > 0:
-            self._say(f"  … {more} more rows{self._hint()}")
+            lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+        rows = summary["communication"]["rows"]
+        lines += [
+            f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
+            f"{row['group']} ({row['group_size']:,})"
+            for row in rows[:8]
+        ]
+        if len(rows) > 8:
+            lines.append(f"  … {len(rows) - 8} more rows{self._hint()}")
+        self._say(*lines)
 
     def _hint(self) -> str:
         return "" if self.options.out else " (write them all with --prism-out DIR)"
@@ -176,9 +180,7 @@ def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
 
 
 def _coordinates(options: Options) -> str:
-    place = options.world.coordinates(options.rank)
-    shown = [f"{axis}={getattr(place, axis)}" for axis in ("pp", "dp", "cp", "tp", "ep")]
-    sizes = options.world
-    keep = [s for s, n in zip(shown, (sizes.pp, sizes.dp, sizes.cp, sizes.tp, sizes.ep), strict=True)
-            if n > 1]  # fmt: skip
-    return " ".join(keep) or "alone"
+    """The rank's place on every axis that the world has more than one of."""
+    place, world = options.world.coordinates(options.rank), options.world
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if getattr(world, axis) > 1]
+    return " ".join(f"{axis}={getattr(place, axis)}" for axis in axes) or "alone"

@@ -1,7 +1,7 @@
 """Where do local ranks run?  ``cuda`` (the real device), ``cpu`` (real values), ``meta`` (shapes).
 
-``install(tier)`` prepares this process, before Megatron is imported: on ``cuda`` nothing changes; on
-the others ``cuda`` means another device (``remap``), torch.cuda answers without a driver
+``install(tier)`` prepares this process, before Megatron is imported: on ``cuda`` nothing changes;
+on the others ``cuda`` means another device (``remap``), torch.cuda answers without a driver
 (``cuda_stubs``), Transformer Engine is virtual where it is not installed (``virtual_te``) and, on
 ``meta``, live bytes are counted (``live``).  It cannot be undone within a process.
 """
@@ -100,7 +100,9 @@ def _without_cuda(name: str) -> Tier:
         live = LiveBytes("meta")
         live.__enter__()
         cuda_stubs.set_memory_source(live)
-        stand_in.append("values: none, shapes only; losses and norms in the log are the placeholder 2.0")
+        stand_in.append(
+            "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
+        )
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 

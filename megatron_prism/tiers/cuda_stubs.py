@@ -129,18 +129,37 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def install(num_devices: int = 8) -> None:
     """Put the stand-ins into ``torch.cuda``; ``num_devices`` is what device_count() answers."""
-    cuda, stream, generator = torch.cuda, Stream(), torch.default_generator
+    cuda = torch.cuda
+    answers = {**_device_answers(num_devices), **_memory_answers(), **_random_answers(num_devices)}
+    for name in _WITHOUT_EFFECT:
+        answers[name] = _nothing
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        setattr(cuda.random, name, answers[name])
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        setattr(cuda.nvtx, name, _nothing)
+    for name, answer in {**_memory_answers(), "empty_cache": _nothing}.items():
+        setattr(cuda.memory, name, answer)
+    cuda.cudart = lambda: types.SimpleNamespace(
+        cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
+    )
 
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        return generator.get_state()
 
-    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        generator.set_state(state)
+_WITHOUT_EFFECT = (
+    "ipc_collect",
+    "empty_cache",
+    "synchronize",
+    "set_device",
+    "set_stream",
+    "init",
+    "_lazy_init",
+)
 
-    def seed(value: int) -> None:
-        generator.manual_seed(value)
 
-    answers: dict[str, Any] = {
+def _device_answers(num_devices: int) -> dict[str, Any]:
+    stream = Stream()
+    return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *a, **k: True,
@@ -155,42 +174,43 @@ def install(num_devices: int = 8) -> None:
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
+        "_lazy_call": lambda call, **kwargs: call(),
+    }
+
+
+def _memory_answers() -> dict[str, Any]:
+    total = _H200.total_memory
+    return {
         "memory_allocated": lambda device=None: _memory.current(),
         "max_memory_allocated": lambda device=None: _memory.peak(),
         "memory_reserved": lambda device=None: _memory.current(),
         "max_memory_reserved": lambda device=None: _memory.peak(),
         "memory_stats": _memory_stats,
-        "mem_get_info": lambda device=None: (
-            _H200.total_memory - _memory.current(),
-            _H200.total_memory,
-        ),
+        "mem_get_info": lambda device=None: (total - _memory.current(), total),
         "device_memory_used": lambda device=None: _memory.current(),
         "reset_peak_memory_stats": lambda device=None: _memory.reset_peak(),
         "reset_max_memory_allocated": lambda device=None: _memory.reset_peak(),
+    }
+
+
+def _random_answers(num_devices: int) -> dict[str, Any]:
+    """The device's random state is the host's: tensors are on the host."""
+    generator = torch.default_generator
+
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return generator.get_state()
+
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        generator.set_state(state)
+
+    def seed(value: int) -> None:
+        generator.manual_seed(value)
+
+    return {
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": seed,
         "manual_seed_all": seed,
         "initial_seed": generator.initial_seed,
         "default_generators": (generator,) * num_devices,
-        "ipc_collect": _nothing,
-        "empty_cache": _nothing,
-        "synchronize": _nothing,
-        "set_device": _nothing,
-        "set_stream": _nothing,
-        "init": _nothing,
-        "_lazy_init": _nothing,
-        "_lazy_call": lambda call, **kwargs: call(),
     }
-    for name, answer in answers.items():
-        setattr(cuda, name, answer)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(cuda.random, name, answers[name])
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(cuda.nvtx, name, _nothing)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats",
-                 "max_memory_reserved", "reset_peak_memory_stats", "mem_get_info", "empty_cache"):
-        setattr(cuda.memory, name, answers[name])
-    cuda.cudart = lambda: types.SimpleNamespace(
-        cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
-    )

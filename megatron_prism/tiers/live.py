@@ -84,9 +84,7 @@ class LiveBytes(TorchDispatchMode):
         if self.now > self.high.bytes:
             self.high = Peak(self.now, dict(self.labels))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.track(out)

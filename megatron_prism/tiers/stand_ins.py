@@ -1,8 +1,8 @@
 """Small stand-ins for parts that need a GPU library, each naming what it stands in for.
 
-Used by ``plugin/seams_tiers`` on hosts without Transformer Engine and apex.  (The virtual Transformer
-Engine, for jobs that ask for it, is the package ``virtual_te``.)  Values are right on the CPU; on the
-meta device only shapes are.
+Used by ``plugin/seams_tiers`` on hosts without Transformer Engine and apex.  (The virtual
+Transformer Engine, for jobs that ask for it, is the package ``virtual_te``.)  Values are right on
+the CPU; on the meta device only shapes are.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = [
 class SequenceParallelNorm(torch.nn.Module):
     """Stands in for apex's FusedLayerNorm / TE's norms under sequence parallelism.
 
-    Input and output ``[tokens, micro-batch, hidden]``.  Weights carry ``sequence_parallel``, so that
-    finalize_model_grads reduces their gradients over tensor-parallel ranks, as for the real ones.
+    Input and output ``[tokens, micro-batch, hidden]``.  Weights carry ``sequence_parallel``, so
+    that finalize_model_grads reduces their gradients over tensor-parallel ranks, as for the real
+    ones.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
@@ -91,12 +92,12 @@ def context_parallel_attention(
     n, rank, tokens = group.size(), group.rank(), query.shape[0]
     keys, values = _GatherSequence.apply(key, group), _GatherSequence.apply(value, group)
     half = tokens // 2
-    chunks = torch.arange(2 * n * half, device="cpu").view(2 * n, half)
+    chunks = torch.arange(2 * n * half, device=query.device).view(2 * n, half)
     of_rank = [torch.cat([chunks[r], chunks[2 * n - 1 - r]]) for r in range(n)]
     mask = torch.cat(of_rank)[None, :] <= of_rank[rank][:, None]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (query, keys, values))
     out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask.to(q.device), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.permute(2, 0, 1, 3).reshape(tokens, query.shape[1], -1)
 
@@ -153,9 +154,7 @@ def permute_shapes(
     """
     newer = "tokens_per_expert" in inspect.signature(original).parameters  # 0.19: argsort, static
     if newer or fused or drop_and_pad or num_out_tokens is None:
-        return original(
-            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs
-        )
+        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs)
     index = torch.empty(int(num_out_tokens), dtype=torch.int64, device=tokens.device)
     chosen = None if probs is None else probs.T.contiguous().view(-1).index_select(0, index)
     return tokens.index_select(0, index), chosen, index

@@ -1,0 +1,220 @@
+"""What is changed in Megatron's pipeline, gradient finalisation and training loop, and why.
+
+Same form as ``seams``: each answers what only an absent rank could answer, or watches what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+from megatron_prism.virtual.backend import PrismGroup
+from megatron_prism.virtual.session import current
+
+__all__ = ["SEAMS"]
+
+
+# -- pipeline --------------------------------------------------------------------------------------
+
+
+def _label_receives(module: ModuleType, context: Context) -> None:
+    """Say which received tensor is an activation and which a gradient: their scales differ."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(**kwargs: Any) -> Any:
+            world = current()
+            if world is None:
+                return original(**kwargs)
+            with world.values.expecting(
+                activation=kwargs.get("tensor_recv_prev"), gradient=kwargs.get("tensor_recv_next")
+            ):
+                return original(**kwargs)
+
+        return call
+
+    _wrap(module, "_p2p_ops", make)
+    _wrap(module, "_batched_p2p_ops", make)
+
+    def shapes(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
+            prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
+            known = _shape_here(self.config, send_next, send_prev)
+            return (
+                known if recv_prev and not all(prev) else prev,
+                known if recv_next and not all(after) else after,
+            )
+
+        return call
+
+    _wrap(module.P2PCommunicator, "_communicate_shapes", shapes)
+
+
+def _shape_here(config: Any, *sent: Any) -> list[int]:
+    """The shape a peer would announce: what we send it, else [sequence, micro-batch, hidden]."""
+    for tensor in sent:
+        if tensor is not None:
+            return list(tensor.shape)
+    settings = _get_args()
+    tokens = settings.seq_length // config.context_parallel_size
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    return [tokens, settings.micro_batch_size, config.hidden_size]
+
+
+def _label_phases(module: ModuleType, context: Context) -> None:
+    """Tell the proof (and through it the memory tracker) which microbatch runs."""
+    proof = context.proof
+
+    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            labels = proof.forward_labels(kwargs.get("vp_stage"))
+            with proof.step(labels):
+                result = original(*args, **kwargs)
+            proof.remember_output(result[0], labels)
+            return result
+
+        return call
+
+    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(input_tensor: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            with proof.step(proof.backward_labels(output)):
+                return original(input_tensor, output, *args, **kwargs)
+
+        return call
+
+    _wrap(module, "forward_step", forward)
+    _wrap(module, "backward_step", backward)
+
+    def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            proof.new_schedule(kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in (
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    ):
+        _wrap(module, name, schedule)
+
+
+def _token_count(module: ModuleType, context: Context) -> None:
+    """The last stage counts the tokens; for a virtual one they are what the flags say.
+
+    Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if num_tokens is not None and not context.meta and not int(num_tokens):
+                num_tokens = num_tokens + context.proof.tokens_per_iteration()
+            return original(model, num_tokens, *args, **kwargs)
+
+        return call
+
+    _wrap(module, "finalize_model_grads", make)
+
+
+def _tied_embedding(module: ModuleType, context: Context) -> None:
+    """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
+
+    The first stage keeps its weights, the last one draws weights of the same distribution
+    (language_module.py:245 @0.16.1, :308 @0.19.0).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any) -> None:
+            group = getattr(self, "embd_group", None)
+            alone = isinstance(group, PrismGroup) and group.real is None and group.size() > 1
+            tied = self.share_embeddings_and_output_weights or getattr(
+                self.config, "mtp_num_layers", None
+            )
+            before = None
+            if alone and tied and self.pre_process:
+                before = self.shared_embedding_or_output_weight().detach().clone()
+            original(self)
+            if not (alone and tied) or context.meta:
+                return
+            weight = self.shared_embedding_or_output_weight()
+            if before is not None:
+                weight.data.copy_(before)
+            elif getattr(weight, "shared", False):
+                world = current()
+                assert world is not None
+                generator = world.values.generator(weight.device)
+                weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
+
+        return call
+
+    _wrap(module.LanguageModule, "setup_embeddings_and_output_layer", make)
+
+
+# -- proof -----------------------------------------------------------------------------------------
+
+
+def _prove(module: ModuleType, context: Context) -> None:
+    """Count the optimizer steps that really happen, and turn a run without any into an error."""
+    proof = context.proof
+
+    def step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
+            with proof.iteration(optimizer, args[2] if len(args) > 2 else None):
+                result = original(*args, **kwargs)
+                proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
+            return result
+
+        return call
+
+    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with proof.training(_get_args):
+                return original(*args, **kwargs)
+
+        return call
+
+    _wrap(module, "train_step", step)
+    _wrap(module, "pretrain", whole)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "label-receives",
+        "megatron.core.pipeline_parallel.p2p_communication",
+        "received activations and gradients have different scales; shapes need an oracle",
+        "core/pipeline_parallel/p2p_communication.py:48, :66, :160",
+        _label_receives,
+    ),
+    Seam(
+        "label-phases",
+        "megatron.core.pipeline_parallel.schedules",
+        "the summary says in which phase and microbatch a peak occurred",
+        "core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
+        _label_phases,
+    ),
+    Seam(
+        "token-count",
+        "megatron.core.distributed.finalize_model_grads",
+        "the number of tokens comes from the last stage",
+        "core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
+        _token_count,
+    ),
+    Seam(
+        "tied-embedding",
+        "megatron.core.models.common.language_module.language_module",
+        "first and last stage add their copies of the embedding",
+        "core/models/common/language_module/language_module.py:245 @0.16.1",
+        _tied_embedding,
+    ),
+    Seam(
+        "proof",
+        "megatron.training.training",
+        "an emulated run that did not train must not exit 0",
+        "training/training.py:1603 @0.16.1; :2336 @0.19.0",
+        _prove,
+    ),
+)
