@@ -147,6 +147,7 @@ def _run_all(
             for worker in running:
                 worker.process.kill()
                 worker.process.wait()
+                worker.stderr.close()
                 os.close(worker.events)
     return [done[rank] for rank in ranks]
 
@@ -204,6 +205,9 @@ def _finish(worker: _Worker, bars: Progress) -> dict[str, Any]:
     """The summary of a worker that has ended; its failure as an error of ours."""
     status = worker.process.wait()
     os.close(worker.events)
+    with worker.stderr as file:
+        file.seek(0)
+        log = file.read().decode(errors="replace")[-2000:]
     if worker.result is not None and status == 0:
         bars.update(worker.task, what="trained")
         return worker.result
@@ -212,8 +216,6 @@ def _finish(worker: _Worker, bars: Progress) -> dict[str, Any]:
         error = PrismError(f"rank {worker.rank}: {failure['message']}", fix=failure["fix"])
         error.exit_code = failure["exit_code"]
         raise error
-    worker.stderr.seek(0)
-    log = worker.stderr.read().decode(errors="replace")[-2000:]
     what = failure.get("trace") or f"its process ended with status {status}\n{log}"
     raise NotTrainedError(
         f"rank {worker.rank} failed: {failure.get('message', 'killed')}\n{what}",

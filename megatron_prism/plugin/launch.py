@@ -48,7 +48,7 @@ def run_script(argv: Sequence[str]) -> int:
 
 
 def install_from_command_line() -> None:
-    """Install what ``sys.argv`` and ``PRISM_ARGS`` ask for; usage errors end the process (exit 2)."""
+    """Install what ``sys.argv`` and ``PRISM_ARGS`` ask for; bad usage ends the process (exit 2)."""
     if getattr(install_from_command_line, "done", False):
         return
     install_from_command_line.done = True  # type: ignore[attr-defined]

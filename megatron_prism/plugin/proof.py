@@ -142,7 +142,8 @@ class Proof:
             return
         self.finished = True
         args = get_args()
-        wanted = max(0, (args.train_iters or 0) - self._first_iteration(args))
+        # args.iteration is where the run began: 0, or a checkpoint's
+        wanted = max(0, (args.train_iters or 0) - int(getattr(args, "iteration", 0) or 0))
         early = any(
             getattr(args, name, None)
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
@@ -161,13 +162,6 @@ class Proof:
             return None
         parameter, before = self._before
         return _sum(parameter) != before
-
-    def _first_iteration(self, args: Any) -> int:
-        return (
-            max(0, int(getattr(args, "iteration", 0) or 0) - len(self.iterations))
-            if (self.iterations)
-            else int(getattr(args, "iteration", 0) or 0)
-        )
 
     def check(self, wanted: int) -> None:
         """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""

@@ -279,7 +279,7 @@ def _get_args() -> Any:
 
 
 def _speak(module: ModuleType, context: Context) -> None:
-    """What rank 0 and the last rank would print, the leading local rank prints if they are virtual."""
+    """What a virtual rank 0 or last rank would print, the leading local rank prints."""
 
     def make(is_local: Callable[[], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:

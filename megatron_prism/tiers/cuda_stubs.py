@@ -141,6 +141,8 @@ def install(num_devices: int = 8) -> None:
         setattr(cuda.nvtx, name, _nothing)
     for name, answer in {**_memory_answers(), "empty_cache": _nothing}.items():
         setattr(cuda.memory, name, answer)
+    # its binding insists on a real stream before any function mode is asked
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     cuda.cudart = lambda: types.SimpleNamespace(
         cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
     )

@@ -28,7 +28,6 @@ _TO_CUDA = torch.Tensor.cuda
 _TO = torch.Tensor.to
 _TYPE = torch.Tensor.type
 _PIN = torch.Tensor.pin_memory
-_RECORD_STREAM = torch.Tensor.record_stream
 _TRUTH = torch.Tensor.__bool__
 _TOLIST = torch.Tensor.tolist
 _NUMBERS = {
@@ -140,9 +139,6 @@ class Remap(TorchFunctionMode):
     def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
 
-    def _no_stream(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        return None
-
     def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
             return False
@@ -183,7 +179,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TO: Remap._to,
     _TYPE: Remap._type,
     _PIN: Remap._unpinned,
-    _RECORD_STREAM: Remap._no_stream,
     _TRUTH: Remap._false,
     _TOLIST: Remap._list,
     torch.Tensor.cpu: Remap._host,

@@ -1,0 +1,169 @@
+"""The main job through the installed megatron-core: stages, communication, memory, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_prism import recipe as recipes
+from megatron_prism.artefact import ArtefactFolder
+from megatron_prism.errors import PrismError
+from megatron_prism.plugin import job
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.megatron
+
+EXTRA = ["prism.transformer_impl=local"]
+SMALL = [
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.num_attention_heads=8",
+    "model.num_query_groups=8",
+    "model.seq_length=64",
+    "model.vocab_size=1000",
+    "parallel.world_size=64",
+    "train.global_batch_size=16",
+]
+
+
+def small(*more, name="llama3-70b_1024gpu_tp8pp4vp5_h200"):
+    return recipes.load(name, [*SMALL, *more, *EXTRA])
+
+
+def rows(summary):
+    return {(r["group"], r["op"]): (r["calls"], r["bytes"]) for r in summary["communication"]}
+
+
+@pytest.fixture(scope="module")
+def dense():
+    return job.emulate(small("model.num_layers=20"), None)
+
+
+def test_every_stage_trains(dense):
+    assert [s["stage"] for s in dense.ranks] == [0, 1, 2, 3]
+    assert all(s["steps"] == 2 for s in dense.ranks)
+
+
+def test_parameters_are_those_of_the_model(dense):
+    """Per layer and tensor-parallel rank: qkv 3h*h/8, proj h*h/8, swiglu 3h*f/8, two norms."""
+    h, f, tp, layers, vocab = 256, 512, 8, 5, 1024
+    layer = (3 * h * h + h * h + 3 * h * f) // tp + 2 * h
+    middle = layers * layer
+    edge = vocab * h // tp
+    assert [s["parameters"] for s in dense.ranks] == [
+        middle + edge,
+        middle,
+        middle,
+        middle + edge + h,  # and the final norm
+    ]
+
+
+def test_sends_and_receives_are_those_of_the_interleaved_schedule(dense):
+    """m microbatches, v chunks, p stages: every chunk boundary is crossed both ways."""
+    m, v, p = 8, 5, 4
+    size = 64 // 8 * 256 * 2  # [seq / tp, 1, hidden] bf16
+    for s in dense.ranks:
+        sent, received = (rows(s)["PIPELINE_MODEL_PARALLEL_GROUP", op] for op in ("send", "recv"))
+        ends = 1 if s["stage"] in (0, p - 1) else 0
+        crossings = m * (2 * v - ends)
+        assert sent == received == (crossings, crossings * size), s["stage"]
+
+
+def test_gradients_are_reduced_once_per_iteration(dense):
+    for s in dense.ranks:
+        _, size = rows(s)["DATA_PARALLEL_GROUP_WITH_CP", "reduce_scatter"]
+        padded = 4 * s["parameters"]
+        assert padded <= size <= padded * 1.2, s["stage"]  # buckets are padded
+
+
+def test_peaks_are_labelled_and_earlier_stages_hold_more_activations(dense):
+    peaks = [s["memory"]["peaks"][-1] for s in dense.ranks]
+    assert all("phase" in p["at"] for p in peaks)
+    assert peaks[1]["bytes"] > peaks[2]["bytes"]
+
+
+def test_live_memory_covers_weights_gradients_and_states(dense):
+    """bf16 weights 2 + fp32 gradients 4 bytes, and 12 / dp of optimizer state per parameter."""
+    dp = 2
+    for s in dense.ranks:
+        floor = s["parameters"] * (6 + 12 / dp)
+        assert floor <= s["memory"]["after"] <= floor * 1.3, s["stage"]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_exchanges_tokens():
+    result = job.emulate(
+        small(
+            "model.num_layers=8",
+            "model.moe_ffn_hidden_size=512",
+            "model.moe_grouped_gemm=false",
+            "parallel.vpp=2",
+            "train.global_batch_size=64",
+            name="mixtral-8x7b_256gpu_pp4vp8ep8_h200",
+        ),
+        None,
+    )
+    for s in result.ranks:
+        assert rows(s)["EXPERT_MODEL_PARALLEL_GROUP", "all_to_all"][0] > 0
+
+
+def test_real_text_on_the_cpu_has_a_falling_loss(tmp_path):
+    recipe = recipes.load("tiny-gpt_1cpu", ["train.iterations=12"])
+    result = job.emulate(recipe, tmp_path / "out")
+    losses = result.ranks[0]["losses"]
+    assert losses[-1] < losses[0] - 1.0
+    assert result.ranks[0]["master_parameter_moved"] is True
+    written = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert written["ranks"][0]["losses"] == losses
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "rank-000000.json",
+        "recipe.json",
+        "summary.json",
+    ]
+
+
+def test_a_field_that_megatron_lacks_is_named(tmp_path):
+    recipe = recipes.load("tiny-gpt_1cpu", ["model.extra.no_such_field=1"])
+    with pytest.raises(PrismError, match="no_such_field") as caught:
+        job.emulate(recipe, tmp_path / "out")
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_job_leaves_no_folder_and_no_worker(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu"]
+    process = subprocess.Popen(
+        [*command, "train.iterations=100000", "-o", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not _children(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (worker, *_) = _children(process.pid)
+    process.kill()
+    process.wait()
+    while os.path.exists(f"/proc/{worker}") and _state(worker) != "Z":
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.1)
+    assert not out.exists()
+    with ArtefactFolder(out):  # the place is free for the next run
+        pass
+
+
+def _children(pid):
+    done = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(word) for word in done.stdout.split()]
+
+
+def _state(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

@@ -1,0 +1,98 @@
+"""The verdict: a run that did not train is an error, whatever the job's own exit code was."""
+
+import types
+
+import pytest
+import torch
+
+from megatron_prism.errors import NotTrainedError
+from megatron_prism.plugin.proof import Proof
+
+
+def args(train_iters=3, **more):
+    return types.SimpleNamespace(train_iters=train_iters, iteration=0, **more)
+
+
+def run(proof, steps, skipped=(), wanted=3, move=True, end=None, **more):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = types.SimpleNamespace(param_groups=[{"params": [weight]}])
+    with proof.training(lambda: args(wanted, **more)):
+        for step in range(steps):
+            with proof.iteration(optimizer, [torch.nn.Linear(2, 2)]):
+                if move and step not in skipped:
+                    weight.data.add_(1)
+                proof.stepped({"lm loss": 1.5}, skipped=step in skipped, grad_norm=0.5)
+        if end is not None:
+            raise SystemExit(end)
+
+
+def test_a_trained_run_passes_and_remembers():
+    proof = Proof()
+    run(proof, 3)
+    assert (proof.steps, proof.expected, proof.moved) == (3, 3, True)
+    assert proof.num_parameters == 6
+    assert [entry.losses["lm loss"] for entry in proof.iterations] == [1.5] * 3
+
+
+def test_parameters_that_did_not_move_are_noticed():
+    proof = Proof()
+    run(proof, 3, move=False)
+    assert proof.moved is False
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "words"),
+    [
+        (0, (), "without a single train step"),
+        (2, (), "only 2 updates of 3"),
+        (3, (1,), "only 2 updates of 3"),
+        (3, (0, 1, 2), "only 0 updates of 3"),
+    ],
+)
+def test_a_run_that_did_not_train_is_an_error(steps, skipped, words):
+    with pytest.raises(NotTrainedError, match=words) as caught:
+        run(Proof(), steps, skipped)
+    assert caught.value.exit_code == 1
+    assert caught.value.fix
+
+
+def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
+    with pytest.raises(NotTrainedError):
+        run(Proof(), 0, end=0)
+    with pytest.raises(SystemExit) as ended:
+        run(Proof(), 0, end=3)
+    assert ended.value.code == 3
+
+
+def test_an_interval_that_ends_early_needs_one_step():
+    run(Proof(), 1, exit_interval=1)
+    with pytest.raises(NotTrainedError):
+        run(Proof(), 0, exit_interval=1)
+
+
+def test_skip_train_asks_for_no_step():
+    run(Proof(), 0, skip_train=True)
+
+
+def test_finish_callbacks_run_only_after_a_good_verdict():
+    called, proof = [], Proof()
+    proof.on_finish.append(lambda: called.append(1))
+    with pytest.raises(NotTrainedError):
+        run(proof, 0)
+    assert called == []
+    proof = Proof()
+    proof.on_finish.append(lambda: called.append(2))
+    run(proof, 3)
+    assert called == [2]
+
+
+def test_backward_gets_the_labels_of_its_forward():
+    proof = Proof()
+    proof.new_schedule({"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3})
+    outputs = [torch.ones(1), torch.ones(1)]
+    for output in outputs:
+        labels = proof.forward_labels(chunk=1)
+        proof.remember_output([output], labels)
+    assert proof.backward_labels(outputs[1]) == {"phase": "backward", "microbatch": 1, "chunk": 1}
+    assert proof.backward_labels([outputs[0]])["microbatch"] == 0
+    assert proof.tokens_per_iteration() == 48

@@ -1,0 +1,94 @@
+"""Tiers without a CUDA device: each case in a process of its own, since a tier cannot be undone."""
+
+import subprocess
+import sys
+
+import pytest
+
+START = "import torch\nfrom megatron_prism import tiers\ntier = tiers.install({name!r})\n"
+
+
+def run(name, code, expect=0):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", START.format(name=name) + code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+CPU = """
+x = torch.ones(4, device="cuda")
+assert x.device.type == "cpu" and x.cuda().device.type == "cpu"
+assert x.to("cuda:3").device.type == "cpu" and torch.zeros(2, device=0).device.type == "cpu"
+assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+assert x.sum().item() == 4.0 and bool((x > 0).all())
+assert x.half().type(torch.cuda.FloatTensor).dtype == torch.float32
+assert torch.cuda.is_available() and torch.cuda.current_device() == 0
+with torch.cuda.stream(torch.cuda.Stream()):
+    event = torch.cuda.Event(enable_timing=True); event.record(); event.synchronize()
+x.record_stream(torch.cuda.current_stream())
+loader = torch.utils.data.DataLoader([1, 2], pin_memory=True)
+assert [int(v) for v in loader] == [1, 2]
+state = torch.cuda.get_rng_state(); a = torch.rand(3); torch.cuda.set_rng_state(state)
+assert torch.equal(a, torch.rand(3))
+"""
+
+META = """
+x = torch.ones(4, 8, device="cuda")
+assert x.is_meta and x.cuda().is_meta
+assert x.sum().item() == 2.0 and not bool((x > 0).all())
+assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
+assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
+assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
+host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
+"""
+
+LIVE = """
+import gc
+live = tier.live
+x = torch.empty(1024, device="cuda")           # 4 KiB
+assert live.current() == 4096, live.current()
+y = x.view(32, 32)                              # no new storage
+assert live.current() == 4096
+with live.scope(phase="forward", microbatch=3):
+    z = x + 1
+assert live.peak() == 8192 and live.high.labels == {"phase": "forward", "microbatch": 3}
+del z; gc.collect()
+assert live.current() == 4096 and live.peak() == 8192
+live.reset_peak(); assert live.peak() == 4096
+w = torch.nn.Linear(16, 16, device="cuda"); before = live.current()
+out = w(torch.empty(8, 16, device="cuda")); loss = out.sum(); loss.backward()
+del out, loss; gc.collect()
+assert live.current() == before + 4 * (16 * 16 + 16), (live.current(), before)   # gradients
+host = torch.empty(1000); assert live.current() == before + 4 * (16 * 16 + 16)
+assert torch.cuda.max_memory_allocated() == live.peak()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("cpu", CPU), ("meta", META), ("meta", LIVE)], ids=["cpu", "meta", "live"]
+)
+def test_a_device_less_tier_answers_like_cuda(name, code):
+    run(name, code)
+
+
+def test_a_second_tier_in_one_process_is_refused():
+    out = run("cpu", "tiers.install('auto')\ntiers.install('meta')", expect=1)
+    assert "already runs tier cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("tpu", "unknown tier 'tpu'"), ("cuda", "needs a CUDA device")]
+)
+def test_a_tier_that_is_not_here_says_what_to_use(name, words):
+    import torch
+
+    if name == "cuda" and torch.cuda.is_available():
+        pytest.skip("this host has a CUDA device")
+    out = run(name, "", expect=1)
+    assert words in out
+    assert "fix:" in out
