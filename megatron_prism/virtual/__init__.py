@@ -2,5 +2,5 @@
 
 Read in this order: ``session`` (start and stop a world), ``backend`` (the process group),
 ``answers`` (one local member), ``hybrid`` (several), ``values`` (what peers hold), ``patches``
-(object collectives and group creation), ``tally`` (how much was communicated).
+(object collectives and group creation), ``tally`` (how much was communicated), ``work`` (handles).
 """

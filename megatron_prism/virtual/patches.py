@@ -2,6 +2,8 @@
 
 =====================  ===========================================================================
 new_group              a PrismGroup, or NON_GROUP_MEMBER before any work is done for non-members
+_new_group_with_tag    the same for copies of new_group (``from … import new_group``, as DeviceMesh
+                       has one): torch < 2.13 would wait for all ranks to meet at a store
 all_gather_object      one exchange among the local members, copies for the virtual ones: pickling
 gather_object          65,536 equal objects takes seconds (facts: 5.4 s), and a virtual source has
 broadcast_object_list  no bytes to unpickle
@@ -33,28 +35,72 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
     _originals[name] = getattr(c10d, name)
     function.__name__ = name
     function.__doc__ = _originals[name].__doc__
+    _set(name, function)
+
+
+def _set(name: str, function: Callable[..., Any]) -> None:
     setattr(c10d, name, function)
-    setattr(dist, name, function)
+    if hasattr(dist, name):
+        setattr(dist, name, function)
 
 
 def remove() -> None:
     """Put torch's own functions back."""
     for name, function in _originals.items():
-        setattr(c10d, name, function)
-        setattr(dist, name, function)
+        _set(name, function)
     _originals.clear()
 
 
 def install(world: Any) -> None:
     """Replace the functions of the table above for ``world`` (a VirtualWorld)."""
     remove()
-    _replace("new_group", _new_group(world, c10d.new_group))
+    tagged = _new_group_with_tag(world, c10d._new_group_with_tag)
+    _replace("_new_group_with_tag", tagged)
+    _replace("new_group", _new_group(tagged))
     for name, make in _OBJECTS.items():
         _replace(name, make(getattr(c10d, name)))
     _replace("batch_isend_irecv", _batch(c10d.batch_isend_irecv))
 
 
-def _new_group(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _new_group_with_tag(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group_with_tag(
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        backend_options: Any = None,
+        pg_tag: str | None = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        device_id: Any = None,
+        sort_ranks: bool = True,
+    ) -> Any:
+        if _virtual(None) is None:  # the job took the virtual world down and made a real one
+            settings = {} if sort_ranks else {"sort_ranks": False}  # torch >= 2.13
+            return original(
+                ranks,
+                timeout,
+                backend,
+                backend_options,
+                pg_tag,
+                use_local_synchronization,
+                group_desc,
+                device_id,
+                **settings,
+            )
+        if ranks is not None:
+            if world.rank not in ranks:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            ranks = sorted(ranks) if sort_ranks else list(ranks)
+            if min(ranks) < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
+                raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
+        group = world.build_group(ranks, None, group_desc)
+        register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
+        return group
+
+    return new_group_with_tag
+
+
+def _new_group(tagged: Callable[..., Any]) -> Callable[..., Any]:
     def new_group(
         ranks: Sequence[int] | None = None,
         timeout: Any = None,
@@ -65,17 +111,17 @@ def _new_group(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         device_id: Any = None,
         sort_ranks: bool = True,
     ) -> Any:
-        if _virtual(None) is None:  # the job took the virtual world down and made a real one
-            return original(ranks, timeout, backend, pg_options, group_desc=group_desc)
-        if ranks is not None:
-            if world.rank not in ranks:
-                return dist.GroupMember.NON_GROUP_MEMBER
-            ranks = sorted(ranks) if sort_ranks else list(ranks)
-            if ranks[0] < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
-                raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
-        group = world.build_group(ranks, None, group_desc)
-        register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
-        return group
+        return tagged(
+            ranks,
+            timeout,
+            backend,
+            pg_options,
+            None,
+            use_local_synchronization,
+            group_desc,
+            device_id,
+            sort_ranks,
+        )
 
     return new_group
 
@@ -196,7 +242,7 @@ def _broadcast_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
         if virtual is None:
             original(object_list, src, group, device, group_src)
             return
-        root = group_src if group_src is not None else virtual.ranks.index(src or 0)
+        root = c10d._canonicalize_group_rank(virtual, src, group_src)
         object_list[:] = _exchange(virtual, list(object_list))[root]
         virtual._count(virtual.desc, virtual.size(), "broadcast", 0)
 
@@ -215,7 +261,7 @@ def _scatter_object_list(original: Callable[..., Any]) -> Callable[..., Any]:
         if virtual is None:
             original(scatter_object_output_list, scatter_object_input_list, src, group, group_src)
             return
-        root = group_src if group_src is not None else virtual.ranks.index(src or 0)
+        root = c10d._canonicalize_group_rank(virtual, src, group_src)
         everyone = _exchange(virtual, scatter_object_input_list)
         if everyone[root] is None:
             raise UnsupportedError(

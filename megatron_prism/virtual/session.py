@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.errors import UsageError
 from megatron_prism.virtual import patches

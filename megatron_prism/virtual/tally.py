@@ -41,7 +41,7 @@ class Tally:
     def rows(self) -> list[Row]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""
         rows = [Row(g, n, op, calls, size) for (g, n, op), (calls, size) in self._counts.items()]
-        return sorted(rows, key=lambda r: (-r.bytes, -r.calls, r.group, r.op))
+        return sorted(rows, key=lambda r: (-r.bytes, -r.calls, r.group, r.group_size, r.op))
 
     def copy(self) -> Tally:
         """An independent snapshot."""

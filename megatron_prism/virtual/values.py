@@ -91,6 +91,10 @@ class Values:
         if not target.is_floating_point():
             target.zero_()
             return
+        if target.element_size() == 1:  # float8 has no random numbers and needs no gradient scale
+            wide = torch.empty_like(target, dtype=torch.float32)
+            target.copy_(wide.normal_(generator=self.generator(target.device)))
+            return
         target.normal_(generator=self.generator(target.device))
         if self._expected.get(id(tensor)) == GRADIENT:
             hidden = target.shape[-1] if target.dim() else 1

@@ -1,0 +1,612 @@
+"""The virtual world in one process: values, handles, groups, patches, and how it leaves.
+
+Answers of groups with several local ranks are compared with gloo in ``conformance/``.
+"""
+
+import contextlib
+import itertools
+import os
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_prism.errors import UnsupportedError, UsageError
+from megatron_prism.virtual import answers, session
+from megatron_prism.virtual.hybrid import Mixed
+from megatron_prism.virtual.tally import Row, Tally
+from megatron_prism.virtual.values import Values, rms
+
+NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+# torch 2.13 renames what Megatron still calls by the old names
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is deprecated. Please use:FutureWarning", "ignore:Running all_reduce on global rank"
+)
+
+
+def start(size=16, rank=5, policy="mirror", device="cpu"):
+    return session.start(
+        session.VirtualWorld(size, rank, (rank,), Values(policy), torch.device(device))
+    )
+
+
+@pytest.fixture
+def world():
+    yield start()
+    session.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    originals = {name: getattr(dist, name) for name in ("new_group", "all_gather_object")}
+    yield
+    session.stop()
+    assert not dist.is_initialized()
+    assert session.current() is None
+    assert {name: getattr(dist, name) for name in originals} == originals
+    assert c10d.new_group is dist.new_group
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+def numbers(numel, first=1):
+    return torch.arange(first, first + numel, dtype=torch.float32)
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_fill_rows_repeats_the_source(wanted, given_rows):
+    out = torch.full((wanted,), -1.0)
+    answers.fill_rows(out, numbers(given_rows))
+    cycle = itertools.cycle(range(1, given_rows + 1)) if given_rows else itertools.repeat(0)
+    assert out.tolist() == [float(next(cycle)) for _ in range(wanted)]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+def test_fill_rows_keeps_rows_whole_and_minds_strides(wanted, given_rows, width):
+    source = numbers(given_rows * width).view(given_rows, width)
+    buffer = torch.full((width, wanted), -1.0)
+    answers.fill_rows(buffer.t(), source)
+    for i in range(wanted):
+        assert torch.equal(buffer[:, i], source[i % given_rows])
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())
+def test_all_to_all_delivers_what_is_sent_to_oneself(in_splits, data):
+    n = len(in_splits)
+    p = data.draw(st.integers(0, n - 1))
+    out_splits = [data.draw(st.integers(0, 5)) for _ in range(n)]
+    out_splits[p] = in_splits[p]
+    source, out = numbers(sum(in_splits)), torch.full((sum(out_splits),), -1.0)
+    answers.all_to_all(out, source, out_splits, in_splits, p)
+    assert torch.equal(out.split(out_splits)[p], source.split(in_splits)[p])
+    assert (out >= 0).all()
+
+
+@given(st.integers(1, 12), st.data())
+def test_every_virtual_member_mirrors_a_local_one(n, data):
+    local = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
+    views = [Mixed(None, local, n, p) for p in local]
+    mirrors = views[0].mirrors
+    assert all(view.mirrors == mirrors for view in views), "local ranks disagree"
+    assert [mirrors[p] for p in local] == list(range(len(local)))
+    assert sum(view.weight for view in views) == n
+    virtual = [mirrors[p] for p in range(n) if p not in local]
+    assert virtual == [i % len(local) for i in range(len(virtual))], "not dealt out in turn"
+
+
+def test_mean_and_sum_of_equal_members():
+    for op, factor in (("sum", 4), ("avg", 1), ("min", 1), ("max", 1)):
+        tensor = numbers(3)
+        answers.reduced(tensor, op, 4, Values())
+        assert torch.equal(tensor, numbers(3) * factor), op
+
+
+def test_a_reduce_op_without_an_answer_is_refused_by_name(world):
+    with pytest.raises(UnsupportedError, match="has no virtual answer"):
+        dist.all_reduce(numbers(2), op=dist._make_nccl_premul_sum(2.0))
+
+
+def test_a_parameter_can_take_part(world):
+    parameter = torch.nn.Parameter(numbers(3))
+    dist.all_reduce(parameter)
+    assert torch.equal(parameter.detach(), numbers(3) * 16)
+    dist.broadcast(parameter, 0)
+    dist.recv(parameter, 4)
+    assert parameter.grad_fn is None
+
+
+class Allocations(TorchDispatchMode):
+    """Names of the operators that return memory which was not there before."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                address = tensor.untyped_storage().data_ptr()
+                if address not in self.known:
+                    self.names.append(str(function))
+        return out
+
+
+@pytest.mark.slow  # the first dispatch mode of a process takes a second
+def test_nothing_is_allocated_by_an_answer(world):
+    whole, other, shard = torch.zeros(16 * 64), numbers(16 * 64), numbers(64)
+    with Allocations(whole, other, shard) as allocations:
+        dist.all_gather_into_tensor(whole, shard)
+        dist.all_gather(list(whole.chunk(16)), shard)
+        dist.reduce_scatter_tensor(shard, whole)
+        dist.reduce_scatter(shard, list(whole.chunk(16)))
+        dist.all_reduce(shard)
+        dist.all_to_all_single(whole, other)
+        dist.all_to_all_single(
+            whole, other[:100], [64] * 16, [2] * 5 + [64] + [2] * 5 + [3, 4, 3, 3, 3]
+        )
+        dist.broadcast(shard, 0)
+        dist.recv(shard, 4)
+    assert allocations.names == []
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mirror", "noise"])
+def test_the_job_keeps_its_random_numbers(policy):
+    start(policy=policy)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    dist.all_reduce(numbers(5))
+    dist.all_gather_into_tensor(torch.zeros(80), numbers(5))
+    dist.reduce_scatter_tensor(torch.zeros(5), numbers(80))
+    dist.recv(torch.zeros(5), 4)
+    dist.scatter(torch.zeros(5), src=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_received_tensors_have_the_scale_of_their_kind(world):
+    activation, gradient, unknown = (torch.zeros(64, 2, 256) for _ in range(3))
+    with world.values.expecting(activation=activation, gradient=gradient):
+        for tensor in (activation, gradient, unknown):
+            dist.recv(tensor, 4)
+    assert rms(activation).item() == pytest.approx(1, rel=0.05)
+    assert rms(unknown).item() == pytest.approx(1, rel=0.05)
+    assert rms(gradient).item() == pytest.approx(1 / (64 * 2 * 256**0.5), rel=0.05)
+    dist.recv(gradient, 4)
+    assert rms(gradient).item() == pytest.approx(1, rel=0.05), "the announcement has ended"
+
+
+def test_received_numbers_are_reproducible_and_differ_by_rank():
+    def received(rank):
+        values, tensor = Values(rank=rank), torch.zeros(8)
+        values.receive(tensor)
+        return tensor
+
+    assert torch.equal(received(3), received(3))
+    assert not torch.equal(received(3), received(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_received_integers_are_zero(world, dtype):
+    tensor = torch.ones(4, dtype=dtype)
+    dist.recv(tensor, 4)
+    assert not tensor.any()
+
+
+def test_received_float8_is_noise(world):
+    tensor = torch.zeros(512, dtype=torch.float8_e4m3fn)
+    dist.recv(tensor, 4)
+    assert rms(tensor.float()).item() == pytest.approx(1, rel=0.2)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_noise_adds_up_like_independent_members(contiguous):
+    start(policy="noise")
+    base = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * 3
+    tensor = base.clone() if contiguous else base.clone().t()
+    dist.all_reduce(tensor)
+    assert rms(tensor).item() == pytest.approx(3 * 16**0.5, rel=0.05), "sqrt(n), not n"
+    out = torch.zeros(16, 100)
+    dist.all_gather_into_tensor(out, base[0, :100].contiguous())
+    assert torch.equal(out[5], base[0, :100])
+    assert rms(out[6]).item() == pytest.approx(rms(out[5]).item(), rel=0.5)
+    assert not torch.equal(out[6], out[7])
+    counts = torch.ones(3, dtype=torch.int64)
+    dist.all_reduce(counts)
+    assert counts.tolist() == [16, 16, 16], "integers are mirrored"
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("echo", "'echo' is no policy"),
+        ("recorded", "needs one"),
+        ("mirror:x", "takes a path"),
+        ("", "'' is no policy"),
+    ],
+)
+def test_a_bad_policy_names_the_fix(policy, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        Values(policy)
+    assert caught.value.fix
+
+
+def test_a_recording_has_a_path():
+    assert Values("recorded:/x:y").path == "/x:y"
+
+
+# -- meta tensors ---------------------------------------------------------------------------------
+
+
+def test_shapes_only():
+    world = start(device="meta")
+    one, whole = torch.ones(4, device="meta"), torch.ones(64, device="meta")
+    dist.all_reduce(one)
+    dist.all_gather_into_tensor(whole, one)
+    dist.all_gather([torch.ones(4, device="meta") for _ in range(16)], one)
+    dist.reduce_scatter_tensor(one, whole)
+    dist.reduce_scatter(one, list(whole.chunk(16)))
+    dist.all_to_all_single(whole, one, [4] * 16, [1, 1, 1, 1] + [0] * 12)
+    dist.all_to_all([one] * 16, [one] * 16)
+    dist.broadcast(one, 0)
+    dist.reduce(one, 5)
+    dist.gather(one, dst=0)
+    dist.scatter(one, src=0)
+    dist.isend(one, 1).wait()
+    assert dist.irecv(one, 1).is_completed()
+    dist.barrier()
+    assert sum(row.calls for row in world.tally.rows()) == 14
+    assert {row.group for row in world.tally.rows()} == {"default_pg"}
+
+
+# -- handles --------------------------------------------------------------------------------------
+
+
+def test_a_handle_says_that_it_is_done(world):
+    tensor = numbers(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.wait()
+    assert work.result()[0] is tensor
+    assert work.get_future().wait()[0] is tensor
+    assert work.get_future().done()
+
+
+def test_a_receive_from_anyone_says_who_it_was(world):
+    assert dist.recv(torch.zeros(2)) == 6
+    pair = dist.new_group([5, 9])
+    assert dist.recv(torch.zeros(2), group=pair) == 9
+
+
+def test_torchs_own_data_parallel_modules_work(world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    data = torch.ones(2, 16)
+    plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 3))
+    plain(data).sum().backward()
+    assert torch.equal(plain.module.bias.grad, torch.full((3,), 2.0)), "the mean of equal gradients"
+    sharded = fully_shard(torch.nn.Linear(16, 16), mesh=init_device_mesh("cpu", (16,)))
+    sharded(data).sum().backward()
+    assert sharded.weight.grad.to_local().shape == (1, 16)
+
+
+def test_functional_collectives_find_the_group_by_name(world):
+    from torch.distributed import _functional_collectives as functional
+
+    total = functional.wait_tensor(functional.all_reduce(numbers(2), "sum", dist.group.WORLD))
+    assert total.tolist() == [16, 32]
+    group = dist.new_group([4, 5])
+    gathered = functional.wait_tensor(functional.all_gather_tensor(numbers(2), 0, group))
+    assert gathered.tolist() == [1, 2, 1, 2]
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def test_what_torch_says_of_a_group(world):
+    group = dist.new_group([9, 1, 5], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+    assert dist.get_process_group_ranks(group) == [1, 5, 9]
+    assert [dist.get_global_rank(group, i) for i in range(3)] == [1, 5, 9]
+    assert [dist.get_group_rank(group, rank) for rank in (1, 5, 9)] == [0, 1, 2]
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (1, 3)
+    assert (dist.get_rank(), dist.get_world_size()) == (5, 16)
+    assert group.group_desc == "TENSOR_MODEL_PARALLEL_GROUP"
+    assert dist.get_backend(group) == dist.get_backend() == "gloo"
+    assert group.name() == "prism"
+    for wrong in (lambda: dist.get_group_rank(group, 2), lambda: dist.get_global_rank(group, 3)):
+        with pytest.raises(ValueError, match="not part of group"):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    "ranks", [[5], [4, 5], [5, 7, 9], [0, 1, 5], [1, 5, 9, 13], list(range(16)), None]
+)
+def test_evenly_spaced_or_not_a_group_knows_its_ranks(world, ranks):
+    group = dist.new_group(ranks)
+    ranks = list(range(16)) if ranks is None else ranks
+    assert dist.get_process_group_ranks(group) == ranks
+    assert [dist.get_group_rank(group, rank) for rank in ranks] == list(range(len(ranks)))
+    assert [dist.get_global_rank(group, i) for i in range(len(ranks))] == ranks
+    assert 15 in ranks or 15 not in c10d._world.pg_group_ranks[group]
+
+
+def test_groups_of_others_are_not_made(world):
+    before = len(c10d._world.pg_map)
+    assert dist.new_group([1, 2]) == NOT_A_MEMBER
+    assert len(c10d._world.pg_map) == before
+    assert dist.all_reduce(numbers(1), group=NOT_A_MEMBER) is None  # as torch: a warning, no call
+
+
+@pytest.mark.parametrize("ranks", [[5, 16], [5, 5], [-1, 5]])
+def test_impossible_groups_are_refused(world, ranks):
+    with pytest.raises(ValueError, match=r"in \[0, 16\)"):
+        dist.new_group(ranks)
+
+
+def test_subgroups(world):
+    mine, everyone = dist.new_subgroups_by_enumeration([[0, 1], [4, 5], [6, 7]])
+    assert dist.get_process_group_ranks(mine) == [4, 5]
+    assert everyone == [NOT_A_MEMBER, mine, NOT_A_MEMBER]
+    mine, _ = dist.new_subgroups(4)
+    assert dist.get_process_group_ranks(mine) == [4, 5, 6, 7]
+
+
+def test_device_meshes_work_although_they_copied_new_group(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "tp"))
+    assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [4, 5, 6, 7]
+    assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [1, 5, 9, 13]
+
+
+def test_destroying_one_group(world):
+    group = dist.new_group([4, 5])
+    other = dist.new_group([4, 5])
+    dist.destroy_process_group(group)
+    with pytest.raises((KeyError, ValueError)):
+        dist.get_process_group_ranks(group)
+    dist.all_reduce(numbers(1), group=other)
+
+
+def test_destroying_everything_leaves_room_for_a_real_world(world):
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert type(dist.new_group([0])) is dist.ProcessGroup
+    session.stop()
+    assert dist.is_initialized(), "the real world is not ours to stop"
+    dist.destroy_process_group()
+
+
+def test_a_group_costs_nothing_to_those_who_are_not_in_it():
+    start(size=65_536, rank=40_000)
+    everyone = dist.group.WORLD
+    assert dist.get_global_rank(everyone, 65_535) == 65_535
+    assert dist.get_group_rank(everyone, 40_000) == 40_000
+    assert not isinstance(c10d._world.pg_group_ranks[everyone], dict)
+
+
+# -- starting and stopping ------------------------------------------------------------------------
+
+
+def test_torch_distributed_is_up_already():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(UsageError, match="already initialised") as caught:
+        start()
+    assert "before anything calls init_process_group" in caught.value.fix
+    assert session.current() is None
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("rank", "local"), [(16, (16,)), (-1, (-1,)), (3, (4,))])
+def test_a_rank_that_is_not_there(rank, local):
+    with pytest.raises(UsageError, match="not a local rank"):
+        session.start(session.VirtualWorld(16, rank, local, Values(), torch.device("cpu")))
+    assert session.current() is None
+
+
+def test_two_worlds_one_after_the_other():
+    for rank in (3, 4):
+        assert start(rank=rank) is session.current()
+        assert dist.get_rank() == rank
+        session.stop()
+    session.stop()  # harmless
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    with pytest.raises(RuntimeError, match="no"):
+        start()
+    assert session.current() is None
+
+
+def test_the_barrier_after_init_waits_for_nobody(monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    start()
+    assert os.environ["TORCH_DIST_INIT_BARRIER"] == "1"
+
+
+def test_several_local_ranks_need_a_store():
+    world = session.VirtualWorld(4, 1, (1, 2), Values(), torch.device("cpu"))
+    with pytest.raises(UsageError, match="need a store"):
+        session.start(world)
+    assert session.current() is None
+
+
+def test_the_order_of_local_ranks_does_not_matter():
+    world = session.VirtualWorld(8, 1, (6, 1), Values(), torch.device("cpu"))
+    assert world.local_ranks == (1, 6)
+
+
+def test_local_members_are_in_group_order(monkeypatch):
+    made = []
+    world = session.VirtualWorld(8, 1, (1, 6), Values(), torch.device("cpu"))
+    monkeypatch.setattr(world, "_real_group", lambda local, desc: made.append(local))
+    group = world.build_group([6, 3, 1], "g", "G")
+    assert made == [[6, 1]]
+    assert group._mixed.positions == (0, 2)
+
+
+def test_torchs_fake_backend_works_beside_ours():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    start()
+    session.stop()
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    assert dist.get_backend() == "fake"
+    assert type(dist.new_group([3, 4])) is dist.ProcessGroup
+    dist.all_reduce(numbers(2))
+    dist.destroy_process_group()
+
+
+def test_our_backend_is_nobodys_default():
+    start()
+    assert "prism" in dist.Backend.backend_list
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+    assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
+
+
+# -- collectives without a row, tally, observer ---------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["monitored_barrier", "allreduce_sparse"])
+def test_a_collective_without_a_row_is_refused_by_name(world, method):
+    with pytest.raises(UnsupportedError, match=f"'{method}' on default_pg has no row") as caught:
+        getattr(dist.group.WORLD, method)([numbers(1)])
+    assert "collectives.py" in caught.value.fix
+
+
+def test_monitored_barrier_through_torch(world):
+    with pytest.raises(UnsupportedError, match="monitored_barrier"):
+        dist.monitored_barrier()
+
+
+def test_tally_counts_calls_and_message_sizes(world):
+    group = dist.new_group([4, 5], group_desc="TP")
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(10), group=group)
+    dist.all_gather_into_tensor(torch.zeros(20), torch.zeros(10), group=group)
+    dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(20), group=group)
+    dist.barrier(group=group)
+    assert world.tally.rows() == [
+        Row("TP", 2, "all_reduce", 3, 120),
+        Row("TP", 2, "all_gather", 1, 80),
+        Row("TP", 2, "reduce_scatter", 1, 80),
+        Row("TP", 2, "barrier", 1, 0),
+    ]
+    assert group.sequence == 6
+
+
+def test_tally_differences():
+    tally = Tally()
+    tally.add("A", 2, "all_reduce", 8)
+    earlier = tally.copy()
+    tally.add("A", 2, "all_reduce", 8)
+    tally.add("B", 4, "barrier", 0)
+    assert tally.since(earlier).rows() == [
+        Row("A", 2, "all_reduce", 1, 8),
+        Row("B", 4, "barrier", 1, 0),
+    ]
+    assert earlier.rows() == [Row("A", 2, "all_reduce", 1, 8)], "a copy is independent"
+    assert tally.since(tally.copy()).rows() == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("AB"), st.integers(1, 3), st.sampled_from(["x", "y"]), st.just(4))
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_tally_does_not_depend_on_the_order(calls, random):
+    one, other = Tally(), Tally()
+    for call in calls:
+        one.add(*call)
+    random.shuffle(calls)
+    for call in calls:
+        other.add(*call)
+    assert one.rows() == other.rows()
+    assert sum(row.calls for row in one.rows()) == len(calls)
+
+
+def test_an_observer_sees_every_answer(world):
+    seen = []
+    world.observer = lambda group, op, ins, outs: seen.append((group.desc, op, len(ins), len(outs)))
+    dist.all_reduce(numbers(2))
+    dist.all_gather([torch.zeros(2) for _ in range(16)], numbers(2))
+    dist.send(numbers(2), 6)
+    assert seen == [
+        ("default_pg", "all_reduce", 1, 1),
+        ("default_pg", "all_gather", 1, 16),
+        ("default_pg", "send", 1, 0),
+    ]
+
+
+# -- objects --------------------------------------------------------------------------------------
+
+
+def test_objects_are_mirrored_without_pickling(world):
+    thing = {"unpicklable in bulk": [1, 2]}
+    gathered = [None] * 16
+    dist.all_gather_object(gathered, thing)
+    assert gathered == [thing] * 16
+    gathered[0]["unpicklable in bulk"].append(3)
+    assert thing == {"unpicklable in bulk": [1, 2]}, "the caller's own object was handed out"
+    things = ["mine", 2]
+    dist.broadcast_object_list(things, src=0)
+    assert things == ["mine", 2], "a virtual source has nothing else"
+    roots = [None] * 16
+    dist.gather_object(thing, roots, dst=5)
+    assert roots == [thing] * 16
+    dist.gather_object(thing, None, dst=0)
+
+
+def test_objects_of_65536_ranks_are_quick(monkeypatch):
+    monkeypatch.setattr(pickle, "dumps", None)
+    start(size=65_536, rank=7)
+    gathered = [None] * 65_536
+    dist.all_gather_object(gathered, ("state", 1))
+    assert set(gathered) == {("state", 1)}
+
+
+def test_scattered_objects_come_from_a_local_source_only(world):
+    out = [None]
+    dist.scatter_object_list(out, list(range(16)), src=5)
+    assert out == [5]
+    with pytest.raises(UnsupportedError, match="virtual rank 0 on default_pg") as caught:
+        dist.scatter_object_list(out, None, src=0)
+    assert "--prism-ranks" in caught.value.fix
+
+
+def test_a_source_outside_the_group(world):
+    group = dist.new_group([4, 5])
+    for call in (dist.broadcast_object_list, lambda x, **k: dist.broadcast(numbers(1), **k)):
+        with pytest.raises(ValueError, match="not part of group"):
+            call([1], src=0, group=group)
+
+
+def test_objects_of_real_groups_are_torchs_business(world):
+    real = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    real._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    real._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    c10d._world.pg_map[real] = ("gloo", None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(c10d._world.pg_map.pop, real)
+        gathered = [None]
+        dist.all_gather_object(gathered, "x", group=real)
+    assert gathered == ["x"]
