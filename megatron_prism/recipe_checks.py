@@ -28,7 +28,7 @@ CHOICES = {
     "train.recompute_granularity": (None, "full", "selective"),
     "train.recompute_method": (None, "uniform", "block"),
     "prism.tier": ("auto", "cuda", "cpu", "meta"),
-    "prism.transformer_impl": ("transformer_engine", "local"),
+    "prism.transformer_impl": ("transformer_engine", "local", "local_flash"),
 }
 POSITIVE = {
     "model": ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size",

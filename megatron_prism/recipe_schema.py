@@ -122,7 +122,8 @@ class Prism:
     tier: str = "auto"
     values: str = "mirror"
     out: str | None = None  # artefact folder
-    transformer_impl: str = "transformer_engine"
+    # local_flash: Megatron's local layers, on meta with fused attention's memory (no s x s scores)
+    transformer_impl: str = "local_flash"
 
 
 @dataclass

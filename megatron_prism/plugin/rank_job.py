@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.metadata
-import inspect
 import json
 import os
 import pickle
@@ -21,9 +20,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from megatron_prism.errors import PrismError, RecipeError
+from megatron_prism.errors import PrismError, UnsupportedError
+from megatron_prism.plugin import rank_model
 from megatron_prism.recipe_schema import Recipe
 
 __all__ = ["main"]
@@ -59,6 +60,11 @@ def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
     from megatron_prism.plugin.proof import Proof
 
     tier = tiers.install("meta" if recipe.prism.tier == "auto" else recipe.prism.tier)
+    if recipe.prism.transformer_impl == "transformer_engine" and not _has_te():
+        raise UnsupportedError(
+            "prism.transformer_impl=transformer_engine needs Transformer Engine, absent here",
+            fix="install it, or use prism.transformer_impl=local_flash",
+        )
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
     options = flags.Options(
         world=recipe.world,
@@ -79,7 +85,10 @@ def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
         local_ranks=(rank,),
         rank=rank,
     )
-    seams.apply(seams_tiers.seams_for(tier.name), context)
+    chosen = seams_tiers.seams_for(tier.name)
+    if tier.name == "meta" and recipe.prism.transformer_impl == "local_flash":
+        chosen += (seams_tiers.FUSED_ATTENTION,)
+    seams.apply(chosen, context)
     world = context.start()
     emit("phase", text="importing megatron-core")
     job = _Job(recipe, proof, tier, emit)
@@ -92,17 +101,21 @@ def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
     return job.summary(world, before, built - start, time.perf_counter() - built)
 
 
+def _has_te() -> bool:
+    return "transformer_engine" in sys.modules or bool(find_spec("transformer_engine"))
+
+
 class _Job:
     """Model, optimizer and data of one rank, and its iterations."""
 
     def __init__(self, recipe: Recipe, proof: Any, tier: Any, emit: Emit) -> None:
         self.recipe, self.proof, self.tier, self.emit = recipe, proof, tier, emit
-        self._initialize()
-        self.config = self._config()
+        rank_model.initialize(recipe)
+        self.config = rank_model.transformer_config(recipe)
         emit("phase", text="building the model")
         with tier.live.scope(phase="build") if tier.live else _nothing():
-            self.model = self._chunks()
-            self.optimizer = self._optimizer()
+            self.model = rank_model.chunks(recipe, self.config)
+            self.optimizer = rank_model.optimizer(recipe, self.config, self.model)
         self._hook_up()
         self.batches = self._batches()
         self.peaks: list[dict[str, Any]] = []
@@ -111,166 +124,6 @@ class _Job:
         total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
         proof.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
-
-    # -- building ---------------------------------------------------------------------------------
-    def _initialize(self) -> None:
-        from megatron.core import parallel_state, tensor_parallel
-
-        p = self.recipe.parallel
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=p.tp,
-            pipeline_model_parallel_size=p.pp,
-            virtual_pipeline_model_parallel_size=p.vpp,
-            context_parallel_size=p.cp,
-            expert_model_parallel_size=p.ep,
-            expert_tensor_parallel_size=p.etp,
-            order=p.order,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(self.recipe.train.seed)
-        from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-
-        t = self.recipe.train
-        init_num_microbatches_calculator(
-            0, None, t.global_batch_size, t.micro_batch_size, self.recipe.world.dp
-        )
-
-    def _config(self) -> Any:
-        import torch
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        from torch.nn import functional
-
-        r, m, p, t = self.recipe, self.recipe.model, self.recipe.parallel, self.recipe.train
-        dtype = torch.bfloat16 if t.bf16 else torch.float32
-        te = r.prism.transformer_impl == "transformer_engine"
-        interleaved = p.vpp is not None and p.pp > 1
-        fields: dict[str, Any] = {
-            "ffn_hidden_size": r.ffn_hidden_size,
-            "kv_channels": r.kv_channels,
-            "num_query_groups": m.num_query_groups,
-            "num_moe_experts": m.num_experts,
-            "layernorm_epsilon": m.norm_epsilon,
-            "tensor_model_parallel_size": p.tp,
-            "pipeline_model_parallel_size": p.pp,
-            "virtual_pipeline_model_parallel_size": p.vpp,
-            "context_parallel_size": p.cp,
-            "expert_model_parallel_size": p.ep,
-            "expert_tensor_parallel_size": r.world.etp,
-            "sequence_parallel": p.sequence_parallel,
-            "params_dtype": dtype,
-            "pipeline_dtype": dtype,
-            "bf16": t.bf16,
-            "fp8": "hybrid" if t.fp8 else None,
-            "deallocate_pipeline_outputs": True,
-            "overlap_p2p_comm": interleaved,
-            "batch_p2p_comm": not interleaved,
-            "gradient_accumulation_fusion": False,
-            "persist_layer_norm": te,
-            "apply_rope_fusion": te and m.position_embedding_type == "rope",
-            "masked_softmax_fusion": False,
-            "bias_dropout_fusion": te,
-            "bias_activation_fusion": te,
-            "transformer_impl": r.prism.transformer_impl,
-            "moe_permute_fusion": te and m.num_experts is not None,
-        }
-        if t.fp8:
-            fields["fp8_recipe"] = t.fp8
-        if m.swiglu:
-            fields |= {"gated_linear_unit": True, "activation_func": functional.silu}
-        known = {f.name for f in dataclasses.fields(TransformerConfig)}
-        for part in (m, p, t):
-            for item in dataclasses.fields(part):
-                value = getattr(part, item.name)
-                if item.name in known and item.name not in fields and value is not None:
-                    fields[item.name] = value
-        missing = set(m.extra) - known
-        if missing:
-            raise RecipeError(
-                f"model.extra.{min(missing)} is no field of this Megatron's TransformerConfig",
-                fix="check its spelling in megatron/core/transformer/transformer_config.py",
-            )
-        fields |= m.extra
-        return TransformerConfig(**{k: v for k, v in fields.items() if k in known})
-
-    def _chunks(self) -> list[Any]:
-        from megatron.core import tensor_parallel
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.transformer.module import Float16Module
-
-        t, world = self.recipe.train, self.recipe.world
-        bucket = max(40_000_000, 1_000_000 * world.dp * world.cp)  # training.py:1316 @0.16.1
-        wrapped = []
-        for chunk in range(self.recipe.parallel.vpp or 1):
-            model = self._gpt(chunk)
-            for parameter in model.parameters():
-                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-            model.cuda()
-            if t.bf16:
-                model = Float16Module(self.config, model)
-            ddp = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=t.grad_reduce_in_fp32,
-                overlap_grad_reduce=t.overlap_grad_reduce,
-                overlap_param_gather=t.overlap_param_gather,
-                use_distributed_optimizer=t.use_distributed_optimizer,
-                bucket_size=bucket if t.overlap_grad_reduce else None,
-            )
-            wrapped.append(
-                DistributedDataParallel(self.config, ddp, model, disable_bucketing=chunk > 0)
-            )
-        return wrapped
-
-    def _gpt(self, chunk: int) -> Any:
-        from megatron.core import parallel_state
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-        m, vpp = self.recipe.model, self.recipe.parallel.vpp
-        stage = chunk if vpp else None
-        if vpp:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-        place = {"ignore_virtual": False, "vp_stage": stage}
-        accepted = inspect.signature(parallel_state.is_pipeline_first_stage).parameters
-        place = {k: v for k, v in place.items() if k in accepted}
-        return GPTModel(
-            config=self.config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(
-                self.config,
-                use_transformer_engine=self.recipe.prism.transformer_impl == "transformer_engine",
-                normalization=m.normalization,
-                vp_stage=stage,
-            ),
-            vocab_size=self.recipe.padded_vocab_size,
-            max_sequence_length=m.max_position_embeddings or m.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(**place),
-            post_process=parallel_state.is_pipeline_last_stage(**place),
-            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-            position_embedding_type=m.position_embedding_type,
-            rotary_percent=m.rotary_percent,
-            rotary_base=m.rotary_base,
-            rope_scaling=m.use_rope_scaling,
-            rope_scaling_factor=m.rope_scaling_factor,
-            vp_stage=stage,
-        )
-
-    def _optimizer(self) -> Any:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        t = self.recipe.train
-        settings = OptimizerConfig(
-            optimizer=t.optimizer,
-            lr=t.lr,
-            min_lr=t.lr,
-            weight_decay=t.weight_decay,
-            clip_grad=t.clip_grad,
-            bf16=t.bf16,
-            params_dtype=self.config.params_dtype,
-            use_distributed_optimizer=t.use_distributed_optimizer,
-            overlap_param_gather=t.overlap_param_gather,
-        )
-        return get_megatron_optimizer(settings, self.model, use_gloo_process_groups=False)
 
     def _hook_up(self) -> None:
         """The hooks that megatron.training sets on the config (training.py:2547 @0.16.1)."""
@@ -349,6 +202,15 @@ class _Job:
             self.peaks.append({"bytes": live.high.bytes, "at": live.high.labels})
         gc.collect()
 
+    def _stand_ins(self) -> list[str]:
+        """What this module put in the place of production kernels."""
+        found = []
+        if self.recipe.prism.transformer_impl == "local_flash" and self.tier.name == "meta":
+            found.append("attention: what fused attention allocates and saves, no scores")
+        if self.recipe.model.moe_grouped_gemm and not self.config.moe_grouped_gemm:
+            found.append("grouped GEMM: one expert after the other")
+        return found
+
     def summary(self, world: Any, before: Any, build_s: float, run_s: float) -> dict[str, Any]:
         """What the parent prints and writes, plain numbers with their provenance."""
         rank, recipe = world.rank, self.recipe
@@ -368,7 +230,7 @@ class _Job:
             "stage": place.pp,
             "coordinates": place._asdict(),
             "tier": self.tier.name,
-            "stand_ins": list(self.tier.stand_in),
+            "stand_ins": [*self.tier.stand_in, *self._stand_ins()],
             "megatron_core": importlib.metadata.version("megatron-core"),
             "parameters": self.proof.num_parameters,
             "steps": self.proof.steps,

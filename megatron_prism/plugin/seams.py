@@ -62,10 +62,19 @@ def apply(seams: tuple[Seam, ...], context: Context) -> None:
         hooks.after_import(seam.module, lambda module, seam=seam: seam.apply(module, context))
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``owner.name`` by ``make(original)``; a name this release lacks is left alone."""
+def _wrap(
+    owner: Any,
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    again: bool = False,
+) -> None:
+    """Replace ``owner.name`` by ``make(original)``; a name this release lacks is left alone.
+
+    A name that is replaced already is left alone too (one function reachable through two modules),
+    unless ``again`` says that this is another change of the same function.
+    """
     original = getattr(owner, name, None)
-    if original is None or getattr(original, "__prism__", False):
+    if original is None or (getattr(original, "__prism__", False) and not again):
         return
     replacement = functools.wraps(original)(make(original))
     replacement.__prism__ = True  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from megatron_prism.plugin import seams, seams_training
 from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import stand_ins
 
-__all__ = ["SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
+__all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
 
 
 def _no_fused_kernels(module: ModuleType, context: Context) -> None:
@@ -83,6 +83,20 @@ def _one_generator(module: ModuleType, context: Context) -> None:
         return "CPU RNG state changed" not in record.getMessage()
 
     logging.getLogger(module.__name__).addFilter(keep)
+
+
+def _flash_attention(module: ModuleType, context: Context) -> None:
+    """Megatron's local attention holds the s x s scores; production kernels never do."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if query.is_meta and self.config.context_parallel_size == 1:
+                return stand_ins.FlashAttention.apply(query, key, value)
+            return original(self, query, key, value, *args, **kwargs)
+
+        return call
+
+    _wrap(module.DotProductAttention, "forward", make, again=True)
 
 
 def _balanced_splits(module: ModuleType, context: Context) -> None:
@@ -206,6 +220,14 @@ SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
         "core/transformer/dot_product_attention.py:58 @0.16.1",
         _context_parallel_attention,
     ),
+)
+
+FUSED_ATTENTION = Seam(
+    "flash-attention",
+    "megatron.core.transformer.dot_product_attention",
+    "without a GPU there is no fused attention to run, and its memory is another class",
+    "core/transformer/dot_product_attention.py:100 @0.16.1",
+    _flash_attention,
 )
 
 SEAMS_META: tuple[Seam, ...] = (

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch.nn import functional
 
 __all__ = [
+    "FlashAttention",
     "SequenceParallelNorm",
     "Splits",
     "balanced_splits",
@@ -100,6 +101,30 @@ def context_parallel_attention(
         q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.permute(2, 0, 1, 3).reshape(tokens, query.shape[1], -1)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Stands in for fused (flash) attention on shapes: what it allocates and saves, no values.
+
+    query ``[s, b, heads, d]``, key and value ``[s_k, b, groups, d]`` -> ``[s, b, heads * d]``.
+    Saved for backward: query, key, value, the output and the log-sum-exp in fp32 ``[b, heads, s]``,
+    as flash attention and cuDNN's fused attention do; the s x s scores never exist.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        s, b, heads, _ = query.shape
+        out = query.new_empty(s, b, heads * value.shape[-1])
+        log_sum_exp = query.new_empty(b, heads, s, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from megatron_prism.plugin import job
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
 
-EXTRA = ["prism.transformer_impl=local"]
 SMALL = [
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
@@ -30,7 +29,7 @@ SMALL = [
 
 
 def small(*more, name="llama3-70b_1024gpu_tp8pp4vp5_h200"):
-    return recipes.load(name, [*SMALL, *more, *EXTRA])
+    return recipes.load(name, [*SMALL, *more])
 
 
 def rows(summary):
@@ -99,7 +98,6 @@ def test_a_mixture_of_experts_exchanges_tokens():
         small(
             "model.num_layers=8",
             "model.moe_ffn_hidden_size=512",
-            "model.moe_grouped_gemm=false",
             "parallel.vpp=2",
             "train.global_batch_size=64",
             name="mixtral-8x7b_256gpu_pp4vp8ep8_h200",
