@@ -331,7 +331,7 @@ def test_what_torch_says_of_a_group(world):
 
 
 @pytest.mark.parametrize(
-    "ranks", [[5], [4, 5], [5, 7, 9], [0, 1, 5], [1, 5, 9, 13], list(range(16)), None]
+    "ranks", [[5], [4, 5], [5, 7, 9], [0, 1, 5], [0, 2, 5, 6], [1, 5, 9, 13], list(range(16)), None]
 )
 def test_evenly_spaced_or_not_a_group_knows_its_ranks(world, ranks):
     group = dist.new_group(ranks)

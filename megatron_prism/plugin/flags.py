@@ -135,7 +135,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--yaml-cfg", default=None)
     parser.add_argument("--fake-process-group", action="store_true")
     args, rest = parser.parse_known_args(list(argv))
-    unknown = [a for a in rest if a.startswith("--prism")]
+    unknown = [a for a in rest if a.startswith("--prism-")]
     if unknown:
         raise UsageError(
             f"unknown option {unknown[0].partition('=')[0]}",
@@ -150,19 +150,27 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
     """(this process, number of processes, whether a launcher set the variables)."""
     if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
-        return int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), True
+        return _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1), True
     return 0, 1, False
 
 
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
+
+
 def _world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
-    sizes = {name: getattr(args, name) or 1 for name in ("tp", "pp", "cp", "ep")}
-    sizes["etp"] = args.etp or sizes["tp"]
+    given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
+    sizes = {name: 1 if size is None else size for name, size in given.items()}
+    sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
     for name, size in sizes.items():
         if size < 1:
             raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
     size = args.prism_world_size
     if size is None and not launched and "WORLD_SIZE" in env:
-        size = int(env["WORLD_SIZE"])
+        size = _number(env, "WORLD_SIZE", 1)
     if size is None:
         size = implied_size(**sizes)
         while size < k:  # more processes than the smallest world: add data-parallel replicas
@@ -175,12 +183,12 @@ def _ranks(
     args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
 ) -> tuple[int, ...]:
     if args.prism_ranks is None:
-        first = 0 if launched else int(env.get("RANK", 0))
+        first = 0 if launched else _number(env, "RANK", 0)
         ranks = tuple(range(first, first + k))
     else:
         text = str(args.prism_ranks)
         ranks = tuple(world.select(text))
-        named = all(part.strip().isdigit() for part in text.replace(";", ",").split(","))
+        named = "=" not in text
         if len(ranks) > k and named:
             raise UsageError(
                 f"--prism-ranks {text} names {len(ranks)} ranks, but there "

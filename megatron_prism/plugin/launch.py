@@ -89,8 +89,10 @@ def install(options: flags.Options) -> Any:
     from megatron_prism import tiers
     from megatron_prism.plugin import seams, seams_tiers, summary
     from megatron_prism.plugin.proof import Proof
+    from megatron_prism.virtual.values import Values
 
     version = _check_version()
+    Values(options.values)  # a bad policy is bad usage now, not a failed job later
     if options.out is not None and options.process == 0:
         summary.check_free(options.out, options.force)
     tier = tiers.install(options.tier)

@@ -133,7 +133,7 @@ def _compact(ranks: Sequence[int]) -> Sequence[int]:
     """The same ranks as a range if they are evenly spaced: a list of 65,536 takes 2.6 MB."""
     if isinstance(ranks, range) or len(ranks) < 3:
         return ranks
-    even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0]) if ranks[1] > ranks[0] else ()
+    even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
     return even if len(even) == len(ranks) and list(even) == list(ranks) else ranks
 
 

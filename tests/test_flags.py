@@ -1,0 +1,357 @@
+"""What the --prism-* flags mean, what they leave to be derived, and how bad input is refused."""
+
+import argparse
+import subprocess
+import sys
+import types
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_prism.errors import RecipeError, UsageError, WorldError
+from megatron_prism.plugin import launch
+from megatron_prism.plugin.flags import FLAGS, TIERS, add_flags, from_command_line, with_tier
+
+SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+
+
+def read(line="", env=None, sizes=SIZES):
+    """Options of ``--prism-emulate`` with the job's own arguments around it."""
+    job = ["--num-layers", "8", *sizes, "--bf16", "--lr", "1e-4"]
+    return from_command_line([*job, "--prism-emulate", *line.split()], env or {})
+
+
+# -- without the flag
+
+
+@pytest.mark.parametrize("argv", [[], SIZES, ["--yaml-cfg", "x"], ["--fake-process-group"]])
+def test_without_a_flag_nothing_is_asked_for(argv):
+    assert from_command_line(argv, {"WORLD_SIZE": "64", "RANK": "3"}) is None
+
+
+@pytest.mark.parametrize("argv", ["--prism-ranks 3", "--prism-tier=cpu", "--prism-force"])
+def test_a_flag_without_emulation_is_an_error(argv):
+    with pytest.raises(UsageError, match="without --prism-emulate has no effect") as caught:
+        from_command_line(argv.split(), {})
+    assert argv.split()[0] in caught.value.message
+    assert "add --prism-emulate" in caught.value.fix
+
+
+# -- defaults
+
+
+def test_defaults():
+    options = read()
+    assert (options.rank, options.ranks, options.num_processes) == (0, (0,), 1)
+    assert (options.tier, options.values) == ("auto", "mirror")
+    assert (options.out, options.force, options.record) == (None, False, None)
+    world = options.world
+    assert (world.size, world.tp, world.pp, world.cp, world.ep, world.etp) == (32, 8, 4, 1, 1, 8)
+    assert world.order == "tp-cp-ep-dp-pp"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "implied"),
+    [
+        ("", 1),
+        ("--tensor-model-parallel-size 8", 8),
+        ("--context-parallel-size=2 --pipeline-model-parallel-size=3", 6),
+        ("--expert-model-parallel-size 8 --tensor-model-parallel-size 2", 16),
+        (
+            "--expert-model-parallel-size 8 --tensor-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+            8,
+        ),
+    ],
+)
+def test_the_parallel_sizes_imply_a_world(sizes, implied):
+    assert read(sizes=sizes.split()).world.size == implied
+
+
+def test_plain_python_takes_the_worlds_size_and_rank_from_the_environment():
+    options = read(env={"WORLD_SIZE": "65536", "RANK": "40000"})
+    assert (options.world.size, options.rank, options.num_processes) == (65_536, 40_000, 1)
+
+
+def test_flags_win_over_the_environment():
+    options = read("--prism-world-size 64 --prism-ranks 17", {"WORLD_SIZE": "128", "RANK": "3"})
+    assert (options.world.size, options.rank) == (64, 17)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_torchruns_variables_count_processes_not_ranks(process):
+    options = read("--prism-ranks 0,17", {**TORCHRUN, "RANK": str(process)})
+    assert (options.process, options.num_processes) == (process, 2)
+    assert options.world.size == 32
+    assert (options.ranks, options.rank) == ((0, 17), (0, 17)[process])
+
+
+def test_torchrun_without_ranks_runs_the_first_ones():
+    assert read(env={**TORCHRUN, "RANK": "1"}).ranks == (0, 1)
+
+
+def test_more_processes_than_the_sizes_imply_are_replicas():
+    options = read(env={**TORCHRUN, "WORLD_SIZE": "5"}, sizes=["--tensor-model-parallel-size", "2"])
+    assert (options.world.size, options.ranks) == (6, (0, 1, 2, 3, 4))
+
+
+def test_megatrons_other_order():
+    options = read("--use-tp-pp-dp-mapping --prism-world-size 64")
+    assert options.world.order == "tp-cp-ep-pp-dp"
+    assert options.world.coordinates(8).pp == 1
+
+
+# -- ranks
+
+
+@pytest.mark.parametrize(
+    ("selector", "rank"),
+    [("517", 517), ("pp=3,tp=0", 768), ("tp=7", 7), ("pp=1;pp=2", 256), (" 3 ", 3)],
+)
+def test_selectors(selector, rank):
+    options = from_command_line(
+        [*SIZES, "--prism-emulate", "--prism-world-size", "1024", "--prism-ranks", selector], {}
+    )
+    assert options.rank == rank
+
+
+@given(st.sets(st.integers(0, 31), min_size=1, max_size=4))
+def test_processes_run_the_ranks_in_ascending_order(ranks):
+    text = ",".join(map(str, ranks))
+    for process, rank in enumerate(sorted(ranks)):
+        env = {**TORCHRUN, "RANK": str(process), "WORLD_SIZE": str(len(ranks))}
+        assert read(f"--prism-ranks {text}", env).rank == rank
+
+
+@pytest.mark.parametrize("selector", ["0,17", "0-1", "0;17"])
+def test_several_ranks_need_several_processes(selector):
+    with pytest.raises(UsageError, match="names 2 ranks, but there is one process") as caught:
+        read(f"--prism-ranks {selector}")
+    assert "torchrun --nproc-per-node 2" in caught.value.fix
+
+
+def test_more_ranks_than_processes():
+    with pytest.raises(UsageError, match="names 3 ranks, but there are 2 processes"):
+        read("--prism-ranks 0,1,2", TORCHRUN)
+
+
+def test_more_processes_than_ranks():
+    with pytest.raises(UsageError, match="2 processes were started.* names 1") as caught:
+        read("--prism-ranks 7", TORCHRUN)
+    assert "start 1 processes" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("line", "env"),
+    [
+        ("--prism-ranks 32", {}),
+        ("--prism-ranks 0,99", TORCHRUN),
+        ("", {"RANK": "32"}),
+        ("--prism-world-size 32", {"RANK": "40000", "WORLD_SIZE": "65536"}),
+    ],
+)
+def test_a_rank_outside_the_world(line, env):
+    with pytest.raises(WorldError, match="outside (the|a) world of 32 ranks") as caught:
+        read(line, env)
+    assert "31" in caught.value.fix
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("selector", ["pp=4", "x=1", "first", "1.5", "-1"])
+def test_a_selector_that_selects_nothing(selector):
+    with pytest.raises(UsageError) as caught:
+        from_command_line([*SIZES, "--prism-emulate", f"--prism-ranks={selector}"], {})
+    assert caught.value.fix
+
+
+# -- sizes
+
+
+def test_sizes_that_do_not_divide_the_world_show_the_arithmetic():
+    with pytest.raises(WorldError) as caught:
+        read("--prism-world-size 48")
+    for part in ("8", "4", "32", "48"):
+        assert part in caught.value.message
+    assert caught.value.fix
+    assert caught.value.exit_code == 2
+
+
+def test_expert_sizes_that_do_not_divide_the_world():
+    with pytest.raises(WorldError) as caught:
+        read("--prism-world-size 64 --expert-model-parallel-size 3")
+    assert "3" in caught.value.message
+
+
+@pytest.mark.parametrize("size", ["0", "-8"])
+@pytest.mark.parametrize("flag", [SIZES[0], SIZES[2], "--expert-tensor-parallel-size"])
+def test_sizes_are_positive(flag, size):
+    with pytest.raises(WorldError, match=rf"is {size}") as caught:
+        read(sizes=[f"{flag}={size}"])
+    assert "positive" in caught.value.fix
+
+
+@pytest.mark.parametrize("size", ["0", "-64"])
+def test_a_world_has_ranks(size):
+    with pytest.raises(WorldError, match="size must be a whole number"):
+        read(f"--prism-world-size={size}")
+
+
+@pytest.mark.parametrize(
+    "env", [{"WORLD_SIZE": "many"}, {"RANK": ""}, {**TORCHRUN, "RANK": "first"}]
+)
+def test_variables_that_are_no_numbers(env):
+    with pytest.raises(UsageError, match="is no number") as caught:
+        read(env=env)
+    assert caught.value.fix.startswith("unset ")
+
+
+# -- other bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--prism-tier gpu", "argument --prism-tier: invalid choice: 'gpu'"),
+        ("--prism-world-size big", "invalid int value: 'big'"),
+        ("--prism-ranks", "expected one argument"),
+        ("--prism-emulate=yes", "ignored explicit argument"),
+        ("--prism-xyz 3", "unknown option --prism-xyz"),
+        ("--prism-xyz=3", "unknown option --prism-xyz"),
+        ("--prism-rank 3", "unknown option --prism-rank"),
+        ("--yaml-cfg job.yaml", "--yaml-cfg replaces Megatron's whole argument namespace"),
+        ("--fake-process-group", "both replace the process groups"),
+    ],
+)
+def test_bad_input_is_refused_with_a_fix(line, says):
+    with pytest.raises(UsageError) as caught:
+        read(line)
+    assert says in caught.value.message
+    assert caught.value.fix
+    assert caught.value.exit_code == 2
+
+
+def test_unknown_options_list_the_known_ones():
+    with pytest.raises(UsageError) as caught:
+        read("--prism-xyz")
+    assert all(flag in caught.value.fix for flag in FLAGS)
+
+
+def test_an_option_of_the_job_that_only_looks_like_ours():
+    assert read("--prismatic-init").rank == 0
+
+
+# -- PRISM_ARGS and recipes
+
+
+def test_prism_args_come_first():
+    env = {"PRISM_ARGS": "--prism-emulate --prism-ranks 5 --prism-tier 'meta'"}
+    options = from_command_line(SIZES, env)
+    assert (options.rank, options.tier) == (5, "meta")
+    assert from_command_line([*SIZES, "--prism-ranks", "6"], env).rank == 6
+
+
+def recipe(folder, text):
+    (folder / "job.yaml").write_text(text)
+    return f"--prism-recipe {folder / 'job.yaml'}"
+
+
+def test_a_recipe_gives_defaults(tmp_path):
+    given = recipe(
+        tmp_path,
+        "prism: {ranks: 'pp=2', tier: meta, values: noise, out: there}\n"
+        "parallel: {world_size: 64}\n",
+    )
+    options = read(given)
+    assert (options.rank, options.world.size) == (32, 64)
+    assert (options.tier, options.values, str(options.out)) == ("meta", "noise", "there")
+    assert read(given + " --prism-tier cpu --prism-ranks 1").tier == "cpu"
+    assert read(given + " --prism-tier cpu --prism-ranks 1").rank == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("prism: {rank: 3}", "rank"), ("prism: [1", "job.yaml"), ("prims: {}", "prims")],
+)
+def test_a_bad_recipe(tmp_path, text, says):
+    with pytest.raises(RecipeError) as caught:
+        read(recipe(tmp_path, text))
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_recipe_that_is_not_there():
+    with pytest.raises(RecipeError, match="nowhere.yaml"):
+        read("--prism-recipe nowhere.yaml")
+
+
+# -- Megatron's own parser
+
+
+def test_megatrons_parser_takes_the_flags_once():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(add_flags(parser))
+    args = parser.parse_args(["--prism-emulate", "--prism-ranks", "3"])
+    assert (args.prism_emulate, args.prism_ranks, args.prism_tier) == (True, "3", "auto")
+
+
+def test_help_renders_and_names_every_flag():
+    parser = argparse.ArgumentParser()
+    text = add_flags(parser).format_help()
+    assert all(flag in text for flag in FLAGS)
+    assert all(tier in text for tier in TIERS)
+
+
+def test_the_tier_is_settled_later():
+    options = read()
+    assert with_tier(options, "cpu").tier == "cpu"
+    assert options.tier == "auto"
+
+
+# -- how it ends
+
+
+def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr(launch.install_from_command_line, "done", False, raising=False)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--prism-emulate", "--prism-ranks", "9"])
+    monkeypatch.delenv("PRISM_ARGS", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        launch.install_from_command_line()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "prism: error: rank 9 is outside a world of 1 ranks\n  fix: " in err
+
+
+def test_an_unknown_policy_is_refused_before_anything_starts():
+    with pytest.raises(UsageError, match="'echo' is no policy"):
+        launch.install(read("--prism-values echo"))
+
+
+def test_two_local_ranks_on_one_nccl_device(monkeypatch):
+    options = with_tier(read("--prism-ranks 0,8", TORCHRUN), "cuda")
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(device_count=lambda: 1))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="2 local ranks on 1 CUDA device: two would") as caught:
+        launch._check_devices(options)
+    assert "--prism-tier cpu" in caught.value.fix
+    torch.cuda.device_count = lambda: 2
+    launch._check_devices(options)
+    torch.cuda.device_count = lambda: 1
+    launch._check_devices(with_tier(options, "cpu"))
+
+
+@pytest.mark.slow
+def test_reading_the_flags_imports_neither_torch_nor_megatron():
+    code = (
+        "import sys\n"
+        "from megatron_prism.plugin.flags import from_command_line\n"
+        "assert from_command_line(['--prism-emulate'], {}).rank == 0\n"
+        "assert from_command_line([], {}) is None\n"
+        "print([m for m in ('torch', 'megatron', 'omegaconf') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
