@@ -33,9 +33,10 @@ _HOMES = {
     "PrismError": "errors",
     "Recipe": "recipe",
     "World": "world",
+    "attach": "_attach",
     "load": "recipe",
 }
-__all__ = ["PrismError", "Recipe", "World", "__version__", "load"]
+__all__ = ["PrismError", "Recipe", "World", "__version__", "attach", "load"]
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,7 @@ it does nothing and imports nothing.  With one, it waits for the first ``import 
 import os
 import sys
 
-__all__ = ["autoload", "wanted"]
+__all__ = ["attach", "autoload", "wanted"]
 
 
 def wanted(argv: "list[str] | None" = None) -> bool:
@@ -24,6 +24,9 @@ def autoload() -> None:
     from megatron_prism.plugin import hooks
 
     hooks.before_first_import("megatron", _install)
+
+
+attach = autoload  # the name for scripts that attach by hand (patches/)
 
 
 def _install() -> None:

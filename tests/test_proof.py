@@ -70,6 +70,11 @@ def test_an_interval_that_ends_early_needs_one_step():
         run(Proof(), 0, exit_interval=1)
 
 
+def test_a_job_of_no_iterations_did_not_train():
+    with pytest.raises(NotTrainedError, match="without a single train step"):
+        run(Proof(), 0, wanted=0)
+
+
 def test_skip_train_asks_for_no_step():
     run(Proof(), 0, skip_train=True)
 

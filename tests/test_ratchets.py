@@ -25,7 +25,14 @@ def parsed(name):
 
 
 def test_public_names():
-    assert megatron_prism.__all__ == ["PrismError", "Recipe", "World", "__version__", "load"]
+    assert megatron_prism.__all__ == [
+        "PrismError",
+        "Recipe",
+        "World",
+        "__version__",
+        "attach",
+        "load",
+    ]
     for name in megatron_prism.__all__:
         assert getattr(megatron_prism, name) is not None
     assert dir(megatron_prism) == sorted(megatron_prism.__all__)

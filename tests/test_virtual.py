@@ -610,3 +610,14 @@ def test_objects_of_real_groups_are_torchs_business(world):
         gathered = [None]
         dist.all_gather_object(gathered, "x", group=real)
     assert gathered == ["x"]
+
+
+def test_noise_keeps_sums_of_squares_positive():
+    """Gradient norms and softmax denominators feed roots and logarithms."""
+    values = Values("noise")
+    squares = torch.rand(1000) * 1e-3
+    values.add_peers(squares, 63)
+    assert (squares >= 0).all()
+    signed = torch.randn(1000)
+    values.add_peers(signed, 63)
+    assert (signed < 0).any()

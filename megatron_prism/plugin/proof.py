@@ -150,9 +150,8 @@ class Proof:
         )
         self.expected = wanted
         self.moved = self.has_moved()
-        if getattr(args, "skip_train", False):
-            wanted = 0
-        self.check(1 if early and wanted else wanted)
+        if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
+            self.check(1 if early else max(1, wanted))
         for callback in self.on_finish:
             callback()
 

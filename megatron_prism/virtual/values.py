@@ -102,7 +102,11 @@ class Values:
             target.mul_(1.0 / (tokens * hidden**0.5))
 
     def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
-        """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one."""
+        """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one.
+
+        A tensor without a negative element stays so: sums of squares (gradient norm) and of
+        exponentials (vocabulary-parallel loss) feed roots and logarithms.  Decided on the device.
+        """
         if not tensor.numel():
             return
         if not tensor.is_contiguous():
@@ -112,6 +116,7 @@ class Values:
             return
         flat = tensor.detach().view(-1)
         scale = rms(flat) * num_virtual**0.5
+        positive = flat.min() >= 0
         generator = self.generator(flat.device)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK]
@@ -119,3 +124,4 @@ class Values:
                 part.shape, device=part.device, dtype=torch.float32, generator=generator
             )
             part.add_((noise * scale).to(part.dtype))
+            part.copy_(torch.where(positive, part.abs(), part))

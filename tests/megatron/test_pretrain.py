@@ -1,0 +1,165 @@
+"""``megatron.training.pretrain`` driven through ``--prism-emulate``, as a user's own script would.
+
+Each case is a process: attach, emulate, verdict, exit status.  Needs megatron.training (0.19).
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).with_name("pretrain_tiny.py")
+pytestmark = [
+    pytest.mark.megatron,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.training") is None
+        or sys.version_info < (3, 12),
+        reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
+    ),
+]
+
+JOB = """
+--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 64 --train-iters 3 --lr 1e-3
+--mock-data --vocab-size 1000 --transformer-impl local --bf16 --use-distributed-optimizer
+--no-gradient-accumulation-fusion --eval-iters 0 --eval-interval 1000 --log-interval 1
+--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-gelu-fusion
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --num-workers 0
+--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
+""".split()
+
+
+def run(*flags, job=JOB, script=SCRIPT, launcher=(sys.executable,), env=None):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
+    for name in ("RANK", "WORLD_SIZE", "PRISM_ARGS"):
+        if name not in (env or {}):
+            environment.pop(name, None)
+    return subprocess.run(
+        [*launcher, str(script), *job, *flags],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+
+
+WORLD = ("--prism-emulate", "--prism-world-size", "64", "--prism-tier", "cpu")
+VPP = (*"--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce".split(),
+       "--overlap-param-gather")  # fmt: skip
+MOE = (*"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".split(),
+       *"--expert-tensor-parallel-size 1 --disable-bias-linear --sequence-parallel".split(),
+       *"--moe-token-dispatcher-type alltoall".split())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [
+        pytest.param("0", (), id="first"),
+        pytest.param("17", (), id="middle, tp 1, no data"),
+        pytest.param("63", VPP, id="last, interleaved, overlapped"),
+        pytest.param("pp=1,tp=1", (*MOE,), id="experts"),
+        pytest.param("33", ("--prism-tier", "meta"), id="shapes"),
+        pytest.param("1", ("--sequence-parallel",), id="sequence parallel"),
+        pytest.param("9", ("--prism-values", "noise", "--calculate-per-token-loss"), id="noise"),
+    ],
+)
+def test_any_rank_trains_and_says_so(rank, more, tmp_path):
+    out = tmp_path / "out"
+    done = run(*WORLD, "--prism-ranks", rank, *more, "--prism-out", str(out))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (file,) = out.iterdir()
+    summary = json.loads(file.read_text())
+    assert summary["trained"]["steps"] == 3
+    assert summary["world_size"] == 64
+    assert "iteration        3/" in done.stdout
+    if "meta" not in more:
+        assert summary["trained"]["master_parameter_moved"] is True
+        assert all(0 < i["grad_norm"] < 1e6 for i in summary["iterations"])
+
+
+def test_several_processes_are_several_local_ranks(tmp_path):
+    out = tmp_path / "out"
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = run(*WORLD, "--prism-ranks", "16,17", "--prism-out", str(out),
+               launcher=(*torchrun, "--master-port", "29611"))  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    a, b = (json.loads(f.read_text()) for f in sorted(out.iterdir()))
+    assert (a["rank"], b["rank"]) == (16, 17)
+    assert a["iterations"][-1]["grad_norm"] == b["iterations"][-1]["grad_norm"]  # one tp group
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--prism-world-size", "60"), 2, "does not divide 60"),
+        (("--prism-ranks", "64"), 2, "64"),
+        (("--prism-ranks", "0,17"), 2, "torchrun --nproc-per-node 2"),
+        (("--prism-tier", "tpu"), 2, "tpu"),
+        (("--prism-tier", "cuda"), 2, "needs a CUDA device"),
+        (("--prism-colour", "red"), 2, "--prism-colour"),
+        (("--yaml-cfg", "x.yaml"), 2, "--yaml-cfg"),
+        (("--fake-process-group",), 2, "--fake-process-group"),
+    ],
+    ids=lambda v: v[0] if isinstance(v, tuple) else None,
+)
+def test_bad_usage_ends_with_its_status(flags, code, words, tmp_path):
+    if words == "needs a CUDA device":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this host has a CUDA device")
+    out = tmp_path / "out"
+    done = run(*WORLD, *flags, "--prism-out", str(out))
+    assert done.returncode == code, done.stderr[-2000:]
+    assert words in done.stderr
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+def test_a_script_that_never_trains_fails(tmp_path):
+    script = tmp_path / "idle.py"
+    script.write_text("import torch\nimport megatron.core\nprint('nothing to do')\n")
+    done = run(*WORLD, "--prism-out", str(tmp_path / "out"), script=script)
+    assert done.returncode == 1
+    assert "nothing trained" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    (tmp_path / "kept").write_text("mine")
+    done = run(*WORLD, "--prism-out", str(tmp_path))
+    assert done.returncode == 2
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+PROBE = """
+import sys, torch, megatron.core, megatron.training.arguments
+print(sorted(n for n in sys.modules if not n.startswith("_")))
+"""
+
+
+def test_without_a_flag_nothing_changes(tmp_path):
+    """The same modules, apart from the attach itself, and Megatron's parser without our flags."""
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+
+    def modules(autoload):
+        env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+        done = run(job=[], script=script, env=env)
+        assert done.returncode == 0, done.stderr
+        return set(re.findall(r"'([^']+)'", done.stdout))
+
+    extra = modules("1") - modules("0")
+    assert {n for n in extra if not n.startswith("megatron_prism")} == set()
+    assert extra <= {"megatron_prism", "megatron_prism._attach"}
+    done = run("--prism-nothing", "1", env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert done.returncode == 2
+    assert "unrecognized arguments: --prism-nothing" in done.stderr
