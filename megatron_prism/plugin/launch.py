@@ -87,7 +87,7 @@ def install(options: flags.Options) -> Any:
     folder that exists.
     """
     from megatron_prism import tiers
-    from megatron_prism.plugin import seams, seams_tiers, summary
+    from megatron_prism.plugin import seams, seams_moe, seams_tiers, summary
     from megatron_prism.plugin.proof import Proof
     from megatron_prism.virtual.values import Values
 
@@ -105,22 +105,70 @@ def install(options: flags.Options) -> Any:
     os.environ.setdefault("MASTER_PORT", "29500")
 
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
+    recording = _recording(options)
+    observer = recording.observe if recording else None
     context = seams.Context(
-        start=lambda: start_world(options, tier.device, store),
+        start=lambda: start_world(options, tier.device, store, observer),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
         rank=options.rank,
     )
     seams.apply(seams_tiers.seams_for(tier.name), context)
+    if recording is not None:
+        seams.apply(seams_moe.seams_for_recording(recording), context)
+        if options.record is not None:
+            proof.on_finish.append(recording.save)
     report = summary.Reporter(options, tier, proof, version, store)
+    report.recording = recording
     proof.on_finish.append(report.finish)
     report.banner()
     _arrange_verdict(proof)
     return context
 
 
-def start_world(options: flags.Options, device: Any, store: Any = None) -> Any:
+def _recording(options: flags.Options) -> Any:
+    """The recorder or replayer that ``options`` ask for, or None."""
+    from megatron_prism.virtual.recording import Recorder, Replayer
+
+    policy, _, path = options.values.partition(":")
+    if options.record is None and policy != "recorded":
+        return None
+    if options.tier == "meta":
+        raise UsageError(
+            "tier meta has no values to record or replay", fix="use --prism-tier cuda or cpu"
+        )
+    header = {"world": str(options.world), "arguments": _job_arguments()}
+    if options.record is None:
+        return Replayer(Path(path), options.rank, header)
+    if policy == "recorded" or len(options.ranks) < options.world.size:
+        raise UsageError(
+            f"--prism-record needs every rank of the world to be local, {len(options.ranks)} of "
+            f"{options.world.size} are: virtual ranks say nothing worth keeping",
+            fix=f"torchrun --nproc-per-node {options.world.size}, without --prism-values",
+        )
+    return Recorder(options.record, options.rank, header)
+
+
+def _job_arguments() -> str:
+    """The job's own arguments, without ours and without how long it runs."""
+    kept, skip = [], False
+    for word in sys.argv[1:]:
+        name = word.partition("=")[0]
+        if skip and not word.startswith("--"):
+            skip = False
+            continue
+        skip = name.startswith("--prism-") or name == "--train-iters"
+        if not skip:
+            kept.append(word)
+        elif "=" in word:
+            skip = False
+    return " ".join(kept)
+
+
+def start_world(
+    options: flags.Options, device: Any, store: Any = None, observer: Any = None
+) -> Any:
     """Bring the virtual world of ``options`` up in this process."""
     import torch
 
@@ -129,7 +177,7 @@ def start_world(options: flags.Options, device: Any, store: Any = None) -> Any:
 
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return session.start(
+    world = session.start(
         session.VirtualWorld(
             size=options.world.size,
             rank=options.rank,
@@ -140,6 +188,8 @@ def start_world(options: flags.Options, device: Any, store: Any = None) -> Any:
             backend="nccl" if device.type == "cuda" else "gloo",
         )
     )
+    world.observer = observer
+    return world
 
 
 def _check_devices(options: flags.Options) -> None:

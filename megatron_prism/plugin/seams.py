@@ -181,7 +181,8 @@ def _compile_as_leader(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call() -> Any:
-            if context.leads and context.rank != 0:
+            present = _helpers_present()  # every process loads it, from wherever it is
+            if not present and context.leads and context.rank != 0:
                 from megatron.core.datasets.utils import compile_helpers
 
                 compile_helpers()

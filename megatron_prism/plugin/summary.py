@@ -41,6 +41,7 @@ class Reporter:
     ) -> None:
         self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
         self.store = store
+        self.recording: Any = None  # the Recorder or Replayer of this run
         self.start = time.time()
 
     def banner(self) -> None:
@@ -95,8 +96,15 @@ class Reporter:
                 "provenance": measured + ": every call of this rank, start-up included",
             },
             "memory": self._memory(),
+            "recording": self._replayed(),
             "process_wall_s": round(time.time() - self.start, 3),
         }
+
+    def _replayed(self) -> dict[str, int] | None:
+        """How many control values were replayed, and how many had to be mirrored instead."""
+        if not hasattr(self.recording, "missing"):
+            return None
+        return {"replayed": self.recording.replayed, "mirrored": self.recording.missing}
 
     def _memory(self) -> dict[str, Any]:
         """Peaks in bytes; None where this tier does not know them."""
@@ -141,6 +149,12 @@ class Reporter:
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])
             lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+        if summary["recording"] is not None:
+            counts = summary["recording"]
+            lines.append(
+                f"  recording {counts['replayed']:,} control values replayed, "
+                f"{counts['mirrored']:,} not in it and mirrored"
+            )
         rows = summary["communication"]["rows"]
         lines += [
             f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "

@@ -316,6 +316,8 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
         if not self.all_local or self.world.shapes_only:
             return answer(self, *args, **kwargs)
         work = getattr(self.real, method)(*args, **kwargs)
+        if self.world.observer is not None and work is not None:
+            work.wait()  # observers read results
         ins, outs = _arguments(op, args)
         self._done(op, ins, outs)
         return work

@@ -1,0 +1,78 @@
+"""A recording gives back what steered sizes, in order, and refuses what it does not fit."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prism.errors import UsageError
+from megatron_prism.virtual.recording import Recorder, Replayer
+
+GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)
+HEADER = {"world": "4 ranks", "arguments": "--lr 1"}
+
+
+def counts(seed):
+    return torch.randint(0, 100, (4, 8), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    recorder = Recorder(tmp_path, 2, HEADER)
+    for seed in range(12):  # more than ten: order is by number, not by name
+        recorder.observe(GROUP, "all_gather", (), (counts(seed),))
+        recorder.route(3, counts(seed) > 50)
+    recorder.observe(GROUP, "all_gather", (), (torch.rand(4),))  # payload
+    recorder.observe(GROUP, "all_reduce", (), (counts(0),))
+    recorder.save()
+    return tmp_path
+
+
+def test_values_come_back_in_order(folder):
+    replayer = Replayer(folder, 2, HEADER)
+    for seed in range(12):
+        out, routing = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.bool)
+        replayer.observe(GROUP, "all_gather", (), (out,))
+        assert torch.equal(out, counts(seed))
+        assert torch.equal(replayer.route(3, routing), counts(seed) > 50)
+    assert (replayer.replayed, replayer.missing) == (24, 0)
+
+
+def test_what_was_not_recorded_stays_and_is_counted(folder):
+    replayer = Replayer(folder, 2, HEADER)
+    routing = torch.ones(4, 8, dtype=torch.bool)
+    assert replayer.route(9, routing).all()
+    other = torch.ones(5, dtype=torch.int64)  # another size: a different call
+    replayer.observe(GROUP, "all_gather", (), (other,))
+    assert other.sum() == 5
+    assert replayer.missing == 2
+    payload = torch.ones(4)
+    replayer.observe(GROUP, "all_gather", (), (payload,))
+    assert payload.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("rank", "header", "words"),
+    [
+        (1, HEADER, "no recording of rank 1"),
+        (2, {**HEADER, "arguments": "--lr 2"}, "recorded with arguments --lr 1"),
+        (2, {**HEADER, "world": "8 ranks"}, "recorded with world 4 ranks"),
+    ],
+)
+def test_another_run_is_refused(folder, rank, header, words):
+    with pytest.raises(UsageError, match=words):
+        Replayer(folder, rank, header)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "foreign"])
+def test_a_damaged_file_is_refused(folder, damage):
+    file = folder / "rank-000002.npz"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:200])
+    elif damage == "text":
+        file.write_text("hello")
+    else:
+        np.savez(file, x=np.arange(3))
+    with pytest.raises(UsageError, match="no recording of ours"):
+        Replayer(folder, 2, HEADER)
