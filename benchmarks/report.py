@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+_LOAD = os.getloadavg()[0]  # of others: a busy machine explains a slow figure
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -85,6 +86,8 @@ def finish(title: str, rows: Sequence[Row]) -> None:
         bound = "" if row.bound is None else f"{sign} {_number(row.bound)} {row.unit}"
         verdict = "" if row.bound is None else ("ok" if row.ok else "missed")
         table.add_row(row.what, f"{_number(row.measured)} {row.unit}", bound, verdict)
-    table.caption = f"{machine()}\n{datetime.date.today()}, commit {commit()}"
+    table.caption = (
+        f"{machine()}\n{datetime.date.today()}, commit {commit()}, load {_LOAD:.1f} at the start"
+    )
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
     raise SystemExit(0 if all(row.ok for row in rows) else 1)

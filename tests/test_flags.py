@@ -88,6 +88,12 @@ def test_torchruns_variables_count_processes_not_ranks(process):
     assert (options.ranks, options.rank) == ((0, 17), (0, 17)[process])
 
 
+@pytest.mark.parametrize("mark", ["TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"])
+def test_either_variable_marks_a_launcher(mark):
+    options = read("--prism-ranks 0,17", {mark: "2", "WORLD_SIZE": "2", "RANK": "1"})
+    assert (options.rank, options.world.size) == (17, 32)
+
+
 def test_torchrun_without_ranks_runs_the_first_ones():
     assert read(env={**TORCHRUN, "RANK": "1"}).ranks == (0, 1)
 
