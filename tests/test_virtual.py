@@ -456,7 +456,7 @@ def test_the_order_of_local_ranks_does_not_matter():
 def test_local_members_are_in_group_order(monkeypatch):
     made = []
     world = session.VirtualWorld(8, 1, (1, 6), Values(), torch.device("cpu"))
-    monkeypatch.setattr(world, "_real_group", lambda local, desc: made.append(local))
+    monkeypatch.setattr(world, "_real_group", lambda local, desc, nccl: made.append(local))
     group = world.build_group([6, 3, 1], "g", "G")
     assert made == [[6, 1]]
     assert group._mixed.positions == (0, 2)

@@ -38,7 +38,15 @@ class PrismGroup(dist.ProcessGroup):
     real  : the real group of the local members, None when this process is the only one
     """
 
-    def __init__(self, world: Any, ranks: Sequence[int], rank: int, name: str, desc: str) -> None:
+    def __init__(
+        self,
+        world: Any,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        desc: str,
+        backend: str | None = None,
+    ) -> None:
         super().__init__(rank, len(ranks))
         self.world = world
         self.ranks = ranks
@@ -48,7 +56,7 @@ class PrismGroup(dist.ProcessGroup):
         self._values = world.values
         self._count = world.tally.add
         self.sequence = 0
-        self.real, self._mixed = world.connect(self)
+        self.real, self._mixed = world.connect(self, backend)
         self.all_local = self._n > 1 and self.real is not None and self._mixed is None
 
     # -- identity -------------------------------------------------------------------------------
@@ -308,6 +316,14 @@ class PrismGroup(dist.ProcessGroup):
         return self.recv(tensors, (self._p + 1) % self._n, tag)
 
 
+def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
+    """An all-reduce of one word, after which the host waits, as NCCL's own barrier does."""
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    real.allreduce([word]).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
     """Groups whose members are all local answer with the real group's own method."""
     op = BY_METHOD[method].name
@@ -315,6 +331,9 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
     def call(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
         if not self.all_local or self.world.shapes_only:
             return answer(self, *args, **kwargs)
+        if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
+            _real_barrier(self.real, self.world.device)
+            return self._done(op, (), ())
         work = getattr(self.real, method)(*args, **kwargs)
         if self.world.observer is not None and work is not None:
             work.wait()  # observers read results

@@ -93,7 +93,7 @@ def _new_group_with_tag(world: Any, original: Callable[..., Any]) -> Callable[..
             ranks = sorted(ranks) if sort_ranks else list(ranks)
             if min(ranks) < 0 or max(ranks) >= world.size or len(set(ranks)) != len(ranks):
                 raise ValueError(f"group ranks must be distinct and in [0, {world.size}): {ranks}")
-        group = world.build_group(ranks, None, group_desc)
+        group = world.build_group(ranks, None, group_desc, backend)
         register(group, backend or ("nccl" if world.backend == "nccl" else "gloo"))
         return group
 

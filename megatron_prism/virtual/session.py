@@ -70,9 +70,16 @@ class VirtualWorld:
         return f"<virtual world: rank {self.rank} of {self.size}, local {self.local_ranks}>"
 
     def build_group(
-        self, ranks: Sequence[int] | None, name: str | None, desc: str | None
+        self,
+        ranks: Sequence[int] | None,
+        name: str | None,
+        desc: str | None,
+        backend: str | None = None,
     ) -> PrismGroup | None:
-        """The group of global ``ranks`` (None: all), or None if this rank is not one of them."""
+        """The group of global ``ranks`` (None: all), or None if this rank is not one of them.
+
+        ``backend`` is what the caller asked for; ``gloo`` groups carry host tensors on every tier.
+        """
         if ranks is None:
             ranks = range(self.size)
         elif self.rank not in ranks:
@@ -80,9 +87,12 @@ class VirtualWorld:
         self._num_groups += 1
         name = name or f"prism_{self._num_groups}"
         ranks = _compact(ranks)
-        return PrismGroup(self, ranks, ranks.index(self.rank), name, desc or "undefined")
+        desc = desc or "undefined"
+        return PrismGroup(self, ranks, ranks.index(self.rank), name, desc, backend)
 
-    def connect(self, group: PrismGroup) -> tuple[dist.ProcessGroup | None, Mixed | None]:
+    def connect(
+        self, group: PrismGroup, backend: str | None = None
+    ) -> tuple[dist.ProcessGroup | None, Mixed | None]:
         """(real group of the local members or None, answers for a mixed group or None)."""
         if len(self.local_ranks) < 2 or self.shapes_only:
             return None, None
@@ -90,14 +100,15 @@ class VirtualWorld:
         local = sorted(set(self.local_ranks) & set(group.ranks), key=group.ranks.index)
         if len(local) < 2:
             return None, None
-        real = self._real_group(local, group.desc)
+        nccl = self.backend == "nccl" and backend != "gloo"
+        real = self._real_group(local, group.desc, nccl)
         # gloo lacks averages, bools and lists (all-to-all), so its groups answer through Mixed too
-        if len(local) == len(group.ranks) and self.backend == "nccl":
+        if len(local) == len(group.ranks) and nccl:
             return real, None
         positions = [group.ranks.index(rank) for rank in local]
         return real, Mixed(real, positions, len(group.ranks), group.ranks.index(self.rank))
 
-    def _real_group(self, local: Sequence[int], desc: str) -> dist.ProcessGroup:
+    def _real_group(self, local: Sequence[int], desc: str, nccl: bool) -> dist.ProcessGroup:
         """A c10d group of the processes that run ``local``.
 
         The store prefix is made of the members, the description and how many such groups this
@@ -114,7 +125,7 @@ class VirtualWorld:
         store = dist.PrefixStore(f"prism/{tag}/", self.store)
         index = local.index(self.rank)
         pg = dist.ProcessGroup(store, index, len(local))
-        if self.backend == "nccl":
+        if nccl:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
