@@ -1,0 +1,176 @@
+"""What have all of Transformer Engine's modules in common (pytorch/module/base.py @v2.9)?
+
+Parameters are made on ``device``, marked for tensor parallelism as Megatron expects, and
+initialised under the caller's random tracker.  ``weight_gradient`` is the end of every backward:
+into ``main_grad`` or as a tensor of its own.  The cuBLAS workspace (base.py:71-103) is real memory
+that the allocator counts, so it exists on ``meta`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.comm import gather_along_first_dim, group_size
+from megatron_prism.tiers.virtual_te.unsupported import refuse
+
+__all__ = [
+    "TransformerEngineBaseModule",
+    "cast_if_needed",
+    "check_no_userbuffers",
+    "get_dummy_wgrad",
+    "get_workspace",
+    "set_tp_attributes",
+    "weight_gradient",
+]
+
+WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:71 @v2.9)
+_workspace: list[torch.Tensor] = []
+_dummies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def get_workspace(like: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Touch the cuBLAS workspace; it takes memory on ``meta`` only."""
+    if not _workspace and like is not None and like.is_meta:
+        _workspace.append(like.new_empty(WORKSPACE_BYTES, dtype=torch.uint8))
+    return _workspace[0] if _workspace else None
+
+
+def get_dummy_wgrad(shape: Any, dtype: torch.dtype, zero: bool = False, device: Any = None) -> Any:
+    """The shared tensor returned where the gradient went into ``main_grad`` (base.py:161 @v2.9)."""
+    key = (*shape, dtype, str(device))
+    if key not in _dummies:
+        _dummies[key] = torch.empty(
+            tuple(shape), dtype=dtype, device=device or "cuda", requires_grad=False
+        )
+    if zero:
+        _dummies[key].fill_(0)
+    return _dummies[key].detach()
+
+
+def cast_if_needed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def set_tp_attributes(tensor: torch.Tensor, parallel: bool, dim: int, stride: int = 1) -> None:
+    """The attributes that Megatron reads (pytorch/distributed.py:144 @v2.9)."""
+    tensor.tensor_model_parallel = parallel
+    tensor.partition_dim = dim
+    tensor.partition_stride = stride
+
+
+def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
+    """Overlap through userbuffers and other options that change what the layer does."""
+    for name, value in kwargs.items():
+        if name.startswith("ub_") and name != "ub_name" and value:
+            refuse(f"userbuffers ({name})", fix="leave --tp-comm-overlap out")
+        if name == "symmetric_ar_type" and value is not None:
+            refuse("symmetric-memory all-reduce")
+
+
+def weight_gradient(
+    weight: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor, opts: Any, main_grad: Any
+) -> torch.Tensor | None:
+    """``grad.T @ inputs``: added to ``main_grad``, or returned."""
+    if not opts.fuse_wgrad:
+        return grad.t() @ inputs
+    overwrite = opts.first_microbatch or getattr(weight, "overwrite_main_grad", False)
+    if not main_grad.is_meta:  # the fused kernel writes in place and takes nothing
+        product = (grad.t() @ inputs).to(main_grad.dtype)
+        main_grad.copy_(product) if overwrite else main_grad.add_(product)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return get_dummy_wgrad(
+        main_grad.shape, weight.dtype, getattr(weight, "zero_out_wgrad", False), weight.device
+    )
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Parameters, tracker, groups and the checkpoint's extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+        self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
+        self.fp8_meta: dict[str, Any] = {"recipe": None}
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.param_init: dict[str, Callable[[torch.Tensor], Any] | None] = {}
+        self.get_rng_state_tracker: Any = None
+        self.rng_tracker_name: str | None = None
+        self.delayed: list[Callable[[], None]] = []
+        self.delay_wgrad_compute = False
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def set_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool) -> None:
+        """Group, size (of the group where there is one) and whether activations are sharded."""
+        self.tp_group = tp_group
+        self.tp_size = group_size(tp_group) if tp_group is not None else tp_size
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        self.tp_group = tp_group
+        self.tp_group_initialized = True
+
+    def add_parameter(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: Any, init: Any
+    ) -> torch.nn.Parameter:
+        """A parameter that ``reset_parameters`` initialises with ``init``."""
+        data = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
+        self.register_parameter(name, torch.nn.Parameter(data))
+        self.param_init[name] = init
+        return getattr(self, name)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if defer_init:
+            return
+        for name, init in self.param_init.items():
+            param = getattr(self, name)
+            if init is None:
+                continue
+            if self.get_rng_state_tracker is None:
+                init(param)
+                continue
+            names = (self.rng_tracker_name,) if self.rng_tracker_name else ()
+            with self.get_rng_state_tracker().fork(*names):
+                init(param)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """There is no FP8 here."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Empty without FP8 (base.py:827 @v2.9)."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing was saved."""
+
+    def gather_grad(self, grad: torch.Tensor, row: bool) -> torch.Tensor:
+        """[tokens, features] of the output's gradient, gathered if it is sharded."""
+        return gather_grad(grad, row and self.sequence_parallel, self.tp_group)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def need_backward_dw(self) -> bool:
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward postponed."""
+        while self.delayed:
+            self.delayed.pop(0)()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+
+def gather_grad(grad: torch.Tensor, sharded: bool, group: Any) -> torch.Tensor:
+    """[tokens, features] of the output's gradient, gathered if it is sharded (base.py:1103)."""
+    grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+    return gather_along_first_dim(grad, group)[0] if sharded else grad

@@ -1,0 +1,169 @@
+"""GroupedLinear: one product per local expert.
+
+Saved: the split input, the weights twice and the biases (pytorch/module/grouped_linear.py:224-231
+@v2.9); the splits are views of one tensor, so that they cost it once.  On ``meta`` the counts in
+``m_splits`` need not be known: rows in are rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.base import (
+    TransformerEngineBaseModule,
+    check_no_userbuffers,
+    get_workspace,
+    set_tp_attributes,
+    weight_gradient,
+)
+from megatron_prism.tiers.virtual_te.linear import divide, options
+from megatron_prism.tiers.virtual_te.unsupported import refuse
+
+__all__ = ["GroupedLinear"]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, splits: list[int], opts: Any, *params: Any) -> Any:
+        x = inp.reshape(-1, inp.shape[-1])
+        weights, biases = params[: opts.count], params[opts.count :]
+        get_workspace(x)
+        out = x.new_empty(x.shape[0], weights[0].shape[0])
+        parts = list(torch.split(x, splits)) if sum(splits) == x.shape[0] else [x]
+        if not x.is_meta:
+            for i, (rows, to) in enumerate(zip(parts, torch.split(out, splits), strict=True)):
+                to.copy_(
+                    torch.nn.functional.linear(rows, weights[i], biases[i] if biases else None)
+                )
+        keep = parts if weights[0].requires_grad else []
+        ctx.save_for_backward(*keep, *weights, *weights, *biases)
+        ctx.num_parts, ctx.splits, ctx.opts, ctx.shape = len(keep), splits, opts, inp.shape
+        ctx.weights, ctx.has_bias = weights, bool(biases)
+        return out.view(*inp.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        parts = ctx.saved_tensors[: ctx.num_parts]
+        opts, weights = ctx.opts, ctx.weights
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grad.new_empty(grad.shape[0], weights[0].shape[1])
+            if not grad.is_meta:
+                for to, part, w in zip(
+                    torch.split(dx, ctx.splits), torch.split(grad, ctx.splits), weights, strict=True
+                ):
+                    to.copy_(part @ w)
+            dx = dx.view(ctx.shape)
+        dweights = [None] * opts.count
+        if ctx.needs_input_grad[3]:
+            grads = torch.split(grad, ctx.splits) if len(parts) == opts.count else [grad]
+            pairs = [
+                (parts[i], grads[i]) if len(parts) == opts.count else (parts[0], grad)
+                for i in range(opts.count)
+            ]
+            dweights = _weight_gradients(weights, pairs, opts)
+        dbiases = []
+        if ctx.has_bias:
+            dbiases = [
+                weights[0].new_empty(weights[0].shape[0]) if grad.is_meta else part.sum(0)
+                for part in (weights if grad.is_meta else torch.split(grad, ctx.splits))
+            ]
+        return dx, None, None, *dweights, *dbiases
+
+
+def _weight_gradients(weights: Any, pairs: list[Any], opts: Any) -> list[Any]:
+    def one(weight: Any, x: Any, grad: Any) -> Any:
+        main_grad = weight.main_grad if opts.fuse_wgrad else None
+        return weight_gradient(weight, x, grad, opts, main_grad)
+
+    if opts.delayed is None:
+        return [one(w, x, g) for w, (x, g) in zip(weights, pairs, strict=True)]
+
+    def postponed() -> None:
+        for weight, (x, grad) in zip(weights, pairs, strict=True):
+            dweight = one(weight, x, grad)
+            if not opts.fuse_wgrad:
+                weight.grad = dweight
+
+    opts.delayed.append(postponed)
+    return [None] * opts.count
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """pytorch/module/grouped_linear.py:505 @v2.9."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        rng_tracker_name: str | None = None,
+        init_method: Any = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__()
+        check_no_userbuffers(rest)
+        if rest.get("single_grouped_weight") or rest.get("single_grouped_bias"):
+            refuse("GroupedLinear with one grouped parameter")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.num_gemms, self.parallel_mode, self.name = num_gemms, parallel_mode, name
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, self.tp_size)
+        elif parallel_mode == "row":
+            self.in_features = divide(in_features, self.tp_size)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.save_original_input = save_original_input
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
+        shape, dim = (self.out_features, self.in_features), 1 if parallel_mode == "row" else 0
+        for i in range(num_gemms):
+            weight = self.add_parameter(f"weight{i}", shape, params_dtype, device, init)
+            set_tp_attributes(weight, True, dim)
+            if not bias:
+                setattr(self, f"bias{i}", torch.empty(0, dtype=weight.dtype, device=device))
+                continue
+            param = self.add_parameter(
+                f"bias{i}", shape[:1], params_dtype, device, torch.nn.init.zeros_
+            )
+            if parallel_mode == "column":
+                set_tp_attributes(param, True, 0)
+            elif parallel_mode == "row":
+                param.sequence_parallel = self.sequence_parallel
+        self.reset_parameters(defer_init=device == "meta")
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
+    ) -> Any:
+        """Rows of expert i are the i-th of ``m_splits``."""
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        if len(splits) != self.num_gemms:
+            raise ValueError(f"{len(splits)} splits for {self.num_gemms} products")
+        opts = options(self, is_first_microbatch)
+        opts.count = self.num_gemms
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
+        out = _GroupedLinear.apply(
+            inp, splits, opts, *weights, *(biases if self.apply_bias else [])
+        )
+        return (out, biases) if self.return_bias else out

@@ -1,0 +1,131 @@
+"""LayerNormLinear: a norm and a column-parallel product.
+
+Saved: input, weight twice, bias, gamma, un-gathered norm output, mean (LayerNorm), reciprocal
+deviation (pytorch/module/layernorm_linear.py:448-458 @v2.9).  Under sequence parallelism the norm
+output is gathered in forward, dropped (layernorm_linear.py:366) and gathered again in backward
+(layernorm_linear.py:669).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule, check_no_userbuffers
+from megatron_prism.tiers.virtual_te.linear import (
+    add_linear_parameters,
+    divide,
+    finish_backward,
+    forward_product,
+    options,
+)
+from megatron_prism.tiers.virtual_te.norm import Norm, norm_backward, norm_forward
+from megatron_prism.tiers.virtual_te.unsupported import refuse
+
+__all__ = ["LayerNormLinear"]
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
+    ) -> torch.Tensor:
+        x = inp.reshape(-1, inp.shape[-1])
+        normed, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
+        out = forward_product(normed, weight, bias, opts)
+        ctx.save_for_backward(x, weight, weight, bias, gamma, normed, mean, rstd)
+        ctx.opts, ctx.shape = opts, inp.shape
+        opts.weight = weight
+        return out.view(-1, *inp.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, _, _, _, gamma, normed, mean, rstd = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        needs = (any(wants[:3]), wants[3], wants[4])
+        dnormed, dweight, dbias = finish_backward(grad, normed, ctx.opts.weight, ctx.opts, needs)
+        del normed
+        dx = dgamma = dbeta = None
+        if dnormed is not None:
+            dx, dgamma, dbeta = norm_backward(dnormed, x, gamma, (mean, rstd), ctx.opts.norm)
+            dx = dx.view(ctx.shape)
+        return dx, dgamma, dbeta, dweight, dbias, None
+
+
+class LayerNormLinear(TransformerEngineBaseModule):
+    """pytorch/module/layernorm_linear.py:1056 @v2.9."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Any = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: Any = "cuda",
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__()
+        check_no_userbuffers(rest)
+        if return_layernorm_output or return_layernorm_output_gathered:
+            refuse("LayerNormLinear that also returns the norm's output")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode, self.name = parallel_mode, name
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, self.tp_size)
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.normalization = normalization
+        self.norm = Norm(normalization, eps, zero_centered_gamma)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.return_layernorm_output = False
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker = get_rng_state_tracker
+        gamma = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
+        self.add_parameter("layer_norm_weight", (in_features,), params_dtype, device, gamma)
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
+        if normalization == "RMSNorm":
+            self.layer_norm_bias = None
+        else:
+            self.add_parameter(
+                "layer_norm_bias", (in_features,), params_dtype, device, torch.nn.init.zeros_
+            )
+            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
+        add_linear_parameters(self, bias, init, params_dtype, device)
+        self.reset_parameters(defer_init=device == "meta")
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
+    ) -> Any:
+        """The output, with the bias beside it if ``return_bias``."""
+        opts = options(self, is_first_microbatch)
+        opts.norm = self.norm
+        bias = self.bias if self.use_bias else None
+        out = _LayerNormLinear.apply(
+            inp,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.weight,
+            bias if self.apply_bias else None,
+            opts,
+        )
+        return (out, bias) if self.return_bias else out

@@ -1,0 +1,208 @@
+"""Linear: ``x W^T + b`` with its tensor- and sequence-parallel communication.
+
+Saved: the un-gathered input, weight twice and bias (pytorch/module/linear.py:421-429 @v2.9).
+Column-parallel under sequence parallelism gathers the input in forward and again in backward
+(linear.py:178, 644); the gathered copy is dropped after each product (linear.py:334, 866).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.base import (
+    TransformerEngineBaseModule,
+    cast_if_needed,
+    check_no_userbuffers,
+    gather_grad,
+    get_workspace,
+    set_tp_attributes,
+    weight_gradient,
+)
+from megatron_prism.tiers.virtual_te.comm import (
+    allreduce,
+    gather_along_first_dim,
+    reduce_scatter_along_first_dim,
+)
+
+__all__ = ["Linear", "add_linear_parameters", "finish_backward", "forward_product", "options"]
+
+
+def options(module: Any, is_first_microbatch: bool | None) -> types.SimpleNamespace:
+    """What the functions need to know of their module."""
+    return types.SimpleNamespace(
+        mode=module.parallel_mode,
+        group=module.tp_group,
+        size=module.tp_size,
+        sp=module.sequence_parallel,
+        fuse_wgrad=module.fuse_wgrad_accumulation,
+        first_microbatch=bool(is_first_microbatch),
+        delayed=module.delayed if module.delay_wgrad_compute else None,
+        module=module,
+    )
+
+
+def forward_product(x: torch.Tensor, weight: Any, bias: Any, opts: Any) -> torch.Tensor:
+    """The output rows for input rows ``x`` (un-gathered), communication included."""
+    get_workspace(x)
+    total = x
+    if opts.mode == "column" and opts.sp:
+        total, _ = gather_along_first_dim(x, opts.group)
+    out = torch.nn.functional.linear(total, weight, bias)
+    del total
+    if opts.mode == "row" and opts.size > 1:
+        communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
+        out, _ = communicate(out, opts.group)
+    return out
+
+
+def finish_backward(
+    grad: torch.Tensor, x: torch.Tensor | None, weight: Any, opts: Any, needs: tuple[bool, ...]
+) -> tuple[Any, Any, Any]:
+    """(dx rows, dweight, dbias) for output gradient ``grad``; ``needs`` is (dx, dweight, dbias)."""
+    column_sp = opts.mode == "column" and opts.sp
+    grad = gather_grad(grad, opts.mode == "row" and opts.sp, opts.group)
+    main_grad = weight.main_grad if opts.fuse_wgrad and needs[1] else None
+    total, arriving = x, None
+    if column_sp and needs[1]:
+        total, arriving = gather_along_first_dim(x, opts.group, async_op=True)
+    dx = product = leaving = None
+    if needs[0]:
+        product = dx = grad @ weight  # TE keeps the un-scattered product to the end (linear.py:735)
+        if opts.mode == "column" and opts.size > 1:
+            communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
+            dx, leaving = communicate(product, opts.group, async_op=True)
+    dweight = dbias = None
+    if arriving is not None:
+        arriving.wait()
+    if needs[2]:
+        dbias = grad.sum(0)
+    if needs[1] and opts.delayed is not None:
+        opts.delayed.append(_postponed(weight, total, grad, opts, main_grad))
+    elif needs[1]:
+        dweight = weight_gradient(weight, total, grad, opts, main_grad)
+    if leaving is not None:
+        leaving.wait()
+    return dx, dweight, dbias
+
+
+def _postponed(weight: Any, x: Any, grad: Any, opts: Any, main_grad: Any) -> Callable[[], None]:
+    """Weight gradient for ``backward_dw`` (base.py:1442 @v2.9)."""
+
+    def compute() -> None:
+        dweight = weight_gradient(weight, x, grad, opts, main_grad)
+        if not opts.fuse_wgrad:
+            weight.grad = dweight
+
+    return compute
+
+
+def add_linear_parameters(
+    module: Any, bias: bool, init: Any, dtype: torch.dtype | None, device: Any
+) -> None:
+    """``weight`` and ``bias`` of this rank's shard, with Megatron's attributes."""
+    column = module.parallel_mode == "column"
+    shape = (module.out_features, module.in_features)
+    weight = module.add_parameter("weight", shape, dtype, device, init)
+    set_tp_attributes(weight, True, 1 if module.parallel_mode == "row" else 0)
+    if not bias:
+        module.bias = torch.empty(0, dtype=weight.dtype, device=device)
+        return
+    param = module.add_parameter(
+        "bias", (module.out_features,), dtype, device, torch.nn.init.zeros_
+    )
+    if column:
+        set_tp_attributes(param, True, 0)
+    elif module.parallel_mode == "row":
+        param.sequence_parallel = module.sequence_parallel
+
+
+def divide(features: int, parts: int) -> int:
+    if features % parts:
+        raise ValueError(f"{features} features do not divide by {parts} ranks")
+    return features // parts
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
+        x = inp.reshape(-1, inp.shape[-1])
+        x, cast = cast_if_needed(x, opts.dtype), cast_if_needed(weight, opts.dtype)
+        out = forward_product(x, cast, bias, opts)
+        ctx.save_for_backward(x if weight.requires_grad else None, cast, weight, bias)
+        ctx.opts, ctx.shape = opts, inp.shape
+        # saved tensors lose the attributes of the parameter (main_grad)
+        opts.weight = weight
+        return out.view(-1, *inp.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, _, _, _ = ctx.saved_tensors
+        needs = (ctx.needs_input_grad[1], ctx.needs_input_grad[0], ctx.needs_input_grad[2])
+        dx, dweight, dbias = finish_backward(grad, x, ctx.opts.weight, ctx.opts, needs)
+        return dweight, None if dx is None else dx.view(ctx.shape), dbias, None
+
+
+class Linear(TransformerEngineBaseModule):
+    """pytorch/module/linear.py:1001 @v2.9."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Any = None,
+        init_method: Any = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: Any = "cuda",
+        rng_tracker_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__()
+        check_no_userbuffers(rest)
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode, self.name = parallel_mode, name
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divide(out_features, self.tp_size)
+        elif parallel_mode == "row":
+            self.in_features = divide(in_features, self.tp_size)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.save_original_input = save_original_input
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
+        add_linear_parameters(self, bias, init, params_dtype, device)
+        self.reset_parameters(defer_init=device == "meta")
+        # a bias added before the sum over ranks would be added once per rank
+        self.late_bias = self.apply_bias and parallel_mode == "row" and self.tp_size > 1
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
+    ) -> Any:
+        """The output, with the bias beside it if ``return_bias``."""
+        opts = options(self, is_first_microbatch)
+        opts.dtype = (
+            torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else (inp.dtype)
+        )
+        bias = cast_if_needed(self.bias, opts.dtype) if self.use_bias else None
+        inner = bias if self.apply_bias and not self.late_bias else None
+        out = _Linear.apply(self.weight, inp, inner, opts)
+        if self.late_bias:
+            out = out + bias
+        return (out, bias) if self.return_bias else out

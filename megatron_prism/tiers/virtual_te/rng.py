@@ -1,0 +1,147 @@
+"""Random trackers and activation recompute (pytorch/distributed.py:316, 622, 775 @v2.9)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.unsupported import refuse
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "activation_recompute_forward",
+    "checkpoint",
+    "get_all_rng_states",
+    "set_all_rng_states",
+]
+
+_all_states: dict[str, torch.Tensor] = {}
+
+
+def get_all_rng_states() -> dict[str, torch.Tensor]:
+    return _all_states
+
+
+def set_all_rng_states(states: dict[str, torch.Tensor]) -> None:
+    global _all_states
+    _all_states = states
+
+
+class CudaRNGStatesTracker:
+    """Named generator states; ``fork`` runs a block under one of them."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        if seed in self.seeds_:
+            raise RuntimeError(f"seed {seed} already exists")
+        if name in self.states_:
+            raise RuntimeError(f"cuda rng state {name} already exists")
+        self.seeds_.add(seed)
+        before = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(seed)
+        self.states_[name] = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        if name not in self.states_:
+            raise KeyError(f"cuda rng state {name} is not added")
+        before = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(before)
+
+
+class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801
+    """Tells FP8 layers which pass of a recompute they are in; there are none here."""
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        self.flags = (activation_recompute, recompute_phase)
+
+    def __enter__(self) -> None:
+        """Nothing to note."""
+
+    def __exit__(self, *exc: Any) -> None:
+        """Nothing to undo."""
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    return False
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    return False
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], tracker: Any, *args: Any) -> Any:
+        ctx.run, ctx.tracker = run, tracker
+        ctx.state = torch.cuda.get_rng_state()
+        ctx.states = tracker().get_states() if tracker is not None else None
+        with torch.no_grad():
+            out = run(*args)
+        ctx.places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        ctx.save_for_backward(*(args[i] for i in ctx.places))
+        ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        args = list(ctx.args)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+        state = torch.cuda.get_rng_state()
+        states = ctx.tracker().get_states() if ctx.tracker is not None else None
+        torch.cuda.set_rng_state(ctx.state)
+        if ctx.tracker is not None:
+            ctx.tracker().set_states(ctx.states)
+        with torch.enable_grad():
+            out = ctx.run(*args)
+        torch.cuda.set_rng_state(state)
+        if ctx.tracker is not None:
+            ctx.tracker().set_states(states)
+        outs = out if isinstance(out, tuple) else (out,)
+        pairs = [
+            (o, g)
+            for o, g in zip(outs, grads, strict=True)
+            if isinstance(o, torch.Tensor) and o.requires_grad
+        ]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return None, None, *(a.grad if isinstance(a, torch.Tensor) else None for a in args)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Any = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function`` and keep only its arguments for backward."""
+    if distribute_saved_activations:
+        refuse("recompute with distributed saved activations")
+    kwargs.pop("context_fn", None)
+    run = (lambda *a: function(*a, **kwargs)) if kwargs else function
+    return _Checkpoint.apply(run, get_rng_state_tracker, *args)

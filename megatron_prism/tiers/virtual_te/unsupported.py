@@ -1,0 +1,52 @@
+"""What of Transformer Engine is not here, and how is that said?
+
+Names that Megatron only mentions must exist, so that its modules import; using one of them raises
+UnsupportedError with the name in it.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NoReturn
+
+from megatron_prism.errors import UnsupportedError
+
+__all__ = ["Lazy", "absent_class", "absent_function", "refuse"]
+
+
+def refuse(
+    what: str,
+    fix: str = "leave that option out, or use --prism-tier cuda with the real Transformer Engine",
+) -> NoReturn:
+    """Raise UnsupportedError that names ``what``."""
+    raise UnsupportedError(f"the virtual Transformer Engine has no {what}", fix=fix)
+
+
+def absent_function(name: str) -> Any:
+    """A function that refuses to run."""
+
+    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name)
+
+    absent.__name__ = absent.__qualname__ = name.rpartition(".")[2]
+    return absent
+
+
+def absent_class(name: str, *bases: type) -> type:
+    """A class that isinstance() and annotations can name, and that refuses to be made."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name)
+
+    return type(name.rpartition(".")[2], bases, {"__new__": new})
+
+
+class Lazy(types.ModuleType):
+    """A module each of whose public names is an absent class, made when it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        made = absent_class(f"{self.__name__}.{name}")
+        setattr(self, name, made)
+        return made

@@ -1,0 +1,397 @@
+"""The virtual Transformer Engine computes what torch computes and saves what TE saves."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+
+from megatron_prism.errors import UnsupportedError
+from megatron_prism.tiers.virtual_te import attention, context_parallel, fp8, optimizers
+from megatron_prism.tiers.virtual_te.attention import DotProductAttention, SplitAlongDim
+from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
+from megatron_prism.tiers.virtual_te.gemm import general_gemm
+from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
+from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
+from megatron_prism.tiers.virtual_te.linear import Linear
+from megatron_prism.tiers.virtual_te.norm import LayerNorm, RMSNorm
+from megatron_prism.tiers.virtual_te.permutation import (
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
+from megatron_prism.tiers.virtual_te.rope import apply_rotary_pos_emb
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(1)
+
+
+def leaf(*shape, device="cpu"):
+    return torch.randn(*shape, device=device).requires_grad_()
+
+
+def same(ours, theirs, inputs):
+    """Outputs and gradients agree; returns nothing."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, grad, retain_graph=True),
+        torch.autograd.grad(theirs, inputs, grad, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def saved(out):
+    """Shapes and dtypes that the last function keeps, parameters included."""
+    while not hasattr(out.grad_fn, "saved_tensors"):
+        out = SimpleNamespace(grad_fn=out.grad_fn.next_functions[0][0])
+    return [t if t is None else tuple(t.shape) for t in out.grad_fn.saved_tensors]
+
+
+def test_linear():
+    module, x = Linear(8, 6, device="cpu"), leaf(5, 2, 8)
+    same(module(x), linear(x, module.weight, module.bias), [x, module.weight, module.bias])
+    assert saved(module(x)) == [(10, 8), (6, 8), (6, 8), (6,)]
+
+
+def test_linear_returns_its_bias():
+    module, x = Linear(8, 6, return_bias=True, device="cpu"), leaf(5, 8)
+    out, bias = module(x)
+    assert bias is module.bias
+    same(out, linear(x, module.weight), [x, module.weight])
+
+
+def test_frozen_weight_keeps_no_input():
+    module, x = Linear(8, 6, bias=False, device="cpu"), leaf(5, 8)
+    module.weight.requires_grad_(False)
+    assert saved(module(x))[0] is None
+
+
+def test_gradient_goes_into_main_grad():
+    module, x = Linear(8, 6, bias=False, fuse_wgrad_accumulation=True, device="cpu"), leaf(5, 8)
+    module.weight.main_grad = torch.ones(6, 8)
+    module.weight.grad_added_to_main_grad = False
+    module(x).sum().backward()
+    expected = 1 + x.detach().sum(0).expand(6, 8)
+    torch.testing.assert_close(module.weight.main_grad, expected)
+    assert module.weight.grad_added_to_main_grad
+    module(x, is_first_microbatch=True).sum().backward()
+    torch.testing.assert_close(module.weight.main_grad, expected - 1)
+
+
+def test_postponed_weight_gradient():
+    module, x = Linear(8, 6, bias=False, delay_wgrad_compute=True, device="cpu"), leaf(5, 8)
+    module(x).sum().backward()
+    assert module.weight.grad is None
+    module.backward_dw()
+    torch.testing.assert_close(module.weight.grad, x.detach().sum(0).expand(6, 8))
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_norms(centered):
+    x = leaf(5, 2, 8)
+    for kind in (LayerNorm, RMSNorm):
+        module = kind(8, device="cpu", zero_centered_gamma=centered, sequence_parallel=True)
+        torch.nn.init.normal_(module.weight)
+        gamma = module.weight + centered
+        if kind is LayerNorm:
+            expected = layer_norm(x, (8,), gamma, module.bias)
+            kept = [(10, 8), (10,), (10,)]
+        else:
+            expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gamma
+            kept = [(10, 8), (10,)]
+        same(module(x), expected, [x, *module.parameters()])
+        assert saved(module(x)) == kept
+        assert all(p.sequence_parallel for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_layer_norm_linear(kind):
+    module, x = LayerNormLinear(8, 6, normalization=kind, device="cpu"), leaf(5, 2, 8)
+    gamma = module.layer_norm_weight
+    if kind == "LayerNorm":
+        normed = layer_norm(x, (8,), gamma, module.layer_norm_bias)
+    else:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gamma
+    same(module(x), linear(normed, module.weight, module.bias), [x, *module.parameters()])
+    mean = (10,) if kind == "LayerNorm" else None
+    assert saved(module(x)) == [(10, 8), (6, 8), (6, 8), (6,), (8,), (10, 8), mean, (10,)]
+
+
+def test_grouped_linear():
+    module, x = GroupedLinear(3, 8, 6, device="cpu"), leaf(9, 8)
+    parts = x.split([4, 0, 5])
+    weights = [getattr(module, f"weight{i}") for i in range(3)]
+    biases = [getattr(module, f"bias{i}") for i in range(3)]
+    expected = torch.cat([linear(*a) for a in zip(parts, weights, biases, strict=True)])
+    same(module(x, [4, 0, 5]), expected, [x, *weights, *biases])
+    assert saved(module(x, [4, 0, 5]))[:3] == [(4, 8), (0, 8), (5, 8)]
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "arbitrary"])
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_attention(mask_type, form):
+    module = DotProductAttention(4, 8, qkv_format=form, attn_mask_type=mask_type)
+    rows = (6, 2) if form == "sbhd" else (2, 6)
+    q, k, v = leaf(*rows, 4, 8), leaf(*rows, 2, 8), leaf(*rows, 2, 8)
+    hidden = torch.rand(2, 1, 6, 6) < 0.3 if mask_type == "arbitrary" else None
+    if hidden is not None:
+        hidden[..., 0] = False
+    order = (1, 2, 0, 3) if form == "sbhd" else (0, 2, 1, 3)
+    back = (2, 0, 1, 3) if form == "sbhd" else (0, 2, 1, 3)
+    expected = scaled_dot_product_attention(
+        *(t.permute(order) for t in (q, k, v)),
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=mask_type == "causal",
+        enable_gqa=True,
+    )
+    out = module(q, k, v, hidden)
+    same(out, expected.permute(back).reshape(*rows, 32), [q, k, v])
+    assert saved(out) == [(*rows, 4, 8), (*rows, 2, 8), (*rows, 2, 8), (*rows, 4, 8), (48,)]
+
+
+def test_attention_of_packed_sequences():
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    q, k, v = (leaf(7, 2, 8) for _ in range(3))
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    out = module(q, k, v, cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    first = DotProductAttention(2, 8)(*(t[:3, None] for t in (q, k, v)))
+    torch.testing.assert_close(out[:3], first[:, 0])
+
+
+def test_ring_blocks_are_the_whole_attention():
+    """What each rank of a ring of two computes from blocks adds up to one causal attention."""
+    o = SimpleNamespace(form="sbhd", mask_type="causal", scale=0.3, dropout=0.0)
+    q, k, v = leaf(8, 1, 4, 8), leaf(8, 1, 2, 8), leaf(8, 1, 2, 8)
+    expected = scaled_dot_product_attention(
+        *(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
+    ).permute(2, 0, 1, 3)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [q, k, v], grad)
+    places = [context_parallel._positions(4, rank, 2) for rank in range(2)]
+    got = [torch.zeros_like(t) for t in wanted]
+    with torch.no_grad():
+        blocks = [(k[p], v[p]) for p in places]
+        for me, mine in enumerate(places):
+            out, lse = context_parallel._forward_values(q[mine], blocks, o, me)
+            torch.testing.assert_close(out, expected[mine])
+            for origin, theirs in enumerate(places):
+                parts = context_parallel._block_gradients(
+                    q[mine], *blocks[origin], out, grad[mine], lse, o, (me, origin, 2)
+                )
+                got[0][mine] += parts[0]
+                got[1][theirs] += parts[1]
+                got[2][theirs] += parts[2]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_split_gives_views():
+    x = leaf(3, 12)
+    parts = SplitAlongDim.apply(x, 1, [4, 8])
+    assert parts[1]._base is not None or parts[1].untyped_storage()._cdata == (
+        x.untyped_storage()._cdata
+    )
+    (parts[0].sum() + 2 * parts[1].sum()).backward()
+    assert x.grad[0].tolist() == [1] * 4 + [2] * 8
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_saves_only_the_frequencies(interleaved):
+    t, angles = leaf(5, 2, 3, 10), torch.randn(5, 1, 1, 4)
+    freqs = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles] * 2, -1)
+    out = apply_rotary_pos_emb(t, freqs, interleaved=interleaved, fused=True)
+    pairs = t[..., :8].unflatten(-1, (4, 2) if interleaved else (2, 4))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    turned = [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()]
+    turned = torch.stack(turned, -1 if interleaved else -2).flatten(-2)
+    same(out, torch.cat([turned, t[..., 8:]], -1), [t])
+    assert saved(out) == [(5, 1, 1, 8), None]
+
+
+def test_permutation_there_and_back():
+    x, probs = leaf(6, 4), leaf(6, 3)
+    routing = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 0]])
+    out, taken, row_map = moe_permute_with_probs(x, probs, routing, 12)
+    expert, token = routing.t().nonzero(as_tuple=True)
+    same(out, x[token], [x])
+    out, taken, row_map = moe_permute_with_probs(x, probs, routing, 12)
+    same(taken, probs[token, expert], [probs])
+    y = leaf(12, 4)
+    same(
+        moe_unpermute(y, row_map, restore_shape=x.shape),
+        x.new_zeros(6, 4).index_add(0, token, y),
+        [y],
+    )
+    merged = moe_unpermute(y, row_map, probs, x.shape)
+    weighted = y * probs[token, expert][:, None]
+    same(merged, x.new_zeros(6, 4).index_add(0, token, weighted), [y, probs])
+    assert saved(moe_unpermute(y, row_map, restore_shape=x.shape)) == [(6, 7)]
+
+
+def test_chunks_are_sorted():
+    x, probs = leaf(6, 4), leaf(6)
+    sizes, order = torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1])
+    out, taken = moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    same(out, x[[3, 4, 5, 0, 1, 2]], [x])
+    assert taken.tolist() == probs[[3, 4, 5, 0, 1, 2]].tolist()
+
+
+def test_cross_entropy_overwrites_the_logits():
+    logits, target = torch.randn(5, 2, 9), torch.randint(0, 9, (5, 2))
+    target[0, 0] = -100
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = parallel_cross_entropy(ours, target, 0.0, False, None, -100, False)
+    expected = torch.nn.functional.cross_entropy(
+        theirs.flatten(0, 1), target.flatten(), reduction="none"
+    ).view(5, 2)
+    torch.testing.assert_close(loss, expected)
+    assert saved(loss) == [(5, 2, 9)]
+    weights = torch.randn(5, 2)
+    (loss * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("remainders", [False, True])
+def test_adam_is_adamw(remainders):
+    dtype = torch.bfloat16 if remainders else torch.float32
+    start = torch.randn(7, 3).to(dtype)
+    p, ref = start.clone().requires_grad_(), start.float().requires_grad_()
+    ours = optimizers.FusedAdam(
+        [p], lr=0.1, weight_decay=0.1, master_weights=remainders, store_param_remainders=remainders
+    )
+    theirs = torch.optim.AdamW([ref], lr=0.1, weight_decay=0.1)
+    for _ in range(5):
+        p.grad = torch.randn(7, 3).to(dtype)
+        ref.grad = p.grad.float()
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p.float(), ref, rtol=1e-2 if remainders else 1e-5, atol=1e-5)
+    if remainders:
+        joined = optimizers._joined(p, ours.state[p]["master_param"])
+        torch.testing.assert_close(joined, ref.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("TN", (5, 6)), ("NN", (5, 6)), ("NT", (5, 6))])
+def test_general_gemm(layout, shape):
+    a = torch.randn(8, 6) if layout[0] == "N" else torch.randn(6, 8)
+    b = torch.randn(8, 5) if layout[1] == "T" else torch.randn(5, 8)
+    out = general_gemm(a, b, layout=layout, out_dtype=torch.float64)[0]
+    wanted = (b.t() if layout[1] == "T" else b) @ (a if layout[0] == "N" else a.t())
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out.float(), wanted)
+    assert general_gemm(a.to("meta"), b.to("meta"), layout=layout)[0].shape == shape
+
+
+def test_multi_tensor():
+    flag, tensors = torch.zeros(1, dtype=torch.int), [torch.ones(3), torch.ones(6)]
+    total, each = optimizers.multi_tensor_applier(
+        optimizers.multi_tensor_l2norm, flag, [tensors], True
+    )
+    assert total.tolist() == [3.0]
+    torch.testing.assert_close(each, torch.tensor([3.0, 6.0]).sqrt())
+    optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, flag, [tensors, tensors], 0.5)
+    assert tensors[0].tolist() == [0.5] * 3
+    assert not flag.item()
+
+
+def test_meta_has_shapes_and_no_temporaries():
+    from megatron_prism.tiers.live import LiveBytes
+
+    with LiveBytes("meta") as live:
+        module = LayerNormLinear(64, 32, bias=False, device="meta")
+        x = torch.empty(128, 2, 64, device="meta", requires_grad=True)
+        module(torch.empty(1, 1, 64, device="meta"))  # takes the workspace
+        before = live.current()
+        live.reset_peak()
+        out = module(x)
+        kept = 4 * (256 * 32 + 256 * 64 + 2 * 256)  # output, norm output, mean, deviation
+        assert live.current() - before == live.peak() - before == kept
+        out.sum().backward()
+    assert out.shape == (128, 2, 32)
+    assert x.grad.shape == x.shape
+
+
+def test_meta_shapes():
+    q = torch.empty(6, 2, 4, 8, device="meta", requires_grad=True)
+    k = torch.empty(6, 2, 2, 8, device="meta", requires_grad=True)
+    out = DotProductAttention(4, 8)(q, k, k)
+    assert out.shape == (6, 2, 32)
+    out.sum().backward()
+    assert k.grad.shape == k.shape
+    grouped = GroupedLinear(3, 8, 6, bias=False, device="meta")
+    x = torch.empty(9, 8, device="meta", requires_grad=True)
+    grouped(x, [0, 0, 0]).sum().backward()  # counts are unknown there
+    assert (x.grad.shape, grouped.weight2.grad.shape) == ((9, 8), (6, 8))
+    routing = torch.empty(6, 3, device="meta", dtype=torch.bool)
+    out, taken, row_map = moe_permute_with_probs(x[:6], x[:6, :3], routing, 12)
+    assert (out.shape, taken.shape, row_map.shape) == ((12, 8), (12,), (6, 7))
+    with pytest.raises(UnsupportedError, match="unknown number of rows"):
+        moe_permute_with_probs(x[:6], x[:6, :3], routing, -1)
+
+
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
+        (lambda: fp8.autocast(enabled=True).__enter__(), "FP8"),
+        (lambda: DotProductAttention(4, 8, window_size=(4, 0)), "sliding-window"),
+        (lambda: attention.DotProductAttention(4, 8, softmax_type="off-by-one"), "softmax_type"),
+    ],
+)
+def test_what_is_missing_is_named(use, named):
+    with pytest.raises(UnsupportedError, match=named) as caught:
+        use()
+    assert caught.value.fix
+
+
+_JOB = """
+import sys
+import torch
+tier = sys.argv[1]
+from megatron_prism import tiers
+here = tiers.install(tier)
+from megatron_prism.virtual import session
+from megatron_prism.virtual.values import Values
+session.start(session.VirtualWorld(size=4, rank=1, local_ranks=[1], values=Values("mirror", rank=1),
+                                   device=here.device))
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+parallel_state.initialize_model_parallel(2)
+model_parallel_cuda_manual_seed(1)
+config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4,
+    num_query_groups=2, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True,
+    params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, normalization="RMSNorm",
+    gradient_accumulation_fusion=False, attention_dropout=0.0, hidden_dropout=0.0)
+model = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), 256, 32).cuda().bfloat16()
+tokens = torch.zeros(2, 32, dtype=torch.long, device="cuda")
+loss = model(tokens, tokens, None, labels=tokens)
+from megatron.core.pipeline_parallel.schedules import custom_backward
+custom_backward(loss.float().mean(), None)
+assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+import transformer_engine
+assert transformer_engine.__prism_stand_in__
+if tier == "cpu":
+    assert torch.isfinite(loss).all()
+print("ran", tuple(loss.shape), type(model.decoder.layers[0].self_attention.linear_qkv).__name__)
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["cpu", "meta"])
+def test_megatrons_own_layers_run(tier):
+    pytest.importorskip("megatron.core")
+    done = subprocess.run(
+        [sys.executable, "-c", _JOB, tier], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "ran (2, 32) TELayerNormColumnParallelLinear" in done.stdout, done.stderr[-3000:]
