@@ -122,8 +122,8 @@ class Prism:
     tier: str = "auto"
     values: str = "mirror"
     out: str | None = None  # artefact folder
-    # local_flash: Megatron's local layers, on meta with fused attention's memory (no s x s scores)
-    transformer_impl: str = "local_flash"
+    # local: Megatron's own layers; local_flash: the same, on meta without the s x s scores
+    transformer_impl: str = "transformer_engine"
 
 
 @dataclass
