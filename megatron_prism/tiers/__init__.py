@@ -86,8 +86,7 @@ def _without_cuda(name: str) -> Tier:
     cuda_stubs.install()
     _no_pinned_memory()
     stand_in = ["torch.cuda: inert streams and events"]
-    virtual_te = importlib.util.find_spec("megatron_prism.tiers.virtual_te")
-    if importlib.util.find_spec("transformer_engine") is None and virtual_te is not None:
+    if importlib.util.find_spec("transformer_engine") is None:
         from megatron_prism.tiers import virtual_te
 
         virtual_te.install()
