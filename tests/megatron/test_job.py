@@ -16,6 +16,7 @@ from megatron_prism.plugin import job
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
 
+TE_WORKSPACE = 32 << 20  # cuBLAS workspace that Transformer Engine keeps on Hopper
 SMALL = [
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
@@ -89,7 +90,7 @@ def test_live_memory_covers_weights_gradients_and_states(dense):
     dp = 2
     for s in dense.ranks:
         floor = s["parameters"] * (6 + 12 / dp)
-        assert floor <= s["memory"]["after"] <= floor * 1.3, s["stage"]
+        assert floor <= s["memory"]["after"] <= floor * 1.3 + TE_WORKSPACE, s["stage"]
 
 
 @pytest.mark.slow
