@@ -47,6 +47,7 @@ WORLDS = [  # (size, local ranks)
 ]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+FEWER = (torch.float32, torch.bfloat16, torch.int64, torch.bool)  # for the other cases of a row
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 
 Piece = tuple[int | None, Any]  # (group rank it comes from, or None; a tensor or an object)
@@ -182,6 +183,7 @@ class Case:
 
     mirrored : slots of virtual members hold what they mirror; else they are only finite
     ops      : reduce ops to try (SUM alone where another case of the row tries all)
+    dtypes   : all of them for the first case of a row
     asynchronous : also with async_op=True
     min_size     : fewest members for which it means something
     gloo         : false where gloo mixes up strides without saying so (the formula alone judges)
@@ -193,7 +195,7 @@ class Case:
     do: Callable[[Call, list[Any]], list[Piece]]
     mirrored: bool = True
     ops: tuple[str, ...] = ("SUM",)
-    dtypes: tuple[torch.dtype, ...] = DTYPES
+    dtypes: tuple[torch.dtype, ...] = FEWER
     asynchronous: bool = True
     min_size: int = 1
     gloo: bool = True
@@ -204,6 +206,9 @@ CASES: list[Case] = []
 
 def case(row: str, inputs: Callable[[Call, int], list[Any]], **settings: Any) -> Any:
     """Enter the decorated ``do`` into the table, under its own name."""
+
+    if row not in {known.row for known in CASES}:
+        settings.setdefault("dtypes", DTYPES)
 
     def enter(do: Callable[[Call, list[Any]], list[Piece]]) -> Any:
         CASES.append(Case(do.__name__, row, inputs, do, **settings))
@@ -349,6 +354,8 @@ def all_gather_in_place(call, ins):
     slot = out.view(call.n, -1)[call.p]
     slot.copy_(ins[0])
     call.run(dist.all_gather_into_tensor, out, slot)
+    for j in set(range(call.n)) - set(call.local):
+        assert torch.equal(out.view(call.n, -1)[j], call.empty(4)), "a virtual slot moved"
     return by_source(call, out)
 
 
