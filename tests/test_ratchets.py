@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import pathlib
+import re
 
 import pytest
 
@@ -69,6 +70,65 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-values",
         "--prism-world-size",
     ]
+
+
+def shown(name):
+    return (ROOT.parent / name).read_text(encoding="utf-8")
+
+
+needs_checkout = pytest.mark.skipif(
+    not (ROOT.parent / "README.md").exists(), reason="the README is in the checkout only"
+)
+
+
+@needs_checkout
+def test_the_readme_documents_every_command_and_flag_and_no_other():
+    readme = shown("README.md")
+    used = set(re.findall(r"(?:bin/|`|^)prism ([a-z]+)", readme, re.MULTILINE))
+    assert used == set(cli.COMMANDS)
+    rows = set(re.findall(r"^\| `(--prism-[a-z-]+)", readme, re.MULTILINE))
+    assert rows == set(FLAGS)
+    assert set(re.findall(r"--prism-[a-z]+(?:-[a-z]+)*", readme)) == set(FLAGS)
+
+
+@needs_checkout
+def test_what_the_readme_names_exists():
+    readme = shown("README.md")
+    tree = readme[readme.rindex("\nmegatron_prism/\n") :].split("```")[0]
+    inside, names = "megatron_prism/", []
+    for line in tree.strip().splitlines()[1:]:
+        if not line.startswith("  "):
+            inside = ""
+        left = re.split(r"\s{2,}", line.strip())[0]
+        names += [inside + word for word in left.split()]
+    assert len(names) > 20
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", readme)
+    paths = re.findall(r"`((?:tests|benchmarks|constraints)/[\w./-]+)`", readme)
+    missing = [name for name in [*names, *links, *paths] if not (ROOT.parent / name).exists()]
+    assert missing == []
+    for name in MODULES:
+        if "/" not in name and name != "__main__.py" and name != "cli_output.py":
+            assert f" {name}" in tree, f"the README's tree lacks {name}"
+
+
+@needs_checkout
+def test_the_readme_has_the_two_commands_that_ci_runs():
+    setup = "python -m venv .venv && .venv/bin/pip install -q -c constraints/py310-311.txt -e"
+    first = [x for x in shown("README.md").splitlines() if x.startswith("python -m venv")]
+    recipe = "llama3-70b_1024gpu_tp8pp4vp5_h200"
+    assert first == [
+        f"{setup} . && .venv/bin/prism emulate {recipe}",
+        f'{setup} ".[test]" && .venv/bin/pytest -q',
+    ]
+    ci = shown(".ci/run")
+    assert "readme bin/pytest" in ci
+    assert "readme 'bin/prism emulate'" in ci
+
+
+@needs_checkout
+def test_every_recipe_has_a_row():
+    rows = set(re.findall(r"^\| `([^`]+)`", shown("recipes/README.md"), re.MULTILINE))
+    assert rows == {path.stem for path in (ROOT.parent / "recipes").glob("*.yaml")}
 
 
 @pytest.mark.parametrize("name", MODULES)
