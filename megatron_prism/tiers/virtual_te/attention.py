@@ -100,7 +100,8 @@ class _Attention(torch.autograd.Function):
         ctx.packed = _packed((q, k, v))
         if not ctx.packed:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        ctx.o, ctx.mask, ctx.rng = o, mask, None
+        # the fused kernel reads cu_seqlens; the mask itself lives no longer than forward
+        ctx.o, ctx.mask, ctx.rng = o, None if q.is_meta else mask, None
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         tokens = q.shape[0] if o.form == "thd" else q.shape[0] * q.shape[1]
         statistics = q.new_empty(tokens * q.shape[-2], dtype=torch.float32)

@@ -20,22 +20,50 @@ __all__ = [
     "TransformerEngineBaseModule",
     "cast_if_needed",
     "check_no_userbuffers",
+    "clear",
     "get_dummy_wgrad",
     "get_workspace",
+    "rows_back",
+    "rows_times",
     "set_tp_attributes",
     "weight_gradient",
 ]
 
-WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:71 @v2.9)
-_workspace: list[torch.Tensor] = []
+WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
+GROUPED_WORKSPACES = 4  # one per compute stream (common/util/multi_stream.cpp:50 @v2.9)
+_workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
 _dummies: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
-def get_workspace(like: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Touch the cuBLAS workspace; it takes memory on ``meta`` only."""
-    if not _workspace and like is not None and like.is_meta:
-        _workspace.append(like.new_empty(WORKSPACE_BYTES, dtype=torch.uint8))
-    return _workspace[0] if _workspace else None
+def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> torch.Tensor | None:
+    """Touch the cuBLAS workspace; it takes memory on ``meta`` only.
+
+    ``grouped`` products have workspaces of their own, one per stream (base.py:95 @v2.9).
+    """
+    held = _workspaces[grouped]
+    if not held and like is not None and like.is_meta:
+        for _ in range(GROUPED_WORKSPACES if grouped else 1):
+            held.append(like.new_empty(WORKSPACE_BYTES, dtype=torch.uint8))
+    return held[0] if held else None
+
+
+def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """``x W^T + b``; on ``meta`` only its memory."""
+    if x.is_meta:
+        return x.new_empty(x.shape[0], weight.shape[0])
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def rows_back(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``dy W``; on ``meta`` only its memory."""
+    return grad.new_empty(grad.shape[0], weight.shape[1]) if grad.is_meta else grad @ weight
+
+
+def clear(*tensors: torch.Tensor | None) -> None:
+    """Give the memory back before autograd would (clear_tensor_data, pytorch/utils.py:37 @v2.9)."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.data = tensor.new_empty(0)
 
 
 def get_dummy_wgrad(shape: Any, dtype: torch.dtype, zero: bool = False, device: Any = None) -> Any:
@@ -71,11 +99,17 @@ def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
 
 
 def weight_gradient(
-    weight: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor, opts: Any, main_grad: Any
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    grad: torch.Tensor,
+    opts: Any,
+    main_grad: Any,
+    shared_dummy: bool = True,
 ) -> torch.Tensor | None:
     """``grad.T @ inputs``: added to ``main_grad``, or returned."""
     if not opts.fuse_wgrad:
-        return grad.t() @ inputs
+        shape = (grad.shape[1], inputs.shape[1])
+        return grad.new_empty(shape) if grad.is_meta else grad.t() @ inputs
     overwrite = opts.first_microbatch or getattr(weight, "overwrite_main_grad", False)
     if not main_grad.is_meta:  # the fused kernel writes in place and takes nothing
         product = (grad.t() @ inputs).to(main_grad.dtype)
@@ -83,9 +117,10 @@ def weight_gradient(
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    return get_dummy_wgrad(
-        main_grad.shape, weight.dtype, getattr(weight, "zero_out_wgrad", False), weight.device
-    )
+    zero = getattr(weight, "zero_out_wgrad", False)
+    if shared_dummy:
+        return get_dummy_wgrad(main_grad.shape, weight.dtype, zero, weight.device)
+    return (torch.zeros_like if zero else torch.empty_like)(weight, requires_grad=False)
 
 
 class TransformerEngineBaseModule(torch.nn.Module):

@@ -30,7 +30,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, inp: torch.Tensor, splits: list[int], opts: Any, *params: Any) -> Any:
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
-        get_workspace(x)
+        get_workspace(x, grouped=True)
         out = x.new_empty(x.shape[0], weights[0].shape[0])
         parts = list(torch.split(x, splits)) if sum(splits) == x.shape[0] else [x]
         if not x.is_meta:
@@ -78,7 +78,8 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradients(weights: Any, pairs: list[Any], opts: Any) -> list[Any]:
     def one(weight: Any, x: Any, grad: Any) -> Any:
         main_grad = weight.main_grad if opts.fuse_wgrad else None
-        return weight_gradient(weight, x, grad, opts, main_grad)
+        # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
+        return weight_gradient(weight, x, grad, opts, main_grad, shared_dummy=False)
 
     if opts.delayed is None:
         return [one(w, x, g) for w, (x, g) in zip(weights, pairs, strict=True)]

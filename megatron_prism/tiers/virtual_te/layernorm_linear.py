@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule, check_no_userbuffers
+from megatron_prism.tiers.virtual_te.base import (
+    TransformerEngineBaseModule,
+    check_no_userbuffers,
+    clear,
+)
 from megatron_prism.tiers.virtual_te.linear import (
     add_linear_parameters,
     divide,
@@ -45,7 +49,8 @@ class _LayerNormLinear(torch.autograd.Function):
         wants = ctx.needs_input_grad
         needs = (any(wants[:3]), wants[3], wants[4])
         dnormed, dweight, dbias = finish_backward(grad, normed, ctx.opts.weight, ctx.opts, needs)
-        del normed
+        if needs[1] and ctx.opts.delayed is None:
+            clear(normed)  # (layernorm_linear.py:911 @v2.9)
         dx = dgamma = dbeta = None
         if dnormed is not None:
             dx, dgamma, dbeta = norm_backward(dnormed, x, gamma, (mean, rstd), ctx.opts.norm)

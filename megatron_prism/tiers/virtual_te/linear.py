@@ -19,6 +19,8 @@ from megatron_prism.tiers.virtual_te.base import (
     check_no_userbuffers,
     gather_grad,
     get_workspace,
+    rows_back,
+    rows_times,
     set_tp_attributes,
     weight_gradient,
 )
@@ -51,7 +53,7 @@ def forward_product(x: torch.Tensor, weight: Any, bias: Any, opts: Any) -> torch
     total = x
     if opts.mode == "column" and opts.sp:
         total, _ = gather_along_first_dim(x, opts.group)
-    out = torch.nn.functional.linear(total, weight, bias)
+    out = rows_times(total, weight, bias)
     del total
     if opts.mode == "row" and opts.size > 1:
         communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
@@ -71,7 +73,8 @@ def finish_backward(
         total, arriving = gather_along_first_dim(x, opts.group, async_op=True)
     dx = product = leaving = None
     if needs[0]:
-        product = dx = grad @ weight  # TE keeps the un-scattered product to the end (linear.py:735)
+        # the un-scattered product stays until the end, as in TE (linear.py:735 @v2.9)
+        product = dx = rows_back(grad, weight)
         if opts.mode == "column" and opts.size > 1:
             communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
             dx, leaving = communicate(product, opts.group, async_op=True)
