@@ -8,6 +8,9 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       rank_groups.py           which groups Megatron makes, and the arithmetic of their members
       selectors.py             how a person names ranks
     collectives.py           the one table of collectives: names, shapes, bytes, what peers deliver
+    ops.py program.py        what one rank does in an iteration, op by op
+      programs.py              the programs of a world, in one file
+      program_text.py          the same as text (program_parse.py reads it)
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

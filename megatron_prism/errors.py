@@ -6,6 +6,7 @@
     ├── UsageError             exit 2   the request cannot be carried out
     │   ├── WorldError         exit 2   sizes, ranks and selectors that do not fit
     │   ├── RecipeError        exit 2   a recipe or one of its key=value overrides
+    │   ├── ProgramError       exit 2   a program, or a file of programs, that cannot be read
     │   └── UnitError          exit 2   text that is no duration, size, rate or count
     ├── UnsupportedError       exit 1   fine, but not with this version or machine
     └── NotTrainedError        exit 1   the emulated job came back without having trained
@@ -20,6 +21,7 @@ from __future__ import annotations
 __all__ = [
     "NotTrainedError",
     "PrismError",
+    "ProgramError",
     "RecipeError",
     "UnitError",
     "UnsupportedError",
@@ -59,6 +61,10 @@ class WorldError(UsageError):
 
 class RecipeError(UsageError):
     """An unknown key, a wrong type, or fields of a recipe that contradict each other."""
+
+
+class ProgramError(UsageError):
+    """A program with a mistake in it, a foreign or truncated file, programs that do not fit."""
 
 
 class UnitError(UsageError, ValueError):

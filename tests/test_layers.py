@@ -19,7 +19,12 @@ ROWS = [
     "errors",
     "units",
     "rank_groups selectors",
-    "world program collectives artefact",  # the nouns end here
+    "collectives artefact world",
+    "ops",
+    "program",
+    "programs",
+    "program_text",
+    "program_parse",  # the nouns end here
     "topology graph",
     "costs",
     "replay",
@@ -35,7 +40,7 @@ ROWS = [
     "__main__",
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row.split()}
-NOUNS = ROW["world"]
+NOUNS = ROW["program_parse"]
 
 # Capture half: each may import the nouns and what stands before it.
 CAPTURE = ["virtual", "tiers", "slicer", "plugin"]

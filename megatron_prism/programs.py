@@ -1,0 +1,193 @@
+"""Which programs make up a world?  ``Programs``: one per class of ranks, and who runs which.
+
+In : programs and an assignment of ranks.  Out: one value, kept in one file that loads without torch
+(``save``/``load``; a zip of numpy arrays, so it carries checksums) or as text (``program_text``).
+Nothing is overwritten unless asked, and a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.errors import ProgramError, UsageError, WorldError
+from megatron_prism.ops import ALLOCATION, OP
+from megatron_prism.program import Program
+from megatron_prism.world import World
+
+__all__ = ["FORMAT", "Programs", "load", "save"]
+
+FORMAT = 1  # of the file; raised when its content changes meaning, and older ones then convert
+SUFFIX = ".prism"
+_WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a world.
+
+    world      : sizes of the job; Megatron's groups follow from them
+    programs   : one per kind of rank
+    program_of : int32 [world.size], index into ``programs`` for every rank
+    groups     : description -> tuple of groups (global ranks in group order), for groups that do
+                 not follow from the sizes; they replace Megatron's of the same name
+    source     : where it all comes from: versions, tier, arguments; plain text
+    """
+
+    world: World
+    programs: tuple[Program, ...]
+    program_of: np.ndarray
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        of = np.ascontiguousarray(self.program_of, dtype=np.int32)
+        object.__setattr__(self, "program_of", of)
+        if of.shape != (self.world.size,):
+            raise ProgramError(
+                f"{self.world.size} ranks need a program each, but {of.size} are assigned",
+                fix="say which ranks run each program",
+            )
+        missing = np.flatnonzero((of < 0) | (of >= len(self.programs)))
+        if missing.size:
+            raise ProgramError(
+                f"rank {missing[0]} and {missing.size - 1} others have no program",
+                fix="capture the missing slices, or name those ranks in a program",
+            )
+
+    @staticmethod
+    def one_per_rank(
+        programs: Sequence[Program], world: World | None = None, **more: Any
+    ) -> Programs:
+        """A world in which every rank has a program of its own, as in a real run's dumps."""
+        ordered = tuple(sorted(programs, key=lambda program: program.rank))
+        return Programs(
+            world or World(len(ordered)), ordered, np.arange(len(ordered), dtype=np.int32), **more
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Programs):
+            return NotImplemented
+        return (
+            self.world == other.world
+            and self.programs == other.programs
+            and np.array_equal(self.program_of, other.program_of)
+            and dict(self.groups) == dict(other.groups)
+            and dict(self.source) == dict(other.source)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of(self, rank: int) -> Program:
+        """The program that ``rank`` runs."""
+        return self.programs[self.program_of[self.world.check_rank(rank)]]
+
+    def ranks_of(self, index: int) -> np.ndarray:
+        """The ranks that run program ``index``, ascending, int64 [n]."""
+        return np.flatnonzero(self.program_of == index)
+
+    def release(self) -> tuple[int, int]:
+        """megatron-core's release as (0, 16), which decides its list of groups."""
+        parts = self.source.get("megatron_core", "0.16").split(".")
+        return (int(parts[0]), int(parts[1])) if all(p.isdigit() for p in parts[:2]) else (0, 16)
+
+
+def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
+    path = Path(path)
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
+    arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
+    heads = []
+    for i, program in enumerate(programs.programs):
+        arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
+        heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
+    head = {
+        "format": FORMAT,
+        "world": {name: getattr(programs.world, name) for name in _WORLD_FIELDS},
+        "groups": {name: list(map(list, groups)) for name, groups in programs.groups.items()},
+        "source": dict(programs.source),
+        "programs": heads,
+    }
+    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with open(work, "wb") as file:
+            np.savez_compressed(file, **arrays) if _small(arrays) else np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work, path)
+    except OSError as error:
+        work.unlink(missing_ok=True)
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", fix="name a place you may write to"
+        ) from error
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _small(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether packing costs no time worth speaking of (loading must stay under half a second)."""
+    return sum(array.nbytes for array in arrays.values()) < 1 << 24
+
+
+def load(path: str | os.PathLike[str]) -> Programs:
+    """Read what ``save`` wrote.  ProgramError for foreign, truncated or newer files."""
+    path = Path(path)
+    try:
+        stored = np.load(path, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ProgramError(f"{path} is no file of programs", fix=_FIX)
+        with stored:
+            if "head" not in stored.files:
+                raise ProgramError(f"{path} is no file of programs", fix=_FIX)
+            head = json.loads(stored["head"].tobytes())
+            _check_format(path, head)
+            arrays = {name: stored[name] for name in stored.files if name != "head"}
+    except FileNotFoundError as error:
+        raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
+    except IsADirectoryError as error:
+        raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ProgramError(f"{path} is foreign or damaged: {error}", fix=_FIX) from error
+    return _assemble(path, head, arrays)
+
+
+_FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
+
+
+def _check_format(path: Path, head: Any) -> None:
+    version = head.get("format") if isinstance(head, dict) else None
+    if version != FORMAT:
+        what = f"format {version}" if isinstance(version, int) else "no format version"
+        raise ProgramError(
+            f"{path} has {what}; this release reads {FORMAT}",
+            fix="write it again with this release, or read it with the one that wrote it",
+        )
+
+
+def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Programs:
+    try:
+        programs = []
+        for i, one in enumerate(head["programs"]):
+            ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
+            if ops.dtype != OP or allocations.dtype != ALLOCATION:
+                raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=_FIX)
+            splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])
+            programs.append(Program(one["rank"], ops, tuple(one["strings"]), splits, allocations))
+        groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
+        return Programs(
+            World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]
+        )
+    except (KeyError, TypeError, WorldError) as error:
+        raise ProgramError(f"{path} is damaged: {error}", fix=_FIX) from error
