@@ -6,10 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.tiers.virtual_te import attention, context_parallel, fp8, optimizers
+from megatron_prism.tiers.virtual_te import (
+    attention,
+    context_parallel,
+    context_values,
+    fp8,
+    optimizers,
+)
 from megatron_prism.tiers.virtual_te.attention import DotProductAttention, SplitAlongDim
 from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
 from megatron_prism.tiers.virtual_te.gemm import general_gemm
@@ -23,6 +30,8 @@ from megatron_prism.tiers.virtual_te.permutation import (
     moe_unpermute,
 )
 from megatron_prism.tiers.virtual_te.rope import apply_rotary_pos_emb
+from megatron_prism.virtual import session
+from megatron_prism.virtual.values import Values
 
 
 @pytest.fixture(autouse=True)
@@ -164,31 +173,81 @@ def test_attention_of_packed_sequences():
     torch.testing.assert_close(out[:3], first[:, 0])
 
 
-def test_ring_blocks_are_the_whole_attention():
-    """What each rank of a ring of two computes from blocks adds up to one causal attention."""
-    o = SimpleNamespace(form="sbhd", mask_type="causal", scale=0.3, dropout=0.0)
-    q, k, v = leaf(8, 1, 4, 8), leaf(8, 1, 2, 8), leaf(8, 1, 2, 8)
-    expected = scaled_dot_product_attention(
-        *(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
-    ).permute(2, 0, 1, 3)
-    grad = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, [q, k, v], grad)
-    places = [context_parallel._positions(4, rank, 2) for rank in range(2)]
-    got = [torch.zeros_like(t) for t in wanted]
+def test_blocks_under_dropout_have_the_gradients_of_what_they_computed():
+    """Forward and backward drop the same probabilities, whatever the order of the blocks."""
+    o = SimpleNamespace(form="sbhd", mask_type="causal", scale=0.3, dropout=0.4)
+    q, blocks = leaf(4, 1, 4, 8), [(leaf(4, 1, 2, 8), leaf(4, 1, 2, 8)) for _ in range(2)]
+    seed = context_values.dropout_seed(o)
+    out, lse = context_values.forward_values(q, blocks, o, 1, seed)
+    kept, _ = context_values.forward_values(q, blocks, o, 1)
+    assert not torch.allclose(out, kept)
+    grad = torch.randn_like(out)
+    dq, *wanted = torch.autograd.grad(out, [q, *blocks[1], *blocks[0]], grad)
     with torch.no_grad():
-        blocks = [(k[p], v[p]) for p in places]
-        for me, mine in enumerate(places):
-            out, lse = context_parallel._forward_values(q[mine], blocks, o, me)
-            torch.testing.assert_close(out, expected[mine])
-            for origin, theirs in enumerate(places):
-                parts = context_parallel._block_gradients(
-                    q[mine], *blocks[origin], out, grad[mine], lse, o, (me, origin, 2)
-                )
-                got[0][mine] += parts[0]
-                got[1][theirs] += parts[1]
-                got[2][theirs] += parts[2]
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        parts = [
+            context_values.block_gradients(q, blocks[i], out, grad, lse, o, (1, i, 2), seed)
+            for i in (1, 0)
+        ]
+    got = [parts[0][0] + parts[1][0], *parts[0][1:], *parts[1][1:]]
+    torch.testing.assert_close(got, [dq, *wanted], rtol=1e-4, atol=1e-5)
+
+
+def test_dropped_probabilities_are_made_up_for():
+    o = SimpleNamespace(form="sbhd", mask_type="no_mask", scale=0.3, dropout=0.25)
+    q, block = leaf(4, 1, 2, 8), (leaf(4, 1, 2, 8), torch.ones(4, 1, 2, 8))
+    outs = [context_values.forward_values(q, [block], o, 0, seed)[0] for seed in range(400)]
+    mean = torch.stack(outs).mean((0, -1))  # of weights that sum up to one
+    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", context_parallel.COMM_TYPES[:3])
+@pytest.mark.parametrize("policy", ["mirror", "noise"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
+    """What comes from them has the scale of what is here: gradients too."""
+    values = Values(policy, rank=rank)
+    session.start(session.VirtualWorld(2, rank, (rank,), values, torch.device("cpu")))
+    try:
+        group = dist.new_group([0, 1], group_desc="CONTEXT_PARALLEL_GROUP")
+        module = DotProductAttention(
+            4, 8, attention_dropout=dropout, cp_group=group, cp_comm_type=kind
+        )
+        q, k, v = leaf(6, 2, 4, 8), leaf(6, 2, 2, 8), leaf(6, 2, 2, 8)
+        out = module(q, k, v)
+        grads = torch.autograd.grad(out, [q, k, v], torch.full_like(out, 1e-6))
+    finally:
+        session.stop()
+    assert torch.isfinite(out).all()
+    for grad in grads:
+        assert 0 < grad.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "form", "named"),
+    [
+        ({"attn_mask_type": "arbitrary"}, "sbhd", "an arbitrary mask"),
+        ({"attn_mask_type": "padding_causal"}, "sbhd", "a padding mask"),
+        ({}, "thd", "packed sequences"),
+        ({"cp_comm_type": "a2a"}, "thd", "packed sequences"),
+        ({"cp_comm_type": "a2a"}, "sbhd", "3 attention heads over 2"),
+        ({"cp_comm_type": "ring"}, "sbhd", "type 'ring'"),
+    ],
+)
+def test_what_context_parallelism_lacks_is_named(settings, form, named):
+    session.start(session.VirtualWorld(2, 0, (0,), Values(), torch.device("cpu")))
+    try:
+        group, rows = dist.new_group([0, 1]), (6,) if form == "thd" else (6, 2)
+
+        def use():
+            module = DotProductAttention(3, 8, qkv_format=form, cp_group=group, **settings)
+            module(*(leaf(*rows, 3, 8) for _ in range(3)))
+
+        with pytest.raises(UnsupportedError, match=named):
+            use()
+    finally:
+        session.stop()
 
 
 def test_split_gives_views():

@@ -9,6 +9,7 @@ the values come from torch's attention, run again in backward.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule
-from megatron_prism.tiers.virtual_te.comm import group_size
-from megatron_prism.tiers.virtual_te.context_parallel import gathered_attention, ring_attention
+from megatron_prism.tiers.virtual_te.context_parallel import (
+    COMM_TYPES,
+    context_attention,
+    context_size,
+)
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
 __all__ = ["DotProductAttention", "SplitAlongDim"]
@@ -195,10 +199,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         """Whose keys and values belong to the same sequence, and how they come here."""
-        if cp_comm_type not in ("p2p", "all_gather") and cp_group is not None:
+        if cp_comm_type not in COMM_TYPES and cp_group is not None:
             refuse(
                 f"context parallelism of type {cp_comm_type!r}",
-                fix="--cp-comm-type p2p, or all_gather",
+                fix=f"--cp-comm-type {', '.join(COMM_TYPES[:-1])} or {COMM_TYPES[-1]}",
             )
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
@@ -239,13 +243,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             seqlens=() if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_kv),
             shift=lambda q, k: k.shape[2] - q.shape[2] if bottom else 0,
         )
-        cp_size = group_size(self.cp_group)
-        if cp_size > 1:
-            apply = ring_attention if self.cp_comm_type == "p2p" else gathered_attention
-            out = apply(query_layer, key_layer, value_layer, o, self.cp_group, self.cp_global_ranks)
-        elif o.dropout and self.get_rng_state_tracker is not None:
-            with self.get_rng_state_tracker().fork():
-                out = _Attention.apply(query_layer, key_layer, value_layer, attention_mask, o)
-        else:
-            out = _Attention.apply(query_layer, key_layer, value_layer, attention_mask, o)
+        qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
+        with tracker().fork() if o.dropout and tracker is not None else nullcontext():
+            if context_size(self.cp_group) > 1:
+                where = (self.cp_group, self.cp_global_ranks, self.cp_comm_type)
+                out = context_attention(qkv, o, *where, whole=_Attention.apply)
+            else:
+                out = _Attention.apply(*qkv, attention_mask, o)
         return out.view(*out.shape[:-2], -1)

@@ -1,16 +1,24 @@
 """Attention over a sequence that is spread over ranks.
 
-``p2p`` passes keys and values round a ring: n-1 messages of k and v together in forward; in
-backward the same plus their gradients, one round behind (pytorch/attention/dot_product_attention/
-context_parallel.py, AttnFuncWithCPAndKVP2P @v2.9).  Saved: q, the k and v received last, out, fp32
-softmax statistics (context_parallel.py:1785-1795).  All n received buffers live through forward.
-``all_gather`` gathers k and v, and saves only the own ones (context_parallel.py:2837).
+Line numbers are of pytorch/attention/dot_product_attention/context_parallel.py @v2.9.
+
+``p2p``        keys and values go round a ring (1060): n-1 messages of k and v in forward, n in
+               backward: k and v, then both with their gradients, at last the gradients alone
+               (2149-2178).  Saved: q, the k and v received last, out, fp32 softmax statistics
+               (1785-1795).  All n received buffers live through forward.
+``all_gather`` k and v are gathered (2587) and only the own ones saved, with a copy of each half of
+               the output (2837-2848).
+``a2a``        heads are spread instead of rows (3094), and attention is that of one rank.
+``a2a+p2p``    heads over the first group, rows over the ring of the second (1106).  In backward out
+               and its gradient are spread anew (2113); releases after v2.9 keep out spread.
 
 A causal sequence is dealt in 2n chunks, rank r holding chunks r and 2n-1-r.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +30,25 @@ from megatron_prism.tiers.virtual_te.comm import (
     group_size,
     reduce_scatter_along_first_dim,
 )
+from megatron_prism.tiers.virtual_te.context_a2a import FromHeads, ToHeads, to_heads, to_rows
+from megatron_prism.tiers.virtual_te.context_values import (
+    block_gradients,
+    dropout_seed,
+    forward_values,
+)
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
-__all__ = ["gathered_attention", "ring_attention"]
+__all__ = ["COMM_TYPES", "context_attention", "context_size"]
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def context_size(group: Any) -> int:
+    """Ranks over which a sequence is spread; ``group`` is one group or a list of two."""
+    size = 1
+    for one in group if isinstance(group, (list, tuple)) else [group]:
+        size *= group_size(one)
+    return size
 
 
 def _rows_first(t: torch.Tensor, form: str) -> torch.Tensor:
@@ -32,127 +56,40 @@ def _rows_first(t: torch.Tensor, form: str) -> torch.Tensor:
     return t.transpose(0, 1) if form == "bshd" else t
 
 
-def _positions(length: int, rank: int, size: int) -> torch.Tensor:
-    half = length // 2
-    chunk = torch.arange(half)
-    return torch.cat([chunk + rank * half, chunk + (2 * size - 1 - rank) * half])
+def _in_batches(size: int) -> bool:
+    """Whether a step's two messages are one batch (1112): a ring of two before Blackwell."""
+    old = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0)
+    return bool(int(os.getenv("NVTE_BATCH_MHA_P2P_COMM", "0"))) or (old and size == 2)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, o: Any, mine: int, theirs: int, size: int) -> Any:
-    """fp32 [b, h, sq, sk] of this rank's queries and rank ``theirs``' keys, masked."""
-    many = q.shape[2] // k.shape[2]
-    keys = k.float().repeat_interleave(many, dim=2)
-    scores = torch.einsum("sbhd,tbhd->bhst", q.float(), keys) * o.scale
-    if "causal" in o.mask_type:
-        later = (
-            _positions(k.shape[0], theirs, size)[None]
-            > (_positions(q.shape[0], mine, size)[:, None])
-        )
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores
+class _Neighbours:
+    """The ring as one rank sees it: ``step`` starts both messages, even ranks send first (59)."""
+
+    def __init__(self, group: Any, ranks: Any, heads: Any) -> None:
+        self.group, self.ranks = group, ranks
+        self.size, self.me = group_size(group), group_rank(group)
+        self.spread, self.offset = group_size(heads), group_rank(heads)
+        self.batched = _in_batches(self.size)
+
+    def _at(self, place: int) -> int:
+        return self.ranks[place % self.size * self.spread + self.offset]
+
+    def step(self, send: torch.Tensor, recv: torch.Tensor, way: int) -> list[Any]:
+        """Handles of: ``send`` to the neighbour ``way`` (1 or -1) along, ``recv`` from the other"""
+        calls = [
+            (dist.isend, send, self._at(self.me + way)),
+            (dist.irecv, recv, self._at(self.me - way)),
+        ]
+        if self.me % 2:
+            calls.reverse()
+        if self.batched:
+            return dist.batch_isend_irecv([dist.P2POp(*call, self.group) for call in calls])
+        return [call(tensor, peer, self.group) for call, tensor, peer in calls]
 
 
-def _forward_values(q: Any, blocks: list[Any], o: Any, rank: int) -> tuple[Any, Any]:
-    """(out [s, b, h, d], statistics [b, h, s]) over ``blocks[origin] = (k, v)``."""
-    size = len(blocks)
-    scores = [_scores(q, k, o, rank, i, size) for i, (k, _) in enumerate(blocks)]
-    lse = torch.cat(scores, dim=-1).logsumexp(-1)
-    out = 0.0
-    for score, (k, v) in zip(scores, blocks, strict=True):
-        values = v.float().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-        out = out + torch.einsum("bhst,tbhd->sbhd", (score - lse[..., None]).exp(), values)
-    return out.to(q.dtype), lse
-
-
-def _block_gradients(
-    q: Any, k: Any, v: Any, out: Any, grad: Any, lse: Any, o: Any, ranks: tuple[int, int, int]
-) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv) of one block in fp32, given the statistics of the whole row."""
-    groups, many = k.shape[2], q.shape[2] // k.shape[2]
-    probs = (_scores(q, k, o, *ranks) - lse[..., None]).exp()
-    g = grad.float()
-    delta = (g * out.float()).sum(-1).permute(1, 2, 0)[..., None]
-    values, keys = (t.float().repeat_interleave(many, dim=2) for t in (v, k))
-    dscores = probs * (torch.einsum("sbhd,tbhd->bhst", g, values) - delta) * o.scale
-    dq = torch.einsum("bhst,tbhd->sbhd", dscores, keys)
-    dk = torch.einsum("bhst,sbhd->tbhd", dscores, q.float())
-    dv = torch.einsum("bhst,sbhd->tbhd", probs, g)
-    fold = [t.unflatten(2, (groups, many)).sum(3) for t in (dk, dv)]
-    return dq, fold[0], fold[1]
-
-
-def _exchange(send: torch.Tensor, to: int, recv: torch.Tensor, source: int, group: Any) -> None:
-    """One ring step, both messages in one batch (flash_attn_p2p_communicate @v2.9)."""
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, send, to, group), dist.P2POp(dist.irecv, recv, source, group)]
-    )
+def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _check(o: Any, q: torch.Tensor) -> None:
-    if o.form == "thd" and not q.is_meta:
-        refuse("packed sequences with context parallelism on real values", "use --prism-tier meta")
-    if o.dropout and not q.is_meta:
-        refuse("attention dropout with context parallelism", "--attention-dropout 0")
-    if o.mask_type == "arbitrary":
-        refuse("an arbitrary mask with context parallelism")
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, group: Any, ranks: Any) -> torch.Tensor:
-        size, me = group_size(group), group_rank(group)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        ctx.shapes = (k.shape, v.shape)
-        buffers = [torch.cat([k.view(-1), v.view(-1)])]
-        for _ in range(size - 1):
-            buffers.append(torch.empty_like(buffers[-1]))
-            _exchange(buffers[-2], ranks[(me + 1) % size], buffers[-1], ranks[me - 1], group)
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        rows = q.numel() // q.shape[-1]
-        lse = q.new_empty(rows, dtype=torch.float32)
-        if not q.is_meta:
-            blocks: list[Any] = [None] * size
-            for step, buffer in enumerate(buffers):
-                blocks[(me - step) % size] = _pair(buffer, ctx.shapes, o.form)
-            rows_out, lse = _forward_values(_rows_first(q, o.form), blocks, o, me)
-            out.copy_(_rows_first(rows_out, o.form))
-        ctx.save_for_backward(q, buffers[-1], out, lse)
-        ctx.o, ctx.group, ctx.ranks = o, group, ranks
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        q, kv, out, lse = ctx.saved_tensors
-        o, group, ranks = ctx.o, ctx.group, ctx.ranks
-        size, me = group_size(group), group_rank(group)
-        to, source = ranks[me - 1], ranks[(me + 1) % size]
-        grad, dq, dkv = grad.contiguous(), q.new_empty(q.shape), torch.zeros_like(kv)
-        total = 0.0
-        for step in range(size):
-            held = kv  # of rank me + 1 + step
-            if step < size - 1:
-                kv = torch.empty_like(held)
-                _exchange(held, to, kv, source, group)
-            if step:
-                arrived = torch.empty_like(dkv)
-                _exchange(dkv, to, arrived, source, group)
-                dkv = arrived
-            if not q.is_meta:
-                k, v = _pair(held, ctx.shapes, o.form)
-                args = [_rows_first(t, o.form) for t in (q, out, grad)]
-                part, dk, dv = _block_gradients(
-                    args[0], k, v, args[1], args[2], lse, o, (me, (me + 1 + step) % size, size)
-                )
-                total = total + part
-                flat = [_rows_first(t, o.form).reshape(-1) for t in (dk, dv)]
-                dkv = dkv + torch.cat(flat).to(dkv.dtype)
-        if not q.is_meta:
-            dq.copy_(_rows_first(total, o.form))
-        sizes = [s.numel() for s in ctx.shapes]
-        dk, dv = (t.view(s) for t, s in zip(dkv.split(sizes), ctx.shapes, strict=True))
-        return dq, dk, dv, None, None, None
 
 
 def _pair(buffer: torch.Tensor, shapes: Any, form: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,62 +97,154 @@ def _pair(buffer: torch.Tensor, shapes: Any, form: str) -> tuple[torch.Tensor, t
     return _rows_first(k.view(shapes[0]), form), _rows_first(v.view(shapes[1]), form)
 
 
-class _Gathered(torch.autograd.Function):
+class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, ring: Any, heads: Any) -> torch.Tensor:
+        if heads is not None:
+            q, k, v = to_heads([q, k, v], o.form, heads)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        ctx.o, ctx.group = o, group
-        everyone = _gather(k, v, o, group)
+        ctx.shapes, ctx.seed = (k.shape, v.shape), None
+        buffers, works = [torch.cat([k.view(-1), v.view(-1)])], []
+        for _ in range(ring.size - 1):
+            _wait(works)
+            buffers.append(torch.empty_like(buffers[-1]))
+            works = ring.step(buffers[-2], buffers[-1], 1)
+        _wait(works)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
         if not q.is_meta:
-            rows = _rows_first(q, o.form)
-            rows_out, lse = _forward_values(rows, everyone, o, group_rank(group))
+            ctx.seed = dropout_seed(o)
+            blocks: list[Any] = [None] * ring.size
+            for step, buffer in enumerate(buffers):
+                blocks[(ring.me - step) % ring.size] = _pair(buffer, ctx.shapes, o.form)
+            rows_out, lse = forward_values(_rows_first(q, o.form), blocks, o, ring.me, ctx.seed)
             out.copy_(_rows_first(rows_out, o.form))
-        ctx.save_for_backward(q, k, v, out, lse)
+        if heads is not None:
+            (out,) = to_rows([out], o.form, heads)
+        ctx.save_for_backward(q, buffers[-1], out, lse)
+        ctx.o, ctx.ring, ctx.heads = o, ring, heads
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, kv, out, lse = ctx.saved_tensors
+        o, ring, heads = ctx.o, ctx.ring, ctx.heads
+        grad, dq = grad.contiguous(), torch.empty_like(q)
+        buffers = [kv.new_empty(2, *kv.shape) for _ in range(2)]  # [k and v, their gradients]
+        buffers[0][0].copy_(kv)
+        if heads is not None:
+            out, grad = to_heads([out, grad], o.form, heads)
+        rows, total = [_rows_first(t, o.form) for t in (q, out, grad)], 0.0
+        for step in range(ring.size):
+            held, other = buffers[step % 2], buffers[(step + 1) % 2]
+            # gradients of k and v travel one step behind them
+            parts = slice(1 if step == ring.size - 1 else 0, 1 if step == 0 else 2)
+            works = ring.step(*_same(held[parts], other[parts]), -1)
+            mine: Any = None
+            if not q.is_meta:
+                origin = (ring.me + 1 + step) % ring.size
+                kv_here, places = _pair(held[0], ctx.shapes, o.form), (ring.me, origin, ring.size)
+                part, *mine = block_gradients(rows[0], kv_here, *rows[1:], lse, o, places, ctx.seed)
+                total = total + part
+            _wait(works)
+            if mine is not None:
+                flat = torch.cat([_rows_first(t, o.form).reshape(-1) for t in mine])
+                other[1].copy_(flat if step == 0 else other[1] + flat)
+        if not q.is_meta:
+            dq.copy_(_rows_first(total, o.form))
+        sizes = [s.numel() for s in ctx.shapes]
+        dkv = buffers[ring.size % 2][1].split(sizes)
+        grads = [dq, *(t.view(s) for t, s in zip(dkv, ctx.shapes, strict=True))]
+        if heads is not None:
+            grads = to_rows(grads, o.form, heads)
+        return (*grads, None, None, None)
+
+
+def _same(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """A message of one part has no leading dimension (2160)."""
+    return [t[0] if t.shape[0] == 1 else t for t in tensors]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, group: Any) -> torch.Tensor:
+        q = q.contiguous()
+        k, v = (_rows_first(t, o.form).contiguous() for t in (k, v))
+        ctx.o, ctx.group, ctx.seed = o, group, None
+        everyone = _gather(k, v, group)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
+        if not q.is_meta:
+            ctx.seed, rows = dropout_seed(o), _rows_first(q, o.form)
+            rows_out, lse = forward_values(rows, everyone, o, group_rank(group), ctx.seed)
+            out.copy_(_rows_first(rows_out, o.form))
+        halves = [t.clone() for t in out.chunk(2, o.form.index("s"))]
+        ctx.save_for_backward(q, k, v, *halves, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, *halves, lse = ctx.saved_tensors
         o, group = ctx.o, ctx.group
         me, size = group_rank(group), group_size(group)
-        everyone = _gather(k, v, o, group)
         grad, dq = grad.contiguous(), q.new_empty(q.shape)
-        rows_k, rows_v = (_rows_first(t, o.form) for t in (k, v))
-        dk, dv = (t.new_empty(size * t.shape[0], *t.shape[1:]) for t in (rows_k, rows_v))
+        dk, dv = (t.new_empty(size * t.shape[0], *t.shape[1:]) for t in (k, v))
+        everyone = _gather(k, v, group)
         if not q.is_meta:
-            args, total = [_rows_first(t, o.form) for t in (q, out, grad)], 0.0
-            for i, (block_k, block_v) in enumerate(everyone):
-                part, part_k, part_v = _block_gradients(
-                    args[0], block_k, block_v, args[1], args[2], lse, o, (me, i, size)
+            out, total = torch.cat(halves, o.form.index("s")), 0.0
+            rows = [_rows_first(t, o.form) for t in (q, out, grad)]
+            for i, block in enumerate(everyone):
+                part, part_k, part_v = block_gradients(
+                    rows[0], block, *rows[1:], lse, o, (me, i, size), ctx.seed
                 )
                 total = total + part
                 dk.chunk(size)[i].copy_(part_k)
                 dv.chunk(size)[i].copy_(part_v)
             dq.copy_(_rows_first(total, o.form))
         dk, dv = (
-            _rows_first(reduce_scatter_along_first_dim(t, group)[0], o.form) for t in (dk, dv)
+            _rows_first(reduce_scatter_along_first_dim(t, group)[0], o.form).contiguous()
+            for t in (dk, dv)
         )
         return dq, dk, dv, None, None
 
 
-def _gather(k: torch.Tensor, v: torch.Tensor, o: Any, group: Any) -> list[Any]:
+def _gather(k: torch.Tensor, v: torch.Tensor, group: Any) -> list[Any]:
     size = group_size(group)
-    all_k, all_v = (
-        gather_along_first_dim(_rows_first(t, o.form).contiguous(), group)[0] for t in (k, v)
-    )
+    all_k, all_v = (gather_along_first_dim(t, group)[0] for t in (k, v))
     return list(zip(all_k.chunk(size), all_v.chunk(size), strict=True))
 
 
-def ring_attention(q: Any, k: Any, v: Any, o: Any, group: Any, ranks: Any) -> torch.Tensor:
-    """Keys and values go round the ring of ``ranks``."""
-    _check(o, q)
+def _check(o: Any, q: torch.Tensor, kind: str) -> None:
+    if o.form == "thd" and kind != "p2p":
+        refuse(f"packed sequences with context parallelism of type {kind!r}", "--cp-comm-type p2p")
+    if o.form == "thd" and not q.is_meta:
+        refuse("packed sequences with context parallelism on real values", "use --prism-tier meta")
+    if "padding" in o.mask_type and not q.is_meta:
+        refuse("a padding mask with context parallelism on real values", "use --prism-tier meta")
+    if o.mask_type == "arbitrary":
+        refuse("an arbitrary mask with context parallelism")
+
+
+def context_attention(
+    qkv: tuple[Any, Any, Any], o: Any, group: Any, ranks: Any, kind: str, whole: Callable[..., Any]
+) -> torch.Tensor:
+    """Attention of rows that are spread over ``group``, in the layout of q.
+
+    group : a process group; for ``a2a+p2p`` the group of heads and the group of rows
+    ranks : global ranks of all members, in the order of the sequence
+    whole : attention of one rank that has all rows, ``whole(q, k, v, mask, o)``
+    """
+    heads = None
+    if kind == "a2a+p2p":
+        heads, group = group
+        if group_size(heads) == 1:
+            heads, kind = None, "p2p"
+        elif group_size(group) == 1:
+            heads, group, kind = None, heads, "a2a"
+    _check(o, qkv[0], kind)
+    if kind == "all_gather":
+        return _Gathered.apply(*qkv, o, group)
+    if kind == "a2a":
+        return FromHeads.apply(whole(*ToHeads.apply(*qkv, o.form, group), None, o), o.form, group)
     ranks = ranks if ranks is not None else dist.get_process_group_ranks(group)
-    return _Ring.apply(q, k, v, o, group, ranks)
-
-
-def gathered_attention(q: Any, k: Any, v: Any, o: Any, group: Any, ranks: Any) -> torch.Tensor:
-    """Keys and values are gathered."""
-    _check(o, q)
-    return _Gathered.apply(q, k, v, o, group)
+    return _Ring.apply(*qkv, o, _Neighbours(group, ranks, heads), heads)
