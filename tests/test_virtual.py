@@ -185,6 +185,61 @@ def test_received_tensors_have_the_scale_of_their_kind(world):
     assert rms(gradient).item() == pytest.approx(1, rel=0.05), "the announcement has ended"
 
 
+def test_received_gradients_carry_the_loss_scale(world):
+    """Either factor alone leaves the range of fp16: 1e-5 has few digits there, 2^20 is infinite."""
+    scale = torch.full((1,), 2.0**20)
+    world.values.loss_scale = lambda: scale
+    activation, gradient = (torch.zeros(4096, 1, 1024, dtype=torch.float16) for _ in range(2))
+    for now in (2.0**20, 2.0**19):
+        scale.fill_(now)
+        with world.values.expecting(activation=activation, gradient=gradient):
+            dist.recv(activation, 4)
+            dist.recv(gradient, 4)
+        assert rms(activation).item() == pytest.approx(1, rel=0.01)
+        assert rms(gradient).item() == pytest.approx(now / (4096 * 32), rel=0.01)
+
+
+def ring(policy="mirror", desc="CONTEXT_PARALLEL_GROUP"):
+    start(policy=policy)
+    return dist.new_group(range(4, 8), group_desc=desc)
+
+
+@pytest.mark.parametrize("receives_first", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_round_a_ring_comes_what_is_sent(receives_first, batched):
+    group = ring()
+    for sent in (numbers(6), numbers(12).view(2, 6), -numbers(6)):
+        got = torch.zeros_like(sent)
+        calls = [(dist.isend, sent, 6), (dist.irecv, got, 4)]
+        calls = calls[::-1] if receives_first else calls
+        if batched:
+            dist.batch_isend_irecv([dist.P2POp(*call, group) for call in calls])
+        else:
+            for call, tensor, peer in calls:
+                call(tensor, peer, group)
+        assert torch.equal(got, sent)
+
+
+def test_round_a_ring_of_noise_comes_noise_of_each_parts_scale():
+    group = ring("noise")
+    sent = torch.stack([torch.full((4096,), 3.0), torch.full((4096,), 1e-6)])
+    got = torch.zeros_like(sent)
+    dist.isend(sent, 6, group)
+    dist.irecv(got, 4, group)
+    assert rms(got[0]).item() == pytest.approx(3, rel=0.1)
+    assert rms(got[1]).item() == pytest.approx(1e-6, rel=0.1)
+    assert not torch.equal(got[0], sent[0])
+
+
+@pytest.mark.parametrize("desc", ["CONTEXT_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"])
+def test_elsewhere_and_without_a_counterpart_comes_noise(desc):
+    group, size = ring(desc=desc), 4096 if desc.startswith("PIPE") else 2048
+    got = torch.zeros(4096)
+    dist.isend(torch.zeros(size), 6, group)
+    dist.irecv(got, 4, group)
+    assert rms(got).item() == pytest.approx(1, rel=0.1)
+
+
 def test_received_numbers_are_reproducible_and_differ_by_rank():
     def received(rank):
         values, tensor = Values(rank=rank), torch.zeros(8)

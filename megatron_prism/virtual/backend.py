@@ -20,6 +20,7 @@ from torch import distributed as dist
 from megatron_prism.collectives import BY_METHOD, BY_NAME
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual import answers
+from megatron_prism.virtual.exchange import Exchange, is_ring
 from megatron_prism.virtual.hybrid import Mixed
 from megatron_prism.virtual.work import Done
 
@@ -58,6 +59,7 @@ class PrismGroup(dist.ProcessGroup):
         self.sequence = 0
         self.real, self._mixed = world.connect(self, backend)
         self.all_local = self._n > 1 and self.real is not None and self._mixed is None
+        self._exchange: Exchange | None = None
 
     # -- identity -------------------------------------------------------------------------------
     @property
@@ -285,8 +287,15 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("barrier", (), ())
 
     # -- point to point -------------------------------------------------------------------------
+    def _ring(self, tensor: torch.Tensor) -> Exchange | None:
+        if self._exchange is None and is_ring(self.desc):
+            self._exchange = Exchange(self._values)
+        return None if tensor.is_meta else self._exchange
+
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         done = self._done("send", tensors, ())
+        if (ring := self._ring(tensors[0])) is not None:
+            ring.sent(tensors[0])
         if (mixed := self._mixed_for(tensors[0])) is not None:
             index = mixed.local_index(peer)
             if index is not None:
@@ -295,11 +304,13 @@ class PrismGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
         self._done("recv", (), tensors)
-        if (mixed := self._mixed_for(tensors[0])) is not None:
-            index = mixed.local_index(peer)
-            if index is not None:
-                return mixed.real.recv([t.detach() for t in tensors], index, tag)
-        for tensor in tensors:
+        ring, mixed = self._ring(tensors[0]), self._mixed_for(tensors[0])
+        index = mixed.local_index(peer) if mixed is not None else None
+        if ring is not None:
+            ring.received(tensors[0], invented=index is None)
+        if mixed is not None and index is not None:
+            return mixed.real.recv([t.detach() for t in tensors], index, tag)
+        for tensor in tensors if ring is None else ():
             self._values.receive(tensor)
         return Done(tensors, peer)
 

@@ -9,14 +9,15 @@
 
 Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
 (equal router logits send every token to the same experts, and matrix products run measurably faster
-on zeros than on data).  Noise comes from generators of our own: the job's random streams never
-move.
+on zeros than on data).  Gradients among them carry the job's loss scale.  What comes round a ring
+has a counterpart, see ``exchange``.  Noise comes from generators of our own: the job's random
+streams never move.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -38,6 +39,9 @@ def rms(tensor: torch.Tensor) -> torch.Tensor:
 class Values:
     """Policy plus the private random generators that make it reproducible.
 
+    loss_scale : answers the factor (one element, on the device) that the job multiplies its loss
+                 by now, so that half-precision gradients do not vanish; None if it does not
+
     Raises UsageError for an unknown policy.
     """
 
@@ -55,6 +59,7 @@ class Values:
             )
         self.policy = name
         self.path = path or None
+        self.loss_scale: Callable[[], torch.Tensor] | None = None
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
         self._expected: dict[int, str] = {}
@@ -83,7 +88,8 @@ class Values:
         """Fill a tensor that a virtual rank sent; shape ``[tokens, micro-batch, hidden]`` or any.
 
         Activations are N(0, 1), the scale a normalised residual stream has.  Gradients of a mean
-        loss over t tokens are of the order 1 / (t * sqrt(hidden)).
+        loss over t tokens are of the order 1 / (t * sqrt(hidden)), times the loss scale: one factor
+        in fp32, since either alone may leave the range of fp16.
         """
         if tensor.is_meta or not tensor.numel():
             return
@@ -99,7 +105,25 @@ class Values:
         if self._expected.get(id(tensor)) == GRADIENT:
             hidden = target.shape[-1] if target.dim() else 1
             tokens = max(1, target.numel() // max(1, hidden))
-            target.mul_(1.0 / (tokens * hidden**0.5))
+            factor: float | torch.Tensor = 1.0 / (tokens * hidden**0.5)
+            if self.loss_scale is not None:
+                factor = self.loss_scale().reshape(()) * factor
+            target.mul_(factor)
+
+    def like(self, tensor: torch.Tensor, sent: torch.Tensor) -> None:
+        """Fill a tensor that a virtual equal sent: what we sent it, or noise of the same scale.
+
+        ``[parts, elements]`` or flat; under ``noise`` each part (keys and values, their gradients)
+        keeps its own scale.
+        """
+        target, source = tensor.detach(), sent.detach()
+        if self.policy != "noise" or not target.is_floating_point() or target.element_size() == 1:
+            target.copy_(source)
+            return
+        target.normal_(generator=self.generator(target.device))
+        parts = zip(target, source, strict=True) if target.dim() > 1 else [(target, source)]
+        for part, given in parts:
+            part.mul_(rms(given))
 
     def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
         """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one.

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,8 @@ def run(*flags, job=JOB, script=SCRIPT, launcher=PYTHON, env=None):
 WORLD = ("--prism-emulate", "--prism-world-size", "64", "--prism-tier", "cpu")
 VPP = (*"--num-layers-per-virtual-pipeline-stage 1 --overlap-grad-reduce".split(),
        "--overlap-param-gather")  # fmt: skip
+TE = (*"--transformer-impl transformer_engine --normalization RMSNorm".split(),
+      *"--swiglu --disable-bias-linear".split())  # fmt: skip
 MOE = (*"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".split(),
        *"--expert-tensor-parallel-size 1 --disable-bias-linear --sequence-parallel".split(),
        *"--moe-token-dispatcher-type alltoall".split())  # fmt: skip
@@ -78,6 +81,18 @@ MOE = (*"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".spl
         pytest.param("21", VPP, id="middle, interleaved", marks=pytest.mark.slow),
         pytest.param(
             "63", (*VPP, "--prism-tier", "meta"), id="shapes, interleaved", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "17",
+            (*TE, "--context-parallel-size", "2"),
+            id="context parallel, Transformer Engine",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "16",
+            (*TE, *"--context-parallel-size 2 --cp-comm-type a2a --prism-tier meta".split()),
+            id="context parallel by heads, Transformer Engine, shapes",
+            marks=pytest.mark.slow,
         ),
         pytest.param("1", ("--sequence-parallel",), id="sequence parallel", marks=pytest.mark.slow),
         pytest.param(
@@ -170,6 +185,18 @@ def test_a_script_that_never_trains_fails(tmp_path):
     assert done.returncode == 1
     assert "nothing trained" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_middle_stages_gradients_do_not_vanish_under_fp16():
+    """The optimizer divides by the loss scale; the gradients that a stage receives carry it."""
+    norms = {}
+    for precision in ("--bf16", "--fp16"):
+        job = [precision if word == "--bf16" else word for word in JOB]
+        done = run(*WORLD, "--prism-ranks", "17", "--initial-loss-scale", "65536", job=job)
+        assert done.returncode == 0, done.stderr[-2000:]
+        norms[precision] = [float(n) for n in re.findall(r"grad norm: ([\d.]+)", done.stdout)]
+    assert len(norms["--bf16"]) == 3
+    assert norms["--fp16"] == pytest.approx(norms["--bf16"], rel=0.2)
 
 
 def test_a_run_whose_updates_were_all_skipped_fails(tmp_path):
