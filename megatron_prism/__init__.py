@@ -11,6 +11,10 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     ops.py program.py        what one rank does in an iteration, op by op
       programs.py              the programs of a world, in one file
       program_text.py          the same as text (program_parse.py reads it)
+    membership.py            who is in which group, for all ranks at once
+    classes.py               which ranks cannot be told apart
+    matching.py              do programs fit together (fifo.py, splits.py)
+    graph.py                 the world graph: all programs joined
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

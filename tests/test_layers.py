@@ -25,6 +25,10 @@ ROWS = [
     "programs",
     "program_text",
     "program_parse",  # the nouns end here
+    "membership",
+    "classes",
+    "splits fifo",
+    "matching",
     "topology graph",
     "costs",
     "replay",

@@ -1,0 +1,96 @@
+"""Does every member of an all-to-all send what the others expect?  Row by row, pair by pair.
+
+In : programs and classes whose FIFOs agree.  Out: (group, entry, (sender, receiver), sentence) for
+the first disagreement of each entry.  Only groups in which some call has explicit splits are
+looked at, and only one group of each arrangement of classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from megatron_prism.classes import Classes
+from megatron_prism.membership import Membership
+from megatron_prism.ops import IS_COLLECTIVE
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+
+__all__ = ["check_splits"]
+
+
+def check_splits(
+    programs: Programs, classes: Classes, groups: Mapping[str, Membership]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    """Disagreements between what i sends to j and what j expects from i."""
+    explicit = {
+        program.strings[code]
+        for program in programs.programs
+        for code in np.unique(program.ops["group"][program.ops["splits"] >= 0])
+    }
+    for name in sorted(explicit):
+        for ranks in _arrangements(groups[name], classes.of):
+            table = [_Fifo(programs.of(int(rank)), name) for rank in ranks]
+            yield from _compare(name, ranks, table)
+
+
+def _arrangements(group: Membership, of: np.ndarray) -> Iterator[np.ndarray]:
+    """One group of each arrangement of classes by position."""
+    seen: set[bytes] = set()
+    for index in range(len(group.start) - 1):
+        ranks = group.members[group.start[index] : group.start[index + 1]]
+        key = of[ranks].tobytes()
+        if key not in seen:
+            seen.add(key)
+            yield ranks
+
+
+class _Fifo:
+    """The collectives of one program in one group, their splits in elements."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        found = program.groups().get(name, np.empty(0, dtype=np.int64))
+        self.indices = found[IS_COLLECTIVE[program.ops["name"][found]]]
+        self.program = program
+
+    def elements(self, number: int, side: int) -> np.ndarray | None:
+        """Elements to (side 0) or from (side 1) every member; None if the call does not say."""
+        row = self.program.ops[self.indices[number]]
+        if row["splits"] < 0:
+            return None
+        rows = np.array(self.program.splits[row["splits"]][side], dtype=np.int64)
+        total = int(row["num_in"] if side == 0 else row["num_out"])
+        whole = int(rows.sum())
+        return rows * (total // whole) if whole else rows
+
+
+def _compare(
+    name: str, ranks: np.ndarray, table: list[_Fifo]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    for number in range(min(len(fifo.indices) for fifo in table)):
+        sends = [fifo.elements(number, 0) for fifo in table]
+        wants = [fifo.elements(number, 1) for fifo in table]
+        if any(side is None or len(side) != len(ranks) for side in sends + wants):
+            yield from _incomplete(name, number, ranks, sends + wants)
+            continue
+        sent, wanted = np.stack(sends), np.stack(wants).T
+        if not np.array_equal(sent, wanted):
+            i, j = map(int, np.argwhere(sent != wanted)[0])
+            text = (
+                f"rank {ranks[i]} sends {sent[i, j]} elements to rank {ranks[j]}, which expects "
+                f"{wanted[i, j]}"
+            )
+            yield name, number, (int(ranks[i]), int(ranks[j])), text
+
+
+def _incomplete(
+    name: str, number: int, ranks: np.ndarray, sides: list[np.ndarray | None]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    """Splits of the wrong length are an error; absent ones say nothing."""
+    for place, side in enumerate(sides):
+        if side is not None and len(side) != len(ranks):
+            rank = int(ranks[place % len(ranks)])
+            text = f"rank {rank} gives {len(side)} splits for a group of {len(ranks)}"
+            yield name, number, (int(ranks[0]), rank), text
+            return

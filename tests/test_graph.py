@@ -1,0 +1,322 @@
+"""The world graph: its classes are the coarsest, its meetings those of every single rank, and every
+planted fault is found, named and drawn."""
+
+import dataclasses
+import random
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prism import graph
+from megatron_prism.classes import memberships, partition
+from megatron_prism.errors import ProgramError
+from megatron_prism.ops import Op
+from megatron_prism.program import Program
+from megatron_prism.program_parse import parse
+from megatron_prism.programs import Programs
+from megatron_prism.world import World
+
+TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
+DP, CP, EP = "DATA_PARALLEL_GROUP_WITH_CP", "CONTEXT_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
+
+
+def stage_ops(stage, world, microbatches=2):
+    """A 1F1B-like stage with everything a group can do."""
+    ops = []
+    for m in range(microbatches):
+        at = {"phase": "forward", "microbatch": m}
+        if stage > 0:
+            ops.append(Op("recv", PP, "bf16", num_out=64, peer=-1, **at))
+        ops.append(Op("compute", ns=100 + stage, **at))
+        ops.append(Op("all_reduce", TP, "bf16", 64, 64, "sum", site="mappings.py:31", **at))
+        ops.append(Op("all_gather", CP, "bf16", 64, 64 * world.cp, **at))
+        ops.append(Op("send", CP, "bf16", num_in=8, peer=1, batch=m, **at))
+        ops.append(Op("recv", CP, "bf16", num_out=8, peer=-1, batch=m, **at))
+        even = (4,) * world.ep
+        ops.append(Op("all_to_all", EP, "bf16", 8 * world.ep, 8 * world.ep, splits=(even, even)))
+        if stage < world.pp - 1:
+            ops.append(Op("send", PP, "bf16", num_in=64, peer=1, **at))
+    ops.append(Op("broadcast", TP, "int64", 5, 5, root=0))
+    ops.append(Op("reduce_scatter", DP, "fp32", 64 * world.dp * world.cp, 64, "sum", batch=7))
+    ops.append(Op("reduce_scatter", DP, "fp32", 64 * world.dp * world.cp, 64, "sum", batch=7))
+    ops.append(Op("all_reduce", "default_pg", "fp32", 1, 1, "max"))
+    if stage in (0, world.pp - 1):
+        ops.append(Op("all_reduce", "EMBEDDING_GROUP", "fp32", 9, 9, "sum"))
+    return ops
+
+
+def healthy(world):
+    by_stage = [Program.from_ops(world.rank_at(pp=s), stage_ops(s, world)) for s in world.stages]
+    return Programs(world, tuple(by_stage), world._along("pp", np.arange(world.size)))
+
+
+def with_rank(programs, rank, ops):
+    """The same world, with one rank that runs ``ops``."""
+    of = programs.program_of.copy()
+    of[rank] = len(programs.programs)
+    changed = (*programs.programs, Program.from_ops(rank, ops))
+    return dataclasses.replace(programs, programs=changed, program_of=of)
+
+
+WORLDS = [
+    World(1),
+    World(8, tp=2, pp=2),
+    World(16, tp=2, pp=4, cp=2, ep=2),
+    World(64, tp=2, pp=4, cp=2, ep=4, etp=1),
+    World(128, tp=4, pp=2, cp=2, ep=8),
+    World(512, tp=8, pp=8, ep=8),
+]
+
+
+# -- an independent rank-level graph --------------------------------------------------------------
+def members_of(programs, rank, name):
+    if name == "default_pg":
+        return tuple(range(programs.world.size))
+    if name in programs.groups:
+        return next(g for g in programs.groups[name] if rank in g)
+    return programs.world.group(rank, name)
+
+
+def rank_level(programs):
+    """Rendezvous of single ranks: key -> sorted [(rank, op)], by the rules and nothing else."""
+    met = defaultdict(list)
+    for rank in range(programs.world.size):
+        count = Counter()
+        for at, op in enumerate(programs.of(rank)):
+            if not op.group:
+                continue
+            group = members_of(programs, rank, op.group)
+            if op.name in ("send", "recv"):
+                peer = group[(group.index(rank) + op.peer) % len(group)]
+                way = (rank, peer) if op.name == "send" else (peer, rank)
+                fifo = (op.group, op.name, way)
+                met["p2p", op.group, way, count[fifo]].append((rank, at))
+            else:
+                fifo = (op.group, "all")
+                met["all", op.group, group, count[fifo]].append((rank, at))
+            count[fifo] += 1
+    return met
+
+
+def naive_classes(programs):
+    """Refinement with dictionaries, straight from the definition."""
+    colour = [list(p) for p in programs.programs]
+    colour = [colour.index(list(programs.of(r))) for r in range(programs.world.size)]
+    while True:
+        seen = []
+        for rank, mine in enumerate(colour):
+            view = set()
+            for op in programs.of(rank):
+                if op.group:
+                    group = members_of(programs, rank, op.group)
+                    if op.name in ("send", "recv"):
+                        peer = group[(group.index(rank) + op.peer) % len(group)]
+                        view.add((op.group, op.peer, colour[peer]))
+                    view.add((op.group, tuple(sorted(colour[r] for r in group))))
+            seen.append((mine, frozenset(view)))
+        order = {key: i for i, key in enumerate(dict.fromkeys(seen))}
+        if len(order) == len(set(colour)):
+            return [order[key] for key in seen]
+        colour = [order[key] for key in seen]
+
+
+def assert_exact(programs):
+    """Classes are the naive ones, and class meetings are the rank meetings seen from afar."""
+    made = graph.build(programs)
+    assert made.classes.of.tolist() == naive_classes(programs)
+    meetings = made.rendezvous
+    for met in rank_level(programs).values():
+        numbers = {int(meetings.of[made.classes.of[rank]][at]) for rank, at in met}
+        assert len(numbers) == 1, met
+        expected = sorted({(int(made.classes.of[rank]), at) for rank, at in met})
+        assert sorted(meetings.meeting(numbers.pop())) == expected
+    return made
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_a_healthy_world_is_clean_and_as_small_as_its_stages(world):
+    made = assert_exact(healthy(world))
+    assert made.check() == []
+    assert len(made.classes) == world.pp
+    assert sum(made.classes.counts) == world.size
+    assert made.num_ops() == sum(len(made.programs.of(r)) for r in range(world.size))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(WORLDS[1:5]), st.integers(0, 2**32), st.integers(1, 3))
+def test_odd_ranks_split_only_what_they_must(world, seed, odd):
+    rng = random.Random(seed)
+    programs = healthy(world)
+    for _ in range(odd):
+        rank = rng.randrange(world.size)
+        ops = [
+            dataclasses.replace(op, ns=op.ns + 1) if op.name == "compute" else op
+            for op in programs.of(rank)
+        ]
+        programs = with_rank(programs, rank, ops)
+    assert assert_exact(programs).check() == []
+
+
+def test_reasons_say_why_a_class_is_one():
+    world = WORLDS[2]
+    slow = [dataclasses.replace(op, ns=9) if op.name == "compute" else op for op in
+            healthy(world).of(5)]  # fmt: skip
+    found = partition(with_rank(healthy(world), 5, slow))
+    reason = dict(zip(found.representatives, found.reasons, strict=True))
+    assert reason[5] == "its program"
+    assert any("which classes are in its group" in text for text in found.reasons)
+    assert found.ranks(int(found.of[5])).tolist() == [5]
+
+
+def test_equal_programs_are_one_class():
+    world = World(4, tp=4)
+    ops = [Op("all_reduce", TP, "bf16", 1, 1, "sum")]
+    made = Programs.one_per_rank([Program.from_ops(r, ops) for r in range(4)], world)
+    assert len(partition(made)) == 1
+
+
+def test_a_million_ranks_cost_what_their_classes_cost():
+    world = World(1 << 20, tp=8, pp=4, cp=2, ep=8)
+    made = graph.build(healthy(world))
+    assert made.check() == []
+    assert made.classes.counts == (1 << 18,) * 4
+
+
+# -- faults ---------------------------------------------------------------------------------------
+def index_of(ops, name, group, nth=0):
+    return [i for i, op in enumerate(ops) if op.name == name and op.group == group][nth]
+
+
+def planted(change, rank=5, world=WORLDS[2]):
+    programs = healthy(world)
+    ops = list(programs.of(rank))
+    change(ops)
+    return graph.build(with_rank(programs, rank, ops)).check()
+
+
+def edit(call, where, nth=0, **fields):
+    def change(ops):
+        at = index_of(ops, call, where, nth)
+        ops[at] = dataclasses.replace(ops[at], **fields)
+
+    return change
+
+
+def drop(name, group, nth=0):
+    return lambda ops: ops.pop(index_of(ops, name, group, nth))
+
+
+def swap(first, second):
+    def change(ops):
+        a, b = index_of(ops, *first), index_of(ops, *second)
+        ops[a], ops[b] = ops[b], ops[a]
+
+    return change
+
+
+FAULTS = {
+    "missing": (drop("all_reduce", TP, 1), "missing", TP, "rank 5 never calls all_reduce bf16 #1"),
+    "missing last": (drop("broadcast", TP), "missing", TP, "rank 5 stops 1 calls before rank"),
+    "extra": (lambda ops: ops.insert(0, Op("barrier", TP)), "missing", TP, "rank 5 calls barrier"),
+    "order": (swap(("all_reduce", TP, 1), ("broadcast", TP)), "order", TP, "another order"),
+    "shape": (edit("all_reduce", TP, num_in=32, num_out=32), "shape", TP, "64 elements on rank 4, "
+              "32 elements on rank 5"),
+    "dtype": (edit("all_reduce", TP, 1, dtype="fp32"), "dtype", TP, "bf16 on rank 4, fp32 on"),
+    "reduce op": (edit("all_reduce", TP, reduce="max"), "reduce op", TP, "sum on rank 4, max on"),
+    "root": (edit("broadcast", TP, root=1), "root", TP, "0 on rank 4, 1 on rank 5"),
+    "operation": (edit("all_reduce", TP, name="broadcast"), "operation", TP, "all_reduce on rank"),
+    "coalescing": (edit("reduce_scatter", DP, 1, batch=8), "coalescing", DP, "coalescing"),
+    "splits": (edit("all_to_all", EP, 1, splits=((3, 5), (4, 4))), "splits", EP, "which expects 8"),
+    "too few splits": (edit("all_to_all", EP, splits=((8,), (4, 4))), "splits", EP, "1 splits for"),
+    "send shape": (edit("send", PP, 1, num_in=63), "shape", PP, "does not expect"),
+    "send dtype": (edit("send", PP, dtype="fp16"), "dtype", PP, "does not expect"),
+    "no send": (drop("send", PP), "unmatched receive", PP, "posts 1 more recv than rank 5"),
+    "no receive": (drop("recv", PP), "unmatched send", PP, "posts 1 more send than rank 5"),
+    "wrong group": (edit("all_reduce", TP, 1, group=CP), "wrong group", TP, f"of {TP} in {CP}"),
+    "never": (lambda ops: ops.clear(), "missing", TP, "stops 3 calls before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name):
+    change, kind, group, says = FAULTS[name]
+    found = planted(change)
+    about = [f for f in found if f.group == group]
+    assert [f.kind for f in about][:1] == [kind], found
+    assert says in about[0].likely
+    assert 5 in about[0].ranks
+    assert "<-- here" in about[0].picture
+    assert f"rank {about[0].ranks[0]}" in str(about[0])
+
+
+def test_the_picture():
+    (found,) = planted(FAULTS["dtype"][0])
+    assert str(found) == (
+        "dtype in TENSOR_MODEL_PARALLEL_GROUP, call #1, ranks 4 and 5\n"
+        "  rank 4                                                  rank 5\n"
+        "  #0 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
+        "#0 0F all_reduce bf16 n=64 reduce=sum @mappings.py:31\n"
+        "  #1 1F all_reduce bf16 n=64 reduce=sum @mappings.py:31   "
+        "#1 1F all_reduce fp32 n=64 reduce=sum @mappings.py:31   <-- here\n"
+        "  #2 - broadcast int64 n=5 root=0                         "
+        "#2 - broadcast int64 n=5 root=0\n"
+        "  likely: dtype: bf16 on rank 4, fp32 on rank 5"
+    )
+
+
+def test_a_rank_outside_the_group_it_calls():
+    text = """prism-program 1
+world size=3
+group A 0,1
+program ranks=0-2
+- all_reduce A bf16 n=1 reduce=sum"""
+    (found,) = graph.build(parse(text)).check()
+    assert found.kind == "wrong group"
+    assert "rank 2 is in no group called A" in found.likely
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("group B 0,1", "uses the group A"),
+        ("group A 0,9", "rank 9 is outside"),
+        ("group A 0,1;1,2", "rank 1 is in it twice"),
+    ],
+)
+def test_groups_that_cannot_be(line, says):
+    text = f"prism-program 1\nworld size=3\n{line}\nprogram ranks=0-2\n- barrier A"
+    with pytest.raises(ProgramError, match=says):
+        graph.build(parse(text))
+
+
+def test_groups_written_by_hand_may_differ_in_size():
+    text = """prism-program 1
+world size=5
+group A 4,0;1,2,3
+program ranks=0-4
+- all_gather A bf16 in=1 out=2
+- send A bf16 in=3 peer=1
+- recv A bf16 out=3 peer=-1"""
+    made = assert_exact(parse(text))
+    assert made.check() == []
+    assert len(made.classes) == 2
+    assert memberships(made.programs)["A"].group(0).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_memberships_are_the_worlds_groups(world):
+    for name in (TP, PP, DP, CP, EP, "EMBEDDING_GROUP", "MODEL_PARALLEL_GROUP",
+                 "EXPERT_DATA_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+                 "POSITION_EMBEDDING_GROUP", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+                 "DATA_PARALLEL_GROUP_GLOO"):  # fmt: skip
+        made = memberships(
+            Programs(world, (Program.from_ops(0, [Op("barrier", name)]),), np.zeros(world.size))
+        )[name]
+        for rank in range(world.size):
+            expected = world.group(rank, name.removesuffix("_GLOO")) or ()
+            assert tuple(made.group(rank)) == expected
+            if expected:
+                assert made.position[rank] == expected.index(rank)
