@@ -77,8 +77,9 @@ class ArtefactFolder:
     @staticmethod
     def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
         """UsageError unless an artefact may be put at ``path``: call it before any long work."""
-        path = Path(path)
+        path = Path(path).absolute()
         if not os.path.lexists(path):
+            _check_writable(path.parent)
             return
         if path.is_symlink() or not path.is_dir():
             raise UsageError(
@@ -89,6 +90,7 @@ class ArtefactFolder:
                 f"{path} exists already",
                 fix="name another place with -o DIR, or replace it with --force",
             )
+        _check_writable(path.parent)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one UTF-8 file, making its folders; returns where it lies for now."""
@@ -159,6 +161,20 @@ class ArtefactFolder:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+
+
+def _check_writable(folder: Path) -> None:
+    """UsageError unless ``folder``, or the nearest of its parents that exists, takes new files."""
+    place = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    why = None
+    if not place.is_dir():
+        why = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        why = f"{place} may not be written"
+    if why is not None:
+        raise UsageError(
+            f"cannot write to {folder}: {why}", fix="name a folder you may write to with -o DIR"
+        )
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -128,3 +128,16 @@ def test_a_replaced_artefact_comes_back_if_the_process_died_between_the_renames(
     with pytest.raises(UsageError, match="exists already"):
         write(tmp_path / "one", "second")
     assert (tmp_path / "one" / "report.txt").read_text() == "first"
+
+
+@pytest.mark.parametrize("place", ["file/one", "file/deep/one", "locked/one", "locked/deep/one"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path, place, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "locked").mkdir()
+    real = os.access  # root may write anywhere
+    locked = tmp_path / "locked"
+    monkeypatch.setattr(os, "access", lambda p, mode: p != locked and real(p, mode))
+    with pytest.raises(UsageError, match="cannot write to"):
+        ArtefactFolder.check_free(tmp_path / place)
+    ArtefactFolder.check_free(tmp_path / "new" / "deep" / "one")
+    assert not (tmp_path / "new").exists()

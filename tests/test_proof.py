@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_prism.errors import NotTrainedError
+from megatron_prism.plugin import summary
 from megatron_prism.plugin.proof import Proof
 
 
@@ -101,3 +102,8 @@ def test_backward_gets_the_labels_of_its_forward():
     assert proof.backward_labels(outputs[1]) == {"phase": "backward", "microbatch": 1, "chunk": 1}
     assert proof.backward_labels([outputs[0]])["microbatch"] == 0
     assert proof.tokens_per_iteration() == 48
+
+
+def test_json_has_no_nan():
+    kept = summary._finite({"a": [1.5, float("nan")], "b": {"c": float("-inf"), "d": 2}})
+    assert kept == {"a": [1.5, None], "b": {"c": None, "d": 2}}

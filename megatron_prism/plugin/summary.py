@@ -8,6 +8,7 @@ has trained, with one JSON file per local rank and nothing else; a failed run le
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -25,12 +26,15 @@ FORMAT = 1  # version of the JSON below
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Raise UsageError if ``out`` exists and may not be replaced."""
-    if out.exists() and not force:
-        raise UsageError(
-            f"the artefact folder {out} exists already and will not be overwritten",
-            fix="choose another --prism-out, or add --prism-force to replace it",
-        )
+    """UsageError, in the words of our flags, if ``out`` may not be written or replaced."""
+    from megatron_prism.artefact import ArtefactFolder
+
+    try:
+        ArtefactFolder.check_free(out, force)
+    except UsageError as error:
+        fix = (error.fix or "").replace("-o DIR", "--prism-out DIR")
+        fix = fix.replace("--force", "--prism-force")
+        raise UsageError(f"--prism-out: {error.message}", fix=fix) from None
 
 
 class Reporter:
@@ -172,7 +176,7 @@ class Reporter:
         """Process 0 writes for all; the others hand their summaries over through the store."""
         out, options = self.options.out, self.options
         assert out is not None
-        text = json.dumps(summary, indent=1)
+        text = json.dumps(_finite(summary), indent=1, allow_nan=False)
         if self.store is not None and options.process:
             self.store.set(f"prism/summary/{options.process}", text)
             return
@@ -191,6 +195,15 @@ def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
     with ArtefactFolder(out, force=force) as folder:
         for name, text in files.items():
             folder.write_text(name, text)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _coordinates(options: Options) -> str:
