@@ -5,6 +5,7 @@ Same form as ``seams``: each answers what only an absent rank could answer, or w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -218,6 +219,28 @@ def _prove(module: ModuleType, context: Context) -> None:
     _wrap(module, "pretrain", whole)
 
 
+def _no_checkpoints(module: ModuleType, context: Context) -> None:
+    """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
+
+    Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
+    """
+    told = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(context.local_ranks) == torch.distributed.get_world_size():
+                return original(iteration, *args, **kwargs)
+            if not told and context.leads:
+                why = "those of an emulated job are meaningless"
+                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            told.append(iteration)
+            return None
+
+        return call
+
+    _wrap(module, "save_checkpoint", make)
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         "label-receives",
@@ -260,5 +283,12 @@ SEAMS: tuple[Seam, ...] = (
         "an emulated run that did not train must not exit 0",
         "training/training.py:1603 @0.16.1; :2336 @0.19.0",
         _prove,
+    ),
+    Seam(
+        "no-checkpoints",
+        "megatron.training.checkpointing",
+        "--save names the real job's folder, and virtual ranks have no shards to put there",
+        "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
+        _no_checkpoints,
     ),
 )

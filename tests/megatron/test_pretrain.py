@@ -234,6 +234,25 @@ def test_a_script_that_fails_keeps_its_status_and_leaves_no_folder(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("rank", ["0", pytest.param("17", marks=pytest.mark.slow)])
+def test_the_jobs_own_checkpoints_are_left_alone(rank, tmp_path):
+    """A copied command line has the real job's --save; rank 0 used to fail on missing shards."""
+    save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "2")
+    done = run(*WORLD, "--prism-ranks", rank, *save)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "checkpoints are not written" in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_output_place_that_cannot_be_written_is_refused_first(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out, more in (("file", ("--prism-force",)), ("file/x", ())):
+        done = run(*WORLD, "--prism-out", str(tmp_path / out), *more)
+        assert done.returncode == 2, done.stderr[-2000:]
+        assert "fix: name" in done.stderr
+        assert "--prism-out DIR" in done.stderr
+
+
 def test_an_existing_folder_is_left_alone(tmp_path):
     (tmp_path / "kept").write_text("mine")
     done = run(*WORLD, "--prism-out", str(tmp_path))
