@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,6 +75,8 @@ def emulate(args: argparse.Namespace) -> int:
         ArtefactFolder.check_free(out, args.force)  # before the minutes, not after
     from megatron_prism.plugin import job
 
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # unwind: show the cursor, end workers
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     result = job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
     if args.json:
         print_json(result.to_json())
@@ -120,6 +124,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.  A PrismError is printed, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal gets ? for …, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return _dispatch(words)
     except PrismError as error:

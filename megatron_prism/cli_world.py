@@ -82,6 +82,9 @@ def _world(settings: dict[str, str]) -> Any:
             values[key] = text if key == "order" else units.parse_count(text)
         except UnitError as error:
             raise UsageError(f"{key}={text}: {error.message}", fix=error.fix) from None
+    for key, value in values.items():
+        if isinstance(value, int) and value < 1:
+            raise UsageError(f"{key}={value}: sizes are positive numbers", fix=f"{key}=1")
     parts = {key: values[key] for key in ("tp", "cp", "pp", "ep", "etp") if key in values}
     return World(values.pop("size", None) or implied_size(**parts), **values)
 

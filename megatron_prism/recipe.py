@@ -130,7 +130,8 @@ def _override(token: str) -> DictConfig:
     match = _OVERRIDE.fullmatch(token)
     if match is None:
         key = token.lstrip("-").partition("=")[0]
-        fix = f"write {key.replace(' ', '_')}={token.partition('=')[2] or 'VALUE'}"
+        key = key.replace(" ", "_") or "section.key"
+        fix = f"write {key}={token.partition('=')[2] or 'VALUE'}"
         why = "an override has no dashes" if token.startswith("-") else "an override is key=value"
         raise RecipeError(f"{token!r}: {why}", fix=fix)
     _refuse_odd(match["value"], f"override {token!r}")
@@ -203,9 +204,10 @@ def _wrong_type(error: errors.OmegaConfBaseException, where: str) -> RecipeError
         fix = f"write {key}={value:.0f}" if value.is_integer() else f"{key} is a whole number"
         return RecipeError(f"{where}: {key}: {number[1]} is no whole number to YAML", fix=fix)
     if "is not a subclass of" in said:
+        what = f"{where}: {key} is" if key else f"{where}: this is"  # OmegaConf may not say which
         return RecipeError(
-            f"{where}: {key} is a section, not a value",
-            fix=f"set one of its keys, as {key}.KEY=VALUE",
+            f"{what} a section, not a value",
+            fix=f"set one of its keys, as {key}.KEY=VALUE" if key else "write train.lr=1e-4",
         )
     return RecipeError(f"{where}: {key}: {said}", fix=f"give {key} a value of the type named")
 

@@ -7,6 +7,7 @@ time; where a rule lives in Megatron is noted beside it (@core_v0.16.1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ CHOICES = {
     "train.recompute_granularity": (None, "full", "selective"),
     "train.recompute_method": (None, "uniform", "block"),
     "prism.tier": ("auto", "cuda", "cpu", "meta"),
+    # recorded:PATH belongs to scripts: a recording is of their command line
+    "prism.values": ("mirror", "noise"),
     "prism.transformer_impl": ("transformer_engine", "local", "local_flash"),
 }
 POSITIVE = {
@@ -52,6 +55,8 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
+    if not (0 <= recipe.train.lr < math.inf):
+        raise RecipeError(f"train.lr is {recipe.train.lr}", fix="use a number of at least 0")
     recipe.world  # noqa: B018  parallel sizes first: a WorldError says which of them do not fit
     for rules in (_model, _experts, _batches, _layers, _training):
         for message, fix in rules(recipe):

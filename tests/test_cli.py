@@ -1,6 +1,7 @@
 """``prism``: stdout is the result, stderr the talk, the exit status says which; no tracebacks."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -85,12 +86,20 @@ def test_recipes_lists_them(capsys):
         (["world", "--size=64"], "did you mean size=64?"),
         (["world", "size=1.5"], "size=1.5: '1.5' is no whole number"),
         (["world", "size=8", "rank=8"], "choose ranks from 0 to 7"),
+        (["world", "tp=0"], "tp=0: sizes are positive numbers\n  fix: tp=1"),
+        (["world", "size=0", "tp=2"], "size=0: sizes are positive numbers"),
         (["world", "megatron=new"], "fix: megatron=0.19"),
         (["emulate"], "required: RECIPE\n"),
         (["emulate", "llama3-70b"], "did you mean llama3-70b_1024gpu"),
         (["emulate", "tiny-gpt_1cpu", "--frce"], "did you mean --force?"),
         (["emulate", "tiny-gpt_1cpu", "--train.lr=1"], "fix: write train.lr=1"),
         (["emulate", "tiny-gpt_1cpu", "tp=2"], "did you mean parallel.tp?"),
+        (["emulate", "tiny-gpt_1cpu", "=3"], "fix: write section.key=3"),
+        (["emulate", "tiny-gpt_1cpu", "train=3"], "fix: write train.lr=1e-4"),
+        (["emulate", "tiny-gpt_1cpu", "train.lr=nan"], "train.lr is nan"),
+        (["emulate", "tiny-gpt_1cpu", "prism.values=zeros"], "use mirror or noise"),
+        (["emulate", "tiny-gpt_1cpu", "prism.values=recorded:x"], "use mirror or noise"),
+        (["emulate", "tiny-gpt_1cpu", "-o", f"{__file__}/x"], "is no folder"),
         (["emulate", "tiny-gpt_1cpu", "-o"], "expected one argument"),
         (["recipes", "extra"], "no option extra"),
     ],
@@ -169,6 +178,17 @@ def test_light_imports(code, heavy):
     probe += f"print('LOADED', *({set(heavy.split())!r} & (set(sys.modules) - before)))"
     out = fresh(probe)
     assert out[out.index("LOADED") + 1 :] == []
+
+
+def test_an_ascii_terminal_is_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_prism", "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"prism COMMAND ?" in done.stdout
 
 
 def test_python_dash_m_is_prism():

@@ -180,8 +180,11 @@ def test_sizes_that_do_not_divide_the_world_show_the_arithmetic():
         read("--prism-world-size 48")
     for part in ("8", "4", "32", "48"):
         assert part in caught.value.message
-    assert caught.value.fix
     assert caught.value.exit_code == 2
+    assert caught.value.fix == (
+        "--prism-world-size=32 or --prism-world-size=64, or keep 48 ranks with "
+        "--tensor-model-parallel-size=6 or --tensor-model-parallel-size=12"
+    )
 
 
 def test_expert_sizes_that_do_not_divide_the_world():

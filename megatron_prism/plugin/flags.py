@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,7 +177,17 @@ def _world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: 
         while size < k:  # more processes than the smallest world: add data-parallel replicas
             size += implied_size(**sizes)
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    return World(size=size, order=order, **sizes)
+    try:
+        return World(size=size, order=order, **sizes)
+    except WorldError as error:
+        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
+
+
+def _in_flags(fix: str | None) -> str | None:
+    """``size=56`` of a World's fix as the flag that says it."""
+    names = {name: flag for flag, name in _SIZES.items()} | {"size": "--prism-world-size"}
+    pattern = rf"\b({'|'.join(names)})=(?=\d)"
+    return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
 
 
 def _ranks(

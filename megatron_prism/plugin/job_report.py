@@ -75,7 +75,7 @@ def _stages(recipe: Recipe, summaries: Sequence[dict[str, Any]], console: Consol
             f"{_calls(summary, 'recv'):,}",
             f"{summary['iteration_s'][-1]:.2f}",
         )
-    console.print(table)
+    _print(table, console)
 
 
 def _communication(summaries: Sequence[dict[str, Any]], console: Console) -> None:
@@ -98,4 +98,11 @@ def _communication(summaries: Sequence[dict[str, Any]], console: Console) -> Non
     ):
         shown = "all" if len(stages) == everywhere and everywhere > 1 else ", ".join(stages)
         table.add_row(group, f"{size:,}", op, f"{calls:,}", format_bytes(num_bytes), shown)
+    _print(table, console)
+
+
+def _print(table: Table, console: Console) -> None:
+    """On a narrow terminal cells fold: a number that is cut says something else."""
+    for column in table.columns:
+        column.overflow = "fold"
     console.print(table)

@@ -1,17 +1,20 @@
 """The main job through the installed megatron-core: stages, communication, memory, bad input."""
 
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from megatron_prism import recipe as recipes
 from megatron_prism.artefact import ArtefactFolder
 from megatron_prism.errors import PrismError
-from megatron_prism.plugin import job
+from megatron_prism.plugin import job, job_report
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -122,6 +125,36 @@ def test_real_text_on_the_cpu_has_a_falling_loss(tmp_path):
         "recipe.json",
         "summary.json",
     ]
+
+
+def test_a_loss_that_is_not_finite_fails(tmp_path):
+    recipe = recipes.load("tiny-gpt_1cpu", ["train.lr=1e30", "train.iterations=5"])
+    with pytest.raises(PrismError, match="the loss of iteration . is not finite") as caught:
+        job.emulate(recipe, tmp_path / "out")
+    assert caught.value.exit_code == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_are_whole_on_a_narrow_terminal(dense):
+    text = io.StringIO()
+    job_report.body(dense.recipe, dense.ranks, 1.0, Console(file=text, width=60))
+    assert "…" not in text.getvalue()
+
+
+def test_sigterm_unwinds(tmp_path):
+    command = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu"]
+    process = subprocess.Popen(
+        [*command, "train.iterations=100000", "-o", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not _children(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_field_that_megatron_lacks_is_named(tmp_path):
