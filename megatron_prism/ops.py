@@ -9,6 +9,7 @@ all_reduce ...  any row of ``collectives.TABLE`` that is no p2p: issued from ``s
                 group's own stream.  Without a handle the issuing stream waits for it at once
 send recv       p2p with the rank ``peer`` places further in the group's ring of members (may be
                 negative); the position is relative, so that all ranks of a class say the same
+record          an event of ``stream``: everything issued there so far, by its handle
 wait            ``stream`` waits for the op with this handle
 host_wait       the host waits until ``stream`` (its note: or everything) is idle
 grad_sync       a gradient bucket's communication is asked for; param_sync: a parameter gather
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 NAMES = (
-    ("compute", "wait", "host_wait", "grad_sync", "param_sync", "mark")
+    ("compute", "record", "wait", "host_wait", "grad_sync", "param_sync", "mark")
     + tuple(row.name for row in TABLE)
 )  # fmt: skip
 CODE = {name: code for code, name in enumerate(NAMES)}

@@ -32,6 +32,9 @@ from megatron_prism.ops import (
 __all__ = ["Builder", "Program"]
 
 
+_HANDLE = list(OP.names or ()).index("handle")
+
+
 class Builder:
     """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op)."""
 
@@ -105,6 +108,11 @@ class Builder:
             )
         )
         return len(self._rows) - 1
+
+    def settle(self, index: int) -> None:
+        """Op ``index`` was not asynchronous after all: it has no handle."""
+        row = self._rows[index]
+        self._rows[index] = (*row[:_HANDLE], -1, *row[_HANDLE + 1 :])
 
     def memory(self, storage: int, num_bytes: int) -> None:
         """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op."""

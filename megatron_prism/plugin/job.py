@@ -28,7 +28,7 @@ from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import job_report
 from megatron_prism.recipe_schema import Recipe
 
-__all__ = ["Result", "emulate", "ranks_of"]
+__all__ = ["Result", "emulate", "ranks_of", "run_ranks"]
 
 FORMAT = 1  # version of summary.json
 
@@ -92,18 +92,11 @@ def emulate(
     worker ended with; then nothing is written.
     """
     console = console or Console()
-    if recipe.prism.tier not in ("auto", "cpu", "meta", "cuda"):
-        raise UsageError(
-            f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
-        )
     ranks = ranks_of(recipe)
     job_report.head(recipe, ranks, console)
     start = time.perf_counter()
-    summaries = _run_all(recipe, ranks, num_workers or min(os.cpu_count() or 1, 8), console)
+    summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
     result = Result(recipe, summaries, time.perf_counter() - start)
-    for summary in summaries:
-        if summary["steps"] < recipe.train.iterations:
-            raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
     job_report.body(recipe, summaries, result.wall_s, console)
     if out is not None:
         with ArtefactFolder(out, force=force) as folder:
@@ -115,10 +108,34 @@ def emulate(
     return result
 
 
-def _run_all(
-    recipe: Recipe, ranks: tuple[int, ...], num_workers: int, console: Console
+def run_ranks(
+    recipe: Recipe,
+    ranks: tuple[int, ...],
+    console: Console,
+    *,
+    num_workers: int | None = None,
+    slices: Any = None,
 ) -> list[dict[str, Any]]:
-    """Run every rank, at most ``num_workers`` at once; stop all when one fails."""
+    """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
+    fails.  ``slices`` is a SliceStore into which each puts what it did.
+
+    Raises NotTrainedError and whatever PrismError a worker ended with.
+    """
+    if recipe.prism.tier not in ("auto", "cpu", "meta", "cuda"):
+        raise UsageError(
+            f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
+        )
+    summaries = _run_all(recipe, ranks, num_workers, console, slices)
+    for summary in summaries:
+        if summary["steps"] < recipe.train.iterations:
+            raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
+    return summaries
+
+
+def _run_all(
+    recipe: Recipe, ranks: tuple[int, ...], num_workers: int | None, console: Console, slices: Any
+) -> list[dict[str, Any]]:
+    num_workers = num_workers or min(os.cpu_count() or 1, 8)
     waiting, running, done = list(ranks), [], {}
     bars = Progress(
         TextColumn("{task.description}"),
@@ -132,7 +149,7 @@ def _run_all(
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
-                    worker = _start(recipe, waiting.pop(0), tasks)
+                    worker = _start(recipe, waiting.pop(0), tasks, slices)
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
                 for key, _ in selector.select(timeout=0.5):
@@ -156,7 +173,7 @@ def _title(recipe: Recipe, rank: int) -> str:
     return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
 
 
-def _start(recipe: Recipe, rank: int, tasks: dict[int, Any]) -> _Worker:
+def _start(recipe: Recipe, rank: int, tasks: dict[int, Any], slices: Any) -> _Worker:
     read, write = os.pipe()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     environment = {**os.environ, "PRISM_ARGS": ""}
@@ -172,7 +189,7 @@ def _start(recipe: Recipe, rank: int, tasks: dict[int, Any]) -> _Worker:
     )
     os.close(write)
     assert process.stdin is not None
-    process.stdin.write(pickle.dumps((recipe, rank)))
+    process.stdin.write(pickle.dumps((recipe, rank, slices)))
     process.stdin.close()
     return _Worker(rank, process, read, stderr, tasks[rank])
 

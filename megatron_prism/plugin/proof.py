@@ -41,6 +41,7 @@ class Proof:
     def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
         self.peak_source = peak_source
         self.shapes_only = shapes_only
+        self.recorder: Any = None  # a slicer.Recorder; learns the same labels
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
@@ -85,12 +86,20 @@ class Proof:
     @contextlib.contextmanager
     def step(self, labels: dict[str, Any]) -> Iterator[None]:
         """One forward or backward of one microbatch (of one model chunk)."""
-        scope = self.peak_source.scope(**labels) if self.peak_source else contextlib.nullcontext()
-        with scope:
+        with self.phase(**labels):
             yield
         self._done += 1
         if self.on_step is not None:
             self.on_step(self._done)
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, **labels: Any) -> Iterator[None]:
+        """Label what runs inside for whoever keeps labels: the memory tracker, the recorder."""
+        with contextlib.ExitStack() as scopes:
+            for source in (self.peak_source, self.recorder):
+                if source is not None:
+                    scopes.enter_context(source.scope(phase=phase, **labels))
+            yield
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""

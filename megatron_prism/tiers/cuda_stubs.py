@@ -30,38 +30,46 @@ _H200 = types.SimpleNamespace(
 )
 
 
+watcher: Any = None  # a slicer.Recorder while a slice is captured: hears of what follows
+
+
 class Stream:
     """Stands in for torch.cuda.Stream: one program order, so nothing to wait for."""
 
     device = torch.device("cpu")
-    cuda_stream = 0
-    stream_id = 0
     device_index = 0
-    priority = 0
+    _count = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
+        self.cuda_stream = self.stream_id = Stream._count  # the first one is the default stream
+        Stream._count += 1
 
     def wait_stream(self, stream: Any) -> None:
-        """Program order already holds."""
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Program order already holds."""
+        event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         """Nothing is outstanding."""
+        if watcher is not None:
+            watcher.host_waited("stream")
 
     def query(self) -> bool:
         return True
 
     def __enter__(self) -> Stream:
+        _streams.append(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Leave the current stream as it is."""
+        _streams.pop()
 
 
 class Event:
@@ -71,18 +79,27 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         """Recorded at once."""
+        if watcher is not None:
+            watcher.event_recorded(id(self), stream)
 
     def wait(self, stream: Any = None) -> None:
         """Already complete."""
+        if watcher is not None:
+            watcher.event_waited(id(self), stream)
 
     def synchronize(self) -> None:
         """Already complete."""
+        if watcher is not None:
+            watcher.host_waited("event")
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end: Any) -> float:
         return 0.0
+
+
+_streams = [Stream()]  # the default stream, then those entered and not yet left
 
 
 class _Memory:
@@ -120,7 +137,27 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _stream_context(stream: Any) -> Iterator[Any]:
-    yield stream
+    if stream is None:
+        yield stream
+        return
+    if watcher is not None:
+        watcher.cut()
+    with stream:
+        yield stream
+        if watcher is not None:
+            watcher.cut()
+
+
+def _set_stream(stream: Any) -> None:
+    if watcher is not None:
+        watcher.cut()
+    _streams[-1] = stream
+
+
+def _synchronize(device: Any = None) -> None:
+    """Nothing is outstanding."""
+    if watcher is not None:
+        watcher.host_waited("device")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -151,16 +188,13 @@ def install(num_devices: int = 8) -> None:
 _WITHOUT_EFFECT = (
     "ipc_collect",
     "empty_cache",
-    "synchronize",
     "set_device",
-    "set_stream",
     "init",
     "_lazy_init",
 )
 
 
 def _device_answers(num_devices: int) -> dict[str, Any]:
-    stream = Stream()
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -170,8 +204,10 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
         "get_device_name": lambda device=None: _H200.name,
         "get_device_capability": lambda device=None: (_H200.major, _H200.minor),
         "get_device_properties": lambda device=None: _H200,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "current_stream": lambda device=None: _streams[-1],
+        "default_stream": lambda device=None: _streams[0],
+        "set_stream": _set_stream,
+        "synchronize": _synchronize,
         "stream": _stream_context,
         "Stream": Stream,
         "Event": Event,

@@ -39,7 +39,9 @@ class LiveBytes(TorchDispatchMode):
         self.now = 0
         self.high = Peak()
         self.labels: dict[str, Any] = {}
-        self._alive: dict[int, int] = {}
+        self.meter: Any = None  # told of every call while a slice is captured
+        self._alive: dict[int, tuple[int, int]] = {}  # address -> (bytes, running number)
+        self._count = 0
 
     # -- what cuda_stubs asks ---------------------------------------------------------------------
     def current(self) -> int:
@@ -62,9 +64,16 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self.labels = before
 
+    def alive(self) -> list[tuple[int, int]]:
+        """(running number, bytes) of every storage that is alive now."""
+        return [(number, size) for size, number in self._alive.values()]
+
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
+        size, number = self._alive.pop(key)
+        self.now -= size
+        if self.meter is not None:
+            self.meter.moved(number, -size)
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` if it is on the device and not yet counted."""
@@ -73,19 +82,24 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
-        known = self._alive.get(key)
+        known, number = self._alive.get(key, (-1, self._count))
         if known == size:
             return
-        if known is None:
+        if known < 0:
             weakref.finalize(storage, self._free, key).atexit = False
+            self._count += 1
             known = 0
-        self._alive[key] = size
+        self._alive[key] = (size, number)
         self.now += size - known
+        if self.meter is not None and size != known:
+            self.meter.moved(number, size - known)
         if self.now > self.high.bytes:
             self.high = Peak(self.now, dict(self.labels))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self.meter is not None:
+            self.meter.kernel(func, args, kwargs, out)
         if isinstance(out, torch.Tensor):
             self.track(out)
         elif isinstance(out, (tuple, list)):

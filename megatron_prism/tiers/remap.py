@@ -30,6 +30,16 @@ _TYPE = torch.Tensor.type
 _PIN = torch.Tensor.pin_memory
 _TRUTH = torch.Tensor.__bool__
 _TOLIST = torch.Tensor.tolist
+# reading a value on the host waits for the device
+_READS = {
+    torch.Tensor.item: "item",
+    torch.Tensor.__float__: "item",
+    torch.Tensor.__int__: "item",
+    torch.Tensor.__bool__: "bool",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.cpu: "cpu",
+}
+watcher: Any = None  # a slicer.Recorder while a slice is captured: hears of host waits
 _NUMBERS = {
     torch.Tensor.item: lambda t: _number(t),
     torch.Tensor.__float__: lambda t: ANSWER,
@@ -99,6 +109,8 @@ class Remap(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         else:
             kwargs = {}
+        if watcher is not None and func in _READS and args[0].device.type == self.target.type:
+            watcher.host_waited(_READS[func])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)

@@ -17,6 +17,8 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional
 
+from megatron_prism.tiers.work import fused
+
 __all__ = [
     "FlashAttention",
     "SequenceParallelNorm",
@@ -119,11 +121,16 @@ class FlashAttention(torch.autograd.Function):
         out = query.new_empty(s, b, heads * value.shape[-1])
         log_sum_exp = query.new_empty(b, heads, s, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        pairs = b * heads * s * key.shape[0] * (query.shape[-1] + value.shape[-1])
+        fused("attention", pairs, query, key, value, out)  # two products, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
+        s, b, heads, size = query.shape
+        pairs = b * heads * s * key.shape[0] * (size + value.shape[-1])
+        fused("attention_backward", pairs * 5 // 2, query, key, value, grad)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

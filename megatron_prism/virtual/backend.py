@@ -24,7 +24,7 @@ from megatron_prism.virtual.exchange import Exchange, is_ring
 from megatron_prism.virtual.hybrid import Mixed
 from megatron_prism.virtual.work import Done
 
-__all__ = ["PrismGroup"]
+__all__ = ["PrismGroup", "arguments"]
 
 
 def _size(tensors: Sequence[torch.Tensor]) -> int:
@@ -339,7 +339,7 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
     """Groups whose members are all local answer with the real group's own method."""
     op = BY_METHOD[method].name
 
-    def call(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
+    def plain(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
         if not self.all_local or self.world.shapes_only:
             return answer(self, *args, **kwargs)
         if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
@@ -348,9 +348,14 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
         work = getattr(self.real, method)(*args, **kwargs)
         if self.world.observer is not None and work is not None:
             work.wait()  # observers read results
-        ins, outs = _arguments(op, args)
+        ins, outs = arguments(op, args)
         self._done(op, ins, outs)
         return work
+
+    def call(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
+        if self.world.recorder is None:
+            return plain(self, *args, **kwargs)
+        return self.world.recorder.record(self, op, plain, args, kwargs)
 
     call.__name__, call.__doc__ = method, answer.__doc__
     return call
@@ -364,7 +369,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _arguments(op: str, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def arguments(op: str, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(inputs, outputs) of a c10d call: outputs come first where there are two."""
     if op == "barrier":
         return [], []

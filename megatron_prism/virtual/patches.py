@@ -15,6 +15,7 @@ batch_isend_irecv      keeps what is batched together: sends and receives betwee
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -287,6 +288,11 @@ def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         virtual = _virtual(p2p_op_list[0].group) if p2p_op_list else None
         real = virtual.real if virtual is not None else None
+        recorder = virtual.world.recorder if virtual is not None else None
+        with contextlib.nullcontext() if recorder is None else recorder.batch():
+            return issue(p2p_op_list, virtual, real)
+
+    def issue(p2p_op_list: list[Any], virtual: Any, real: Any) -> list[Any]:
         if real is None or virtual.world.backend != "nccl":
             return original(p2p_op_list)
         device = virtual.world.device

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_prism.tiers.virtual_te.announce import announce_attention
 from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule
 from megatron_prism.tiers.virtual_te.context_parallel import (
     COMM_TYPES,
@@ -113,6 +114,8 @@ class _Attention(torch.autograd.Function):
             if o.dropout:
                 ctx.rng = torch.get_rng_state()
             out.copy_(_values(q, k, v, mask, o))
+        else:
+            announce_attention("attention", 2, q, k, v, out, o)
         ctx.save_for_backward(q, k, v, out, statistics, *o.seqlens)
         return out
 
@@ -121,6 +124,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         grad = grad.contiguous()
         if q.is_meta:
+            announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
             if ctx.packed:
                 *rows, heads, size = q.shape
                 dqkv = q.new_empty(*rows, heads, 3 * size)

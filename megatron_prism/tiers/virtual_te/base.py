@@ -15,6 +15,7 @@ import torch
 
 from megatron_prism.tiers.virtual_te.comm import gather_along_first_dim, group_size
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = [
     "TransformerEngineBaseModule",
@@ -50,13 +51,19 @@ def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> to
 def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """``x W^T + b``; on ``meta`` only its memory."""
     if x.is_meta:
-        return x.new_empty(x.shape[0], weight.shape[0])
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        fused("gemm", 2 * x.numel() * weight.shape[0], x, weight, out)
+        return out
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def rows_back(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``dy W``; on ``meta`` only its memory."""
-    return grad.new_empty(grad.shape[0], weight.shape[1]) if grad.is_meta else grad @ weight
+    if not grad.is_meta:
+        return grad @ weight
+    out = grad.new_empty(grad.shape[0], weight.shape[1])
+    fused("gemm", 2 * grad.numel() * weight.shape[1], grad, weight, out)
+    return out
 
 
 def clear(*tensors: torch.Tensor | None) -> None:
@@ -107,6 +114,8 @@ def weight_gradient(
     shared_dummy: bool = True,
 ) -> torch.Tensor | None:
     """``grad.T @ inputs``: added to ``main_grad``, or returned."""
+    if grad.is_meta:
+        fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, weight)
     if not opts.fuse_wgrad:
         shape = (grad.shape[1], inputs.shape[1])
         return grad.new_empty(shape) if grad.is_meta else grad.t() @ inputs

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from megatron_prism.tiers.virtual_te.announce import announce_attention
 from megatron_prism.tiers.virtual_te.comm import (
     gather_along_first_dim,
     group_rank,
@@ -109,7 +110,9 @@ class _Ring(torch.autograd.Function):
             _wait(works)
             buffers.append(torch.empty_like(buffers[-1]))
             works = ring.step(buffers[-2], buffers[-1], 1)
+            announce_attention("attention", 2, q, k, v, q, o)
         _wait(works)
+        announce_attention("attention", 2, q, k, v, q, o)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
         if not q.is_meta:
@@ -141,6 +144,8 @@ class _Ring(torch.autograd.Function):
             parts = slice(1 if step == ring.size - 1 else 0, 1 if step == 0 else 2)
             works = ring.step(*_same(held[parts], other[parts]), -1)
             mine: Any = None
+            k, v = (kv.new_empty(shape) for shape in ctx.shapes) if q.is_meta else (None, None)
+            announce_attention("attention_backward", 5, q, k, v, grad, o)
             if not q.is_meta:
                 origin = (ring.me + 1 + step) % ring.size
                 kv_here, places = _pair(held[0], ctx.shapes, o.form), (ring.me, origin, ring.size)
@@ -172,6 +177,8 @@ class _Gathered(torch.autograd.Function):
         k, v = (_rows_first(t, o.form).contiguous() for t in (k, v))
         ctx.o, ctx.group, ctx.seed = o, group, None
         everyone = _gather(k, v, group)
+        for _ in everyone:
+            announce_attention("attention", 2, q, k, v, q, o)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
         if not q.is_meta:
@@ -190,6 +197,8 @@ class _Gathered(torch.autograd.Function):
         grad, dq = grad.contiguous(), q.new_empty(q.shape)
         dk, dv = (t.new_empty(size * t.shape[0], *t.shape[1:]) for t in (k, v))
         everyone = _gather(k, v, group)
+        for _ in everyone:
+            announce_attention("attention_backward", 5, q, k, v, grad, o)
         if not q.is_meta:
             out, total = torch.cat(halves, o.form.index("s")), 0.0
             rows = [_rows_first(t, o.form) for t in (q, out, grad)]

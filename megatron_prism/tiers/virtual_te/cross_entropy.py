@@ -13,6 +13,7 @@ import torch
 
 from megatron_prism.tiers.virtual_te.comm import gather_along_first_dim, group_rank, group_size
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -55,6 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.view(-1, logits.shape[-1])
         loss = rows.new_empty(rows.shape[0], dtype=torch.float32)
         if logits.is_meta:
+            fused("cross_entropy", 0, logits, logits)
             facts = rows.new_empty(1, 3 * rows.shape[0], dtype=torch.float32)
             if group_size(group) > 1:
                 gather_along_first_dim(facts, group)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_prism.tiers.virtual_te.base import get_workspace
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = ["general_gemm"]
 
@@ -45,7 +46,9 @@ def general_gemm(
     db = B.new_empty(B.shape[-1]) if grad and bias is not None else None
     if A.is_meta:
         shape = (*left.shape[:-1], right.shape[-1])
-        return out if out is not None else A.new_empty(shape, dtype=dtype), db, None, None
+        out = out if out is not None else A.new_empty(shape, dtype=dtype)
+        fused("gemm", 2 * left.numel() * right.shape[-1], left, right, out)
+        return out, db, None, None
     wide = torch.promote_types(dtype, torch.promote_types(A.dtype, B.dtype))
     product = left.to(wide) @ right.to(wide)
     if db is not None:

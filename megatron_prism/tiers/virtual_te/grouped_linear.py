@@ -21,6 +21,7 @@ from megatron_prism.tiers.virtual_te.base import (
 )
 from megatron_prism.tiers.virtual_te.linear import divide, options
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = ["GroupedLinear"]
 
@@ -38,6 +39,8 @@ class _GroupedLinear(torch.autograd.Function):
                 to.copy_(
                     torch.nn.functional.linear(rows, weights[i], biases[i] if biases else None)
                 )
+        else:
+            fused("grouped_gemm", 2 * x.numel() * out.shape[1], x, *weights, out)
         keep = parts if weights[0].requires_grad else []
         ctx.save_for_backward(*keep, *weights, *weights, *biases)
         ctx.num_parts, ctx.splits, ctx.opts, ctx.shape = len(keep), splits, opts, inp.shape
@@ -57,6 +60,8 @@ class _GroupedLinear(torch.autograd.Function):
                     torch.split(dx, ctx.splits), torch.split(grad, ctx.splits), weights, strict=True
                 ):
                     to.copy_(part @ w)
+            else:
+                fused("grouped_gemm", 2 * grad.numel() * dx.shape[1], grad, *weights, dx)
             dx = dx.view(ctx.shape)
         dweights = [None] * opts.count
         if ctx.needs_input_grad[3]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = [
     "FusedAdam",
@@ -46,6 +47,7 @@ def multi_tensor_scale(chunk: int, flag: torch.Tensor, lists: Lists, scale: Any)
     """``lists[1] = lists[0] * scale``; ``flag`` is set where something is not finite."""
     for source, to in zip(*lists, strict=True):
         if source.is_meta or to.is_meta:
+            fused("multi_tensor_scale", 0, source, to)
             continue
         if source is not to or not isinstance(scale, float) or scale != 1.0:
             to.copy_(source * scale)
@@ -62,6 +64,7 @@ def multi_tensor_l2norm(
     """(norm of all of ``lists[0]``, norm of each or None)."""
     tensors = lists[0]
     if tensors and tensors[0].is_meta:
+        fused("multi_tensor_l2norm", 0, *tensors)
         one = tensors[0].new_empty(1, dtype=torch.float32)
         each = tensors[0].new_empty(len(tensors), dtype=torch.float32) if per_tensor else None
         return one, each
@@ -172,7 +175,9 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.initialize_state(p, remainders)
                 grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
-                if grad is not None and not p.is_meta:
+                if grad is not None and p.is_meta:  # reads four, writes three of them
+                    fused("adam", 0, p, p, grad, *(2 * [*self.state[p].values()]))
+                elif grad is not None:
                     with torch.no_grad():
                         self._update(p, grad, group, remainders)
         return loss

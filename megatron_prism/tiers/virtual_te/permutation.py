@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import absent_function, refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = [
     "moe_permute",
@@ -47,6 +48,8 @@ def _take(x: torch.Tensor, row_map: torch.Tensor, count: int) -> torch.Tensor:
     if not x.is_meta:
         row, token, _ = _where(row_map, count)
         out[row] = x[token]
+    else:
+        fused("permute", 0, out, out)
     return out
 
 
@@ -58,6 +61,8 @@ def _give_back(y: torch.Tensor, row_map: torch.Tensor, tokens: int, probs: Any) 
         if probs is not None:
             rows = rows * probs[token, expert].float()[:, None]
         out.copy_(torch.zeros(out.shape).index_add_(0, token, rows))
+    else:
+        fused("unpermute", 0, y, out)
     return out
 
 
@@ -127,6 +132,7 @@ class _SortChunks(torch.autograd.Function):
             row_map.copy_(torch.cat([chunks[int(i)] for i in order]))
         ctx.save_for_backward(row_map)
         if x.is_meta:
+            fused("sort_chunks", 0, x, x)
             taken = None if probs is None else probs.new_empty(probs.shape)
             return x.new_empty(x.shape), taken
         rows = row_map.long()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import absent_function, refuse
+from megatron_prism.tiers.work import fused
 
 __all__ = ["apply_rotary_pos_emb"]
 
@@ -49,6 +50,7 @@ def _half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 def _apply(t: torch.Tensor, freqs: torch.Tensor, seqlens: Any, opts: Any, back: bool) -> Any:
     if t.is_meta:
+        fused("rope", 0, t, t)
         return t.new_empty(t.shape)
     form, interleaved, cp_size, cp_rank = opts
     if form == "thd":

@@ -1,0 +1,69 @@
+"""``prism capture``: run one rank per stage with the recorder on and keep what each did.
+
+In : a recipe and a folder.  Out: one slice per rank as soon as it is finished, and ``world.prism``
+at the end.  Slices that are there already are not captured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_prism import programs
+from megatron_prism.plugin import job, job_report
+from megatron_prism.programs import Programs
+from megatron_prism.recipe_schema import Recipe
+from megatron_prism.slicer.store import SliceStore, assemble
+
+__all__ = ["capture", "source_of"]
+
+
+def source_of(recipe: Recipe) -> dict[str, str]:
+    """What decides a slice's content: versions, tier and every setting but which ranks to run."""
+    settings = dataclasses.asdict(recipe)
+    for key in ("ranks", "out"):
+        settings.get("prism", {}).pop(key, None)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
+    return {
+        "recipe": recipe.name,
+        "settings": hashlib.sha1(text.encode()).hexdigest()[:16],
+        "megatron_core": importlib.metadata.version("megatron-core"),
+        "tier": tier,
+    }
+
+
+def capture(
+    recipe: Recipe, folder: Path, *, force: bool = False, console: Console | None = None
+) -> Programs:
+    """Capture what is missing in ``folder``; returns the whole world.
+
+    Raises what ``job.emulate`` raises; the slices finished until then are kept.
+    """
+    console = console or Console()
+    ranks = job.ranks_of(recipe)
+    store = SliceStore(folder, recipe.world, source_of(recipe))
+    store.prepare(force)
+    there = set(store.ranks())
+    missing = tuple(rank for rank in ranks if rank not in there)
+    job_report.head(recipe, ranks, console)
+    if len(missing) < len(ranks):
+        console.print(f"  {'kept':<20} {len(ranks) - len(missing)} slices are there already")
+    start = time.perf_counter()
+    summaries = job.run_ranks(recipe, missing, console, slices=store) if missing else []
+    made = assemble(folder)
+    programs.save(made, folder / "world.prism", force=True)
+    for summary in summaries:
+        cost = summary["recording"]
+        console.print(
+            f"stage {summary['stage']}: {cost['ops']:,} ops, iteration {cost['recorded_s']:.2f} s "
+            f"recorded, {cost['plain_s']:.2f} s without"
+        )
+    console.print(f"wrote {folder} in {time.perf_counter() - start:.1f} s")
+    return made

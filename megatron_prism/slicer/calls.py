@@ -1,0 +1,116 @@
+"""What does a c10d call say about itself?  Its fields as an op, and a handle that tells of waits.
+
+In : the group, our name of the collective and the arguments of the ``ProcessGroup`` method.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from megatron_prism.virtual.answers import reduce_op_name
+from megatron_prism.virtual.backend import arguments
+
+__all__ = ["DTYPE", "Tracked", "details"]
+
+DTYPE = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+    torch.float8_e4m3fn: "fp8e4m3",
+    torch.float8_e5m2: "fp8e5m2",
+}
+_SHOWN = 4  # tensors of a coalesced call whose shapes are written out
+
+
+class Tracked(dist.Work):
+    """The handle of a recorded call; waiting for it is an op."""
+
+    def __init__(self, recorder: Any, handle: int, work: Any) -> None:
+        super().__init__()
+        self._recorder, self._handle, self._work = recorder, handle, work
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._recorder.waited(self._handle, sys._getframe(1).f_code)
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        self._recorder.waited(self._handle, sys._getframe(1).f_code)
+        self._work.synchronize()
+
+    block_current_stream = synchronize
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> Any:
+        return self._work.result()
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+
+def details(group: Any, op: str, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    """The fields of an op from the arguments of the c10d call."""
+    ins, outs = arguments(op, args)
+    tensor = (ins or outs or [None])[0]
+    fields: dict[str, Any] = {}
+    if tensor is not None:
+        fields["dtype"] = DTYPE.get(tensor.dtype, "")
+        fields["num_in"] = sum(t.numel() for t in ins) if ins else -1
+        fields["num_out"] = sum(t.numel() for t in outs) if outs else -1
+        fields["shape"] = _shapes(ins or outs)
+    opts = kwargs.get("opts", args[-1] if args else None)
+    if op in ("all_reduce", "reduce_scatter", "reduce"):
+        fields["reduce"] = reduce_op_name(opts.reduceOp) if hasattr(opts, "reduceOp") else "sum"
+    if op in ("broadcast", "reduce", "gather", "scatter"):
+        fields["root"] = int(getattr(opts, "rootRank", 0))
+    if op in ("send", "recv"):
+        peer = next((a for a in args[1:2] if isinstance(a, int)), group.rank() + 1)
+        fields["peer"] = _nearest(peer - group.rank(), group.size())
+    if op == "all_to_all":
+        fields["splits"] = _splits(group, args)
+    return fields
+
+
+def _nearest(offset: int, size: int) -> int:
+    """``offset`` in a ring of ``size``, by the shorter way (forwards where both are alike)."""
+    offset %= size
+    return offset - size if offset > size // 2 else offset
+
+
+def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
+    that is nobody's split."""
+    known = group.all_local or group.world.shapes_only
+    if len(args) < 4 or not known or not (args[2] and args[3]):
+        return None
+    return tuple(map(int, args[3])), tuple(map(int, args[2]))
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    words = ["x".join(map(str, t.shape)) or "1" for t in tensors[:_SHOWN]]
+    more = len(tensors) - _SHOWN
+    return ",".join(words) + (f",+{more}" if more > 0 else "")

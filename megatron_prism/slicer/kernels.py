@@ -1,0 +1,116 @@
+"""How much work is in a segment whose kernels do not run?  Flops, bytes and kernels, from shapes.
+
+In : every aten call (``LiveBytes`` sees them all on the meta tier).  Out: Work of the calls since
+the last ``take``.  Flops are those of torch.utils.flop_counter's formulas; traffic is what a kernel
+must read and write once: its tensor inputs and outputs.  Views and allocations are no kernels.
+Stand-ins for fused kernels, which only allocate, say themselves what they would have done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["Meter", "Work"]
+
+# allocate, or only look: no kernel is launched
+_FREE = frozenset(
+    (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+        "resize_",
+        "detach",
+        "alias",
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "record_stream",
+        "item",
+        "_local_scalar_dense",
+        "is_same_size",
+    )  # fmt: skip
+)
+_LONGEST = 60  # distinct kernels of a segment that are written out
+
+
+@dataclass
+class Work:
+    """Work of one segment: counts, and each distinct kernel with how often it ran."""
+
+    flops: int = 0
+    traffic: int = 0
+    kernels: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def text(self) -> str:
+        """``aten.mm(4096x8192,8192x1024)bf16*2; …``, commonest first."""
+        words = [f"{name}*{n}" if n > 1 else name for name, n in self.calls.most_common(_LONGEST)]
+        left = len(self.calls) - _LONGEST
+        return "; ".join(words) + (f"; and {left} others" if left > 0 else "")
+
+
+class Meter:
+    """Adds up work; ``memory`` is told of storages that come and go while someone listens."""
+
+    def __init__(self) -> None:
+        self._work = Work()
+        self._names: dict[Any, str] = {}
+        self.memory: Callable[[int, int], None] | None = None
+
+    def moved(self, storage: int, num_bytes: int) -> None:
+        """A storage came to be, grew or (negative) went."""
+        if self.memory is not None and num_bytes:
+            self.memory(storage, num_bytes)
+
+    def take(self) -> Work:
+        """The work since the last call."""
+        work, self._work = self._work, Work()
+        return work
+
+    def kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One aten call has been made."""
+        if func.is_view:
+            return
+        packet = func._overloadpacket
+        name = self._names.get(packet)
+        if name is None:
+            name = self._names[packet] = str(packet).removeprefix("aten.")
+        if name in _FREE:
+            return
+        tensors = [a for a in _flat(args) if isinstance(a, torch.Tensor) and a.is_meta]
+        outs = [a for a in _flat((out,)) if isinstance(a, torch.Tensor) and a.is_meta]
+        if not tensors and not outs:
+            return
+        formula = flop_registry.get(packet)
+        flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
+        moved = sum(t.numel() * t.element_size() for t in tensors + outs)
+        self.add(name, flops, moved, tensors or outs)
+
+    def add(self, name: str, flops: int, traffic: int, tensors: list[torch.Tensor]) -> None:
+        """A kernel that ran, or would have run: fused ones are added by their stand-ins."""
+        work = self._work
+        work.flops += flops
+        work.traffic += traffic
+        work.kernels += 1
+        shapes = ",".join("x".join(map(str, t.shape)) for t in tensors[:3])
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        work.calls[f"{name}({shapes}){dtype}"] += 1
+
+
+def _flat(value: Any) -> list[Any]:
+    found: list[Any] = []
+    for item in value:
+        if isinstance(item, (list, tuple)):
+            found.extend(_flat(item))
+        else:
+            found.append(item)
+    return found

@@ -1,0 +1,136 @@
+"""Which slices does a folder hold, and which world do they make?
+
+One file per captured rank, ``slice-NNNNNN.prism``, written whole or not at all as soon as the rank
+has finished: a capture that is killed loses the slices in flight and nothing else, and the next one
+goes on from there.  All slices of a folder are of one job: the same world, versions and arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megatron_prism import programs
+from megatron_prism.errors import ProgramError, UsageError
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+from megatron_prism.selectors import format_ranks
+from megatron_prism.world import AXES, World
+
+__all__ = ["SliceStore", "assemble"]
+
+_NAME = re.compile(r"slice-(\d{6,})\.prism")
+
+
+class SliceStore:
+    """The slices of one job in ``folder``.
+
+    source : what must be alike in all of them (versions, tier, arguments)
+    """
+
+    def __init__(self, folder: Path, world: World, source: Mapping[str, str]) -> None:
+        self.folder, self.world, self.source = folder, world, dict(source)
+
+    def path(self, rank: int) -> Path:
+        """Where the slice of ``rank`` is or will be."""
+        return self.folder / f"slice-{rank:06d}.prism"
+
+    def prepare(self, force: bool) -> None:
+        """Make the folder; drop what it holds if ``force``.
+
+        UsageError if it holds slices of another job, or things that are no slices.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self.folder}: {error.strerror}", fix="name another with -o DIR"
+            ) from error
+        if force:
+            for path in self.folder.glob("slice-*.prism"):
+                path.unlink()
+        strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
+        if strange:
+            raise UsageError(
+                f"{self.folder} holds things that are no slices: {', '.join(sorted(strange)[:3])}",
+                fix="name an empty or a new folder with -o DIR",
+            )
+        for rank in self.ranks():
+            self.check(programs.load(self.path(rank)), self.path(rank))
+
+    def ranks(self) -> list[int]:
+        """The ranks whose slices are there, ascending."""
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def check(self, found: Programs, path: Path) -> None:
+        """UsageError unless ``found`` is of this job."""
+        differ = [
+            f"{key} {found.source.get(key, 'unknown')}, not {value}"
+            for key, value in self.source.items()
+            if found.source.get(key) != value
+        ]
+        if found.world != self.world:
+            differ.insert(0, f"a world of {found.world}, not {self.world}")
+        if differ:
+            raise UsageError(
+                f"{path} is a slice of another job: {'; '.join(differ)}",
+                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
+            )
+
+    def put(self, program: Program) -> None:
+        """Keep a finished slice."""
+        everyone = np.zeros(self.world.size, dtype=np.int32)
+        one = Programs(self.world, (program,), everyone, source=self.source)
+        programs.save(one, self.path(program.rank), force=True)
+
+
+def _ours(path: Path) -> bool:
+    """Slices, the world made of them, and what a killed writer left behind."""
+    name = path.name
+    return bool(_NAME.fullmatch(name)) or name == "world.prism" or name.startswith(".")
+
+
+def assemble(folder: str | os.PathLike[str]) -> Programs:
+    """The world of a folder of slices.
+
+    A rank without a slice runs that of the captured rank of its stage with which it shares most
+    coordinates (the lowest of them).  ProgramError for a missing stage, or slices of two jobs.
+    """
+    paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
+    if not paths:
+        raise ProgramError(f"{folder} holds no slices", fix=f"prism capture RECIPE -o {folder}")
+    slices = [programs.load(path) for path in paths]
+    first = slices[0]
+    store = SliceStore(Path(folder), first.world, first.source)
+    for one, path in zip(slices[1:], paths[1:], strict=True):
+        store.check(one, path)
+    captured = [one.programs[0] for one in slices]
+    of = stand_in_for(first.world, [program.rank for program in captured])
+    return Programs(first.world, tuple(captured), of, source=first.source)
+
+
+def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
+    """int32 [world]: which of the captured ranks (by index) stands for every rank."""
+    captured = list(captured)
+    ranks = np.arange(world.size)
+    places = {axis: np.asarray(world._along(axis, ranks)) for axis in AXES}
+    best = np.full(world.size, -1, dtype=np.int32)
+    found = np.full(world.size, -1, dtype=np.int32)
+    for index, rank in enumerate(captured):
+        alike = sum((places[axis] == places[axis][rank]).astype(np.int32) for axis in AXES)
+        alike = np.where(places["pp"] == places["pp"][rank], alike, -1)
+        alike[rank] = len(AXES) + 1
+        better = alike > best
+        best[better], found[better] = alike[better], index
+    if (found < 0).any():
+        stages = sorted(set(places["pp"][found < 0].tolist()))
+        raise ProgramError(
+            f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted",
+            fix="capture again into the same folder: what is there is kept",
+        )
+    return found

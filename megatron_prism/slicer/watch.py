@@ -1,0 +1,79 @@
+"""Which streams, events and host waits does the job use?  Tells the recorder of each.
+
+On a real device ``torch.cuda``'s classes are wrapped; on the other tiers the stand-ins report by
+themselves (``cuda_stubs.watcher``, ``remap.watcher``).  ``install`` may be called once; ``remove``
+puts everything back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_prism.slicer.recorder import Recorder
+from megatron_prism.tiers import cuda_stubs, remap
+
+__all__ = ["install", "remove"]
+
+_undo: list[Callable[[], None]] = []
+# reading a value on the host waits for the device
+_READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "numpy")
+
+
+def install(recorder: Recorder) -> None:
+    """Report to ``recorder`` until ``remove``."""
+    remove()
+    if recorder.tier == "cuda":
+        _wrap_cuda(recorder)
+    else:
+        cuda_stubs.watcher = recorder
+        remap.watcher = recorder
+
+
+def remove() -> None:
+    """Stop reporting."""
+    cuda_stubs.watcher = remap.watcher = None
+    while _undo:
+        _undo.pop()()
+
+
+def _wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    call.__name__, call.__doc__ = name, original.__doc__
+    setattr(owner, name, call)
+    _undo.append(lambda: setattr(owner, name, original))
+
+
+def _wrap_cuda(recorder: Recorder) -> None:
+    """The methods of streams, events and tensors that order or wait."""
+    stream, event, tensor = torch.cuda.Stream, torch.cuda.Event, torch.Tensor
+
+    _wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
+    _wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
+    _wrap(event, "synchronize", lambda self: recorder.host_waited("event"))
+    _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"))
+    for name in _READS:
+        _wrap(tensor, name, _read(recorder, name))
+    synchronize = torch.cuda.synchronize
+
+    def synchronized(device: Any = None) -> None:
+        recorder.host_waited("device")
+        synchronize(device)
+
+    torch.cuda.synchronize = synchronized
+    _undo.append(lambda: setattr(torch.cuda, "synchronize", synchronize))
+
+
+def _read(recorder: Recorder, name: str) -> Callable[..., None]:
+    def before(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.is_cuda:
+            recorder.host_waited(name.strip("_"))
+
+    return before

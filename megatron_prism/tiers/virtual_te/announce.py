@@ -1,0 +1,37 @@
+"""What would the fused attention kernel have done?  Flops and bytes, announced to the recorder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.work import fused
+
+__all__ = ["announce_attention"]
+
+
+def announce_attention(
+    name: str,
+    products: int,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    out: torch.Tensor,
+    o: Any,
+) -> None:
+    """One kernel of ``products`` matrix products per head (2 forward, 5 backward) on ``meta``.
+
+    A causal mask halves them.  Ranks of a context-parallel ring hold the first and the last part of
+    the sequence each, so that every block costs half a full one (Megatron's load balancing).
+    """
+    if not q.is_meta or k is None or v is None:
+        return
+    heads, size = q.shape[-2], q.shape[-1]
+    if o.form == "thd":
+        pairs = q.shape[0] * k.shape[0]  # an upper bound: sequences do not see each other
+    else:
+        sequence, batch = o.form.index("s"), o.form.index("b")
+        pairs = q.shape[batch] * q.shape[sequence] * k.shape[sequence]
+    flops = products * heads * pairs * (size + v.shape[-1])
+    fused(name, flops // 2 if "causal" in o.mask_type else flops, q, k, v, out)
