@@ -35,14 +35,14 @@ Emit = Callable[..., None]
 
 def main(fd: int) -> int:
     """Entry of the worker: ``python -m megatron_prism.plugin.rank_job FD``."""
-    recipe, rank = pickle.load(sys.stdin.buffer)
+    recipe, rank, slices = pickle.load(sys.stdin.buffer)
     out = os.fdopen(fd, "w", buffering=1)
 
     def emit(kind: str, **fields: Any) -> None:
         out.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     try:
-        emit("result", result=run(recipe, rank, emit))
+        emit("result", result=run(recipe, rank, emit, slices))
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -52,8 +52,11 @@ def main(fd: int) -> int:
     return 0
 
 
-def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
-    """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary."""
+def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, Any]:
+    """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
+
+    With ``slices`` (a SliceStore) the last iteration is recorded and kept there.
+    """
     start = time.perf_counter()
     warnings.filterwarnings("ignore")
     from megatron_prism import tiers
@@ -95,11 +98,31 @@ def run(recipe: Recipe, rank: int, emit: Emit) -> dict[str, Any]:
     job = _Job(recipe, proof, tier, emit)
     built = time.perf_counter()
     before = None
+    recorder = _recorder(rank, tier) if slices is not None else None
     for iteration in range(recipe.train.iterations):
         before = world.tally.copy()
+        if recorder is not None and iteration == recipe.train.iterations - 1:
+            world.recorder = proof.recorder = recorder
         job.iterate(iteration)
     proof.check(recipe.train.iterations)
-    return job.summary(world, before, built - start, time.perf_counter() - built)
+    summary = job.summary(world, before, built - start, time.perf_counter() - built)
+    if recorder is not None:
+        slices.put(job.program)
+        summary["recording"] = {
+            "ops": len(job.program),
+            "recorded_s": job.iteration_s[-1],
+            "plain_s": min(job.iteration_s[1:-1] or job.iteration_s[:1]),
+        }
+    return summary
+
+
+def _recorder(rank: int, tier: Any) -> Any:
+    from megatron_prism.slicer import watch
+    from megatron_prism.slicer.recorder import Recorder
+
+    recorder = Recorder(rank, tier.name, tier.live)
+    watch.install(recorder)
+    return recorder
 
 
 def _has_te() -> bool:
@@ -122,6 +145,7 @@ class _Job:
         self.peaks: list[dict[str, Any]] = []
         self.losses: list[float] = []
         self.iteration_s: list[float] = []
+        self.program: Any = None  # what the last iteration did, if it was recorded
         total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
         proof.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
@@ -175,7 +199,10 @@ class _Job:
             self.config.param_sync_func = None
         if live is not None:
             live.reset_peak()
+        recorder = self.proof.recorder
         start = time.perf_counter()
+        if recorder is not None:
+            recorder.start()
         with self.proof.iteration(self.optimizer, chunks):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -190,10 +217,12 @@ class _Job:
                 micro_batch_size=t.micro_batch_size,
                 forward_only=False,
             )
-            with live.scope(phase="optimizer") if live else _nothing():
+            with self.proof.phase("optimizer"):
                 updated, grad_norm, _ = self.optimizer.step()
             updated = True if self.tier.name == "meta" else bool(updated)
             self.proof.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
+        if recorder is not None:
+            self.program = recorder.stop()
         self.iteration_s.append(time.perf_counter() - start)
         if any(not math.isfinite(x) for x in self.proof.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)
