@@ -24,14 +24,17 @@ __all__ = ["TESTED", "install", "install_from_command_line", "run_script", "star
 
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
 
+_ended: dict[str, Any] = {}  # "status" of sys.exit or of a failure, for the verdict at exit
+
 
 def run_script(argv: Sequence[str]) -> int:
     """Run ``argv`` (``[--prism-… ] script.py arguments``) as a program; returns its exit status.
 
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
-    split = next((i for i, a in enumerate(argv) if a.endswith(".py")), None)
-    if split is None:
+    words = enumerate(argv)
+    split = next((i + (a == "--") for i, a in words if a == "--" or a.endswith(".py")), len(argv))
+    if split == len(argv):
         raise UsageError(
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
@@ -43,7 +46,14 @@ def run_script(argv: Sequence[str]) -> int:
     sys.argv = [script, *emulate, *ours, *rest]
     sys.path.insert(0, str(Path(script).resolve().parent))
     install_from_command_line()
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:  # also one that was raised without sys.exit
+        _ended["status"] = end.code
+        raise
+    except BaseException:
+        _ended["status"] = 1
+        raise
     return 0
 
 
@@ -223,22 +233,21 @@ def _arrange_verdict(proof: Any) -> None:
 
     ``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note.
     """
-    ended: dict[str, Any] = {}
     original_exit, original_hook = sys.exit, sys.excepthook
 
     def note_exit(status: Any = None) -> None:
-        ended["status"] = status
+        _ended["status"] = status
         original_exit(status)
 
     def note_exception(kind: Any, value: Any, trace: Any) -> None:
-        ended["status"] = 1
+        _ended["status"] = 1
         if isinstance(value, PrismError):
             _report(value)
         else:
             original_hook(kind, value, trace)
 
     def verdict() -> None:
-        if proof.finished or ended.get("status") not in (None, 0):
+        if proof.finished or _ended.get("status") not in (None, 0):
             return
         if not proof.started or not proof.iterations:
             _report(

@@ -225,6 +225,30 @@ def test_a_job_that_says_skip_train_is_taken_at_its_word(tmp_path):
     assert json.loads(file.read_text())["trained"]["steps"] == 0
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "says"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("import sys; sys.exit((lambda: 7)())", 7, ""),
+        ("1/0", 1, "ZeroDivisionError"),
+        (
+            "from megatron_prism.errors import UnsupportedError; raise UnsupportedError('no such')",
+            1,
+            "prism: error: no such",
+        ),
+    ],
+)
+def test_prism_run_ends_as_the_script_does(end, status, says, tmp_path):
+    """And says why once: not that nothing trained, which is no news then."""
+    script = tmp_path / "ends"  # no .py: it comes after --
+    script.write_text(f"import torch, megatron.core\n{end}\n")
+    prism = (sys.executable, "-m", "megatron_prism", "run", "--")
+    done = run(*WORLD, script=script, launcher=prism)
+    assert done.returncode == status, done.stderr[-2000:]
+    assert says in done.stderr
+    assert "nothing trained" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_script_that_fails_keeps_its_status_and_leaves_no_folder(tmp_path):
     script = tmp_path / "broken.py"
