@@ -11,6 +11,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     ops.py program.py        what one rank does in an iteration, op by op
       programs.py              the programs of a world, in one file
       program_text.py          the same as text (program_parse.py reads it)
+    slices.py                a folder of captured slices, and the world they make
     membership.py            who is in which group, for all ranks at once
     classes.py               which ranks cannot be told apart
     matching.py              do programs fit together (fifo.py, splits.py)
@@ -22,9 +23,10 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
 
     virtual/                 a torch.distributed world whose other ranks are not there
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)
+    slicer/                  the recorder: what a running rank does becomes its program
     plugin/                  the flags, Megatron's seams, starting a job
 
-    cli.py                   the commands of ``prism`` (cli_world.py, cli_output.py)
+    cli.py                   the commands of ``prism`` (cli_*.py)
     _attach.py               how ``import torch`` finds us; pytest_plugin.py: how pytest does
 
 This module stays light: it is imported by everything, also by jobs that did not ask for emulation.

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import megatron_prism
 from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_programs import capture, check, classes, show
 from megatron_prism.cli_world import world
 from megatron_prism.errors import PrismError, UsageError
 
@@ -29,6 +30,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
+PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
 OVERRIDES = (
     ("settings",),
@@ -110,6 +112,17 @@ COMMANDS = {
         emulate,
         ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, JSON, OVERRIDES),
     ),
+    "capture": Command(capture, ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, OVERRIDES)),
+    "show": Command(
+        show,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "rank, around, group"}),
+            (("--text",), {"action": "store_true", "help": "print the whole text form"}),
+        ),
+    ),
+    "classes": Command(classes, (PROGRAMS, JSON)),
+    "check": Command(check, (PROGRAMS, JSON)),
     "world": Command(
         world,
         (

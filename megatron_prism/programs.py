@@ -147,10 +147,10 @@ def load(path: str | os.PathLike[str]) -> Programs:
     try:
         stored = np.load(path, allow_pickle=False)
         if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ProgramError(f"{path} is no file of programs", fix=_FIX)
+            raise ProgramError(f"{path} is no file of programs", fix=FIX)
         with stored:
             if "head" not in stored.files:
-                raise ProgramError(f"{path} is no file of programs", fix=_FIX)
+                raise ProgramError(f"{path} is no file of programs", fix=FIX)
             head = json.loads(stored["head"].tobytes())
             _check_format(path, head)
             arrays = {name: stored[name] for name in stored.files if name != "head"}
@@ -159,11 +159,11 @@ def load(path: str | os.PathLike[str]) -> Programs:
     except IsADirectoryError as error:
         raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ProgramError(f"{path} is foreign or damaged: {error}", fix=_FIX) from error
+        raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error
     return _assemble(path, head, arrays)
 
 
-_FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
+FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
 
 
 def _check_format(path: Path, head: Any) -> None:
@@ -182,7 +182,7 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
         for i, one in enumerate(head["programs"]):
             ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
-                raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=_FIX)
+                raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
             splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])
             programs.append(Program(one["rank"], ops, tuple(one["strings"]), splits, allocations))
         groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
@@ -190,4 +190,4 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]
         )
     except (KeyError, TypeError, WorldError) as error:
-        raise ProgramError(f"{path} is damaged: {error}", fix=_FIX) from error
+        raise ProgramError(f"{path} is damaged: {error}", fix=FIX) from error

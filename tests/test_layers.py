@@ -24,7 +24,8 @@ ROWS = [
     "program",
     "programs",
     "program_text",
-    "program_parse",  # the nouns end here
+    "program_parse",
+    "slices",  # the nouns end here
     "membership",
     "classes",
     "splits fifo",
@@ -39,18 +40,23 @@ ROWS = [
     "recipe_schema",
     "recipe testing",
     "cli_output",
-    "cli_world",
+    "cli_world cli_programs",
     "cli pytest_plugin _attach",
     "__main__",
 ]
 ROW = {name: number for number, row in enumerate(ROWS) for name in row.split()}
-NOUNS = ROW["program_parse"]
+NOUNS = ROW["slices"]
 
 # Capture half: each may import the nouns and what stands before it.
 CAPTURE = ["virtual", "tiers", "slicer", "plugin"]
 ALSO = {"plugin": {"recipe", "recipe_schema"}}  # the flags read recipes, the main job is one
 # Across the halves only inside a function, so that the command line starts without torch.
-INSIDE_FUNCTIONS = {("cli", "plugin"), ("_attach", "plugin"), ("pytest_plugin", "plugin")}
+INSIDE_FUNCTIONS = {
+    ("cli", "plugin"),
+    ("cli_programs", "plugin"),
+    ("_attach", "plugin"),
+    ("pytest_plugin", "plugin"),
+}
 
 # Third-party package -> who may import it ("a/b*" is a pattern below megatron_prism/).
 PACKAGES = {

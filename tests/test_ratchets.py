@@ -42,7 +42,9 @@ def test_public_names():
 
 
 def test_commands():
-    assert list(cli.COMMANDS) == ["run", "emulate", "world", "recipes"]
+    assert list(cli.COMMANDS) == [
+        "run", "emulate", "capture", "show", "classes", "check", "world", "recipes"
+    ]  # fmt: skip
 
 
 def test_options_of_commands():
@@ -53,6 +55,10 @@ def test_options_of_commands():
     assert surface == {
         "run": [],
         "emulate": ["-o", "--out", "--force", "--json"],
+        "capture": ["-o", "--out", "--force"],
+        "show": ["--text"],
+        "classes": ["--json"],
+        "check": ["--json"],
         "world": ["--json"],
         "recipes": ["--json"],
     }

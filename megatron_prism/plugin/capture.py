@@ -19,7 +19,7 @@ from megatron_prism import programs
 from megatron_prism.plugin import job, job_report
 from megatron_prism.programs import Programs
 from megatron_prism.recipe_schema import Recipe
-from megatron_prism.slicer.store import SliceStore, assemble
+from megatron_prism.slices import SliceStore, assemble
 
 __all__ = ["capture", "source_of"]
 

@@ -1,5 +1,5 @@
 """How does a running rank become a program?  ``recorder`` collects the ops, ``watch`` hears of
-streams, events and host waits, ``kernels`` weighs what runs between them, ``store`` keeps slices.
+streams, events and host waits, ``kernels`` weighs what runs between them.
 
 Megatron runs unchanged; nothing here knows a schedule.
 """

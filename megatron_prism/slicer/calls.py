@@ -105,7 +105,7 @@ def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
     that is nobody's split."""
     known = group.all_local or group.world.shapes_only
-    if len(args) < 4 or not known or not (args[2] and args[3]):
+    if len(args) < 4 or not known or not (len(args[2]) and len(args[3])):
         return None
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
 

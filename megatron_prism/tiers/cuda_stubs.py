@@ -212,6 +212,10 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
+        # --log-straggler prints them; there is no device to ask
+        **dict.fromkeys(
+            ("temperature", "power_draw", "utilization", "clock_rate"), lambda device=None: 0
+        ),
         "_lazy_call": lambda call, **kwargs: call(),
     }
 

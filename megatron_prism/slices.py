@@ -17,11 +17,12 @@ import numpy as np
 from megatron_prism import programs
 from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.program import Program
+from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["SliceStore", "assemble"]
+__all__ = ["SliceStore", "assemble", "open_programs", "stand_in_for"]
 
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 
@@ -134,3 +135,25 @@ def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
             fix="capture again into the same folder: what is there is kept",
         )
     return found
+
+
+def open_programs(path: str | os.PathLike[str]) -> Programs:
+    """The programs in a folder of slices, a file of programs, or a text that a person wrote.
+
+    ProgramError if it is none of them.
+    """
+    place = Path(path)
+    if place.is_dir():
+        whole = place / "world.prism"
+        return programs.load(whole) if whole.exists() else assemble(place)
+    try:
+        start = place.read_bytes()[:64]
+    except OSError as error:
+        raise ProgramError(f"cannot read {place}: {error.strerror}", fix="name a file") from error
+    if start.startswith(b"PK"):
+        return programs.load(place)
+    try:
+        text = place.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
+    return parse(text, str(place))

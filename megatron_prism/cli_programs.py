@@ -1,0 +1,174 @@
+"""``prism capture``, ``show``, ``classes``, ``check``: programs of a world from the command line.
+
+In : a recipe, or programs as a folder of slices, a file or a text.  Out: a page of text or JSON.
+Nothing here imports torch; only ``capture`` starts processes that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.errors import UsageError
+
+__all__ = ["capture", "check", "classes", "show"]
+
+_AROUND = 6  # ops before and after what ``around=`` names
+
+
+def capture(args: argparse.Namespace) -> int:
+    """Record what one rank per stage does in an iteration, into a folder of slices.
+
+    prism capture llama3-70b_1024gpu_tp8pp4vp5_h200 -o llama [key=value ...]
+
+    A slice that is finished is kept: start the same command again after an interruption and it goes
+    on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
+    """
+    from megatron_prism import recipe as recipes
+    from megatron_prism.plugin import capture as capturing
+
+    if args.out is None:
+        raise UsageError("a capture needs a folder", fix="-o DIR")
+    recipe = recipes.load(args.recipe, args.settings)
+    capturing.capture(recipe, args.out, force=args.force, console=console())
+    return 0
+
+
+def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            raise UsageError(f"{word} is not understood", fix=f"use {', '.join(known)}=…")
+        found[key] = value
+    return found
+
+
+def show(args: argparse.Namespace) -> int:
+    """Show programs: how many ops of which kind, or the ops of some ranks.
+
+    prism show DIR
+    prism show DIR rank=0 around=2F0        ops of rank 0 near microbatch 2's forward of chunk 0
+    prism show DIR rank=pp=1,tp=0 group=PIPELINE_MODEL_PARALLEL_GROUP
+    prism show DIR --text > world.txt       everything in the text form, which all commands read
+    """
+    from megatron_prism.program_text import dump
+    from megatron_prism.slices import open_programs
+
+    settings = _settings(args.settings, ("rank", "around", "group"))
+    programs = open_programs(args.programs)
+    if args.text:
+        print(dump(programs), end="")
+        return 0
+    if "rank" not in settings:
+        _overview(programs)
+        return 0
+    for rank in programs.world.select(settings["rank"]):
+        _ops(programs, rank, settings.get("around"), settings.get("group"))
+    return 0
+
+
+def _overview(programs: Any) -> None:
+    from megatron_prism.selectors import format_ranks
+    from megatron_prism.units import format_bytes
+
+    out = console()
+    out.print(str(programs.world))
+    for key, value in programs.source.items():
+        out.print(f"  {key:<14} {value}")
+    rows = []
+    for index, program in enumerate(programs.programs):
+        counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())
+        peak = int(program.live_bytes().max(initial=0))
+        shown = format_bytes(peak) if len(program.allocations) else "not recorded"
+        rows.append((format_ranks(programs.ranks_of(index).tolist()), f"{len(program):,}", shown,
+                     counts))  # fmt: skip
+    print_table(("ranks", "ops", "live peak", "of which"), rows)
+
+
+def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> None:
+    from megatron_prism.program_text import format_op
+
+    program = programs.of(rank)
+    print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
+    ops = list(program)
+    wanted = range(len(ops))
+    if around is not None:
+        near = [i for i, op in enumerate(ops) if op.label == around]
+        if not near:
+            labels = list(dict.fromkeys(op.label for op in ops))
+            raise UsageError(
+                f"rank {rank} has no step {around}", fix=f"there are {', '.join(labels[:8])} …"
+            )
+        wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
+    for index in wanted:
+        if group is None or ops[index].group == group:
+            line = format_op(ops[index])
+            note = line.find(' note="')
+            print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
+
+
+def classes(args: argparse.Namespace) -> int:
+    """Show which ranks cannot be told apart, and why each class is one.
+
+    prism classes DIR
+    """
+    from megatron_prism import graph
+    from megatron_prism.selectors import format_ranks
+    from megatron_prism.slices import open_programs
+
+    made = graph.build(open_programs(args.programs))
+    found = made.classes
+    rows = [
+        {
+            "class": index,
+            "ranks": format_ranks(found.ranks(index).tolist()),
+            "count": found.counts[index],
+            "captured_as": made.program_list[index].rank,
+            "ops": len(made.program_list[index]),
+            "reason": found.reasons[index],
+        }
+        for index in range(len(found))
+    ]
+    if args.json:
+        print_json({"world": str(made.programs.world), "classes": rows})
+        return 0
+    console().print(str(made))
+    print_table(
+        ("class", "count", "captured as", "ops", "because of", "ranks"),
+        [
+            (str(r["class"]), f"{r['count']:,}", f"rank {r['captured_as']}", f"{r['ops']:,}",
+             str(r["reason"]), str(r["ranks"]))
+            for r in rows
+        ],
+    )  # fmt: skip
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Do all ranks' calls fit together?  Explains every mismatch; exit status 1 if there is one.
+
+    prism check DIR
+    """
+    from megatron_prism import graph
+    from megatron_prism.slices import open_programs
+
+    made = graph.build(open_programs(Path(args.programs)))
+    found = made.check()
+    if args.json:
+        print_json(
+            [
+                {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
+                 "picture": f.picture, "likely": f.likely}
+                for f in found
+            ]
+        )  # fmt: skip
+        return 1 if found else 0
+    print(made)
+    for finding in found:
+        print(f"\n{finding}")
+    print(f"\n{len(found)} mismatches" if found else "every call is matched")
+    return 1 if found else 0
