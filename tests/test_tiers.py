@@ -33,6 +33,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
 x.record_stream(torch.cuda.current_stream())
 loader = torch.utils.data.DataLoader([1, 2], pin_memory=True)
 assert [int(v) for v in loader] == [1, 2]
+assert torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() == 0
 state = torch.cuda.get_rng_state(); a = torch.rand(3); torch.cuda.set_rng_state(state)
 assert torch.equal(a, torch.rand(3))
 """

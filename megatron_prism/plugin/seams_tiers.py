@@ -221,7 +221,7 @@ SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
         "no-graphs",
         "megatron.core.tensor_parallel.random",
         "the host's generator has no state that a graph may capture",
-        "core/tensor_parallel/random.py:67 @0.16.1; :107 @0.19.0",
+        "core/tensor_parallel/random.py:41 @0.16.1; :104 @0.19.0",
         _no_graphs,
     ),
     Seam(

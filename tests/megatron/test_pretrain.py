@@ -258,6 +258,14 @@ def test_a_script_that_fails_keeps_its_status_and_leaves_no_folder(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_cuda_graphs_without_cuda_are_refused_by_name(tmp_path):
+    done = run(*WORLD, "--enable-cuda-graph")
+    assert done.returncode == 1
+    assert "CUDA graphs need a CUDA device" in done.stderr
+    assert "leave --enable-cuda-graph" in done.stderr
+
+
 @pytest.mark.parametrize("rank", ["0", pytest.param("17", marks=pytest.mark.slow)])
 def test_the_jobs_own_checkpoints_are_left_alone(rank, tmp_path):
     """A copied command line has the real job's --save; rank 0 used to fail on missing shards."""
