@@ -15,7 +15,7 @@ import torch
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin import seams, seams_training
 from megatron_prism.plugin.seams import Context, Seam, _wrap
-from megatron_prism.tiers import stand_ins
+from megatron_prism.tiers import cuda_stubs, stand_ins
 
 __all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
 
@@ -128,6 +128,8 @@ def _balanced_splits(module: ModuleType, context: Context) -> None:
         def call(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
             if self.drop_and_pad or point != self.cuda_dtoh_point:
                 return tokens_per_expert
+            if cuda_stubs.watcher is not None:  # the copy to the host that this stands in for
+                cuda_stubs.watcher.host_waited("token counts")
             splits = stand_ins.balanced_splits(
                 total=int(self.num_out_tokens)
                 if not torch.is_tensor(self.num_out_tokens)
