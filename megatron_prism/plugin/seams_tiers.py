@@ -84,18 +84,11 @@ def _one_generator(module: ModuleType, context: Context) -> None:
 
     logging.getLogger(module.__name__).addFilter(keep)
 
-
-def _no_graphs(module: ModuleType, context: Context) -> None:
-    """A generator that CUDA graphs may capture exists on CUDA devices only."""
-
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, graph_safe: bool = False, **kwargs: Any) -> Any:
-            if graph_safe:
-                raise UnsupportedError(
-                    "CUDA graphs need a CUDA device",
-                    fix="leave --enable-cuda-graph and --cuda-graph-impl out, or use "
-                    "--prism-tier cuda",
-                )
+            if graph_safe:  # only a CUDA device has a state that a graph may capture
+                fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
+                raise UnsupportedError("CUDA graphs need a CUDA device", fix=fix)
             return original(*args, **kwargs)
 
         return call
@@ -218,13 +211,6 @@ SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
         "the device's random state is the host's",
         "core/tensor_parallel/random.py:235 @0.16.1",
         _one_generator,
-    ),
-    Seam(
-        "no-graphs",
-        "megatron.core.tensor_parallel.random",
-        "the host's generator has no state that a graph may capture",
-        "core/tensor_parallel/random.py:41 @0.16.1; :104 @0.19.0",
-        _no_graphs,
     ),
     Seam(
         "name-without-te",
