@@ -66,6 +66,7 @@ def test_options_of_commands():
 
 def test_flags_on_the_jobs_own_command_line():
     assert sorted(FLAGS) == [
+        "--prism-capture",
         "--prism-emulate",
         "--prism-force",
         "--prism-out",

@@ -54,6 +54,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "PATH",
         "help": "record control values and MoE routing for a later --prism-values recorded:PATH",
     },
+    "--prism-capture": {
+        "default": None,
+        "metavar": "DIR",
+        "help": "folder of slices: record what each local rank does in an iteration (prism show)",
+    },
     "--prism-out": {
         "default": None,
         "metavar": "DIR",
@@ -94,6 +99,7 @@ class Options:
     out: Path | None
     force: bool
     record: Path | None
+    capture: Path | None = None
 
     @property
     def rank(self) -> int:
@@ -261,6 +267,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         out=Path(args.prism_out) if args.prism_out else None,
         force=args.prism_force,
         record=Path(args.prism_record) if args.prism_record else None,
+        capture=Path(args.prism_capture) if args.prism_capture else None,
     )
 
 

@@ -97,7 +97,7 @@ def install(options: flags.Options) -> Any:
     folder that exists.
     """
     from megatron_prism import tiers
-    from megatron_prism.plugin import seams, seams_moe, seams_tiers, summary
+    from megatron_prism.plugin import seams, seams_moe, seams_tiers, stock_capture, summary
     from megatron_prism.plugin.proof import Proof
     from megatron_prism.virtual.values import Values
 
@@ -105,6 +105,8 @@ def install(options: flags.Options) -> Any:
     Values(options.values)  # a bad policy is bad usage now, not a failed job later
     if options.out is not None and options.process == 0:
         summary.check_free(options.out, options.force)
+    if options.capture is not None:
+        stock_capture.check_free(options.capture, options.rank, options.force)
     tier = tiers.install(options.tier)
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
@@ -125,6 +127,8 @@ def install(options: flags.Options) -> Any:
         rank=options.rank,
     )
     seams.apply(seams_tiers.seams_for(tier.name), context)
+    if options.capture is not None:
+        _capture(options, tier, version, proof)
     if recording is not None:
         seams.apply(seams_moe.seams_for_recording(recording), context)
         if options.record is not None:
@@ -135,6 +139,23 @@ def install(options: flags.Options) -> Any:
     report.banner()
     _arrange_verdict(proof)
     return context
+
+
+def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> None:
+    """Record an iteration of this rank and keep it when the job has trained."""
+    import torch
+
+    from megatron_prism.plugin import stock_capture
+
+    device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
+    source = stock_capture.source_of(_job_arguments(), version, tier.name, device)
+    proof.capture = capture = stock_capture.StockCapture(options, tier, source)
+
+    def keep() -> None:
+        path = capture.finish(proof)
+        print(f"prism: {len(capture.program):,} ops of an iteration in {path}", file=sys.stderr)
+
+    proof.on_finish.append(keep)
 
 
 def _recording(options: flags.Options) -> Any:

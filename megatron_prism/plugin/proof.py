@@ -41,6 +41,7 @@ class Proof:
     def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
         self.peak_source = peak_source
         self.shapes_only = shapes_only
+        self.capture: Any = None  # told of every train step before it starts
         self.recorder: Any = None  # a slicer.Recorder; learns the same labels
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
@@ -109,13 +110,15 @@ class Proof:
 
     # -- iterations -------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def iteration(self, optimizer: Any, model: Any) -> Iterator[None]:
-        """One train step; on the first, remember one master parameter to see it move."""
+    def iteration(self, optimizer: Any, model: Any, wanted: int = 0) -> Iterator[None]:
+        """One of ``wanted`` train steps; the first remembers a master parameter to see it move."""
         if not self.iterations:
             self.num_parameters = _count_parameters(model)
             if not self.shapes_only:
                 self._before = _fingerprint(optimizer)
         self.iterations.append(Iteration(len(self.iterations) + 1))
+        if self.capture is not None:
+            self.capture.before(len(self.iterations), wanted, self)
         start = time.perf_counter_ns()
         yield
         self.iterations[-1].wall_ns = time.perf_counter_ns() - start

@@ -3,9 +3,9 @@ it.
 
 Each :class:`Seam` names the module it changes, the reason, and the lines it was read at.  ``hooks``
 applies it right after that module's import, so no copy of the old function survives.  Seams of the
-training loop are in ``seams_training``, of the CPU and meta tiers in ``seams_tiers``.  Nothing here
-re-implements a schedule, a bucket or a dispatcher: seams answer questions that only absent ranks
-could answer.
+pipeline and the training loop are in ``seams_pipeline`` and ``seams_training``, of the CPU and meta
+tiers in ``seams_tiers``.  Nothing here re-implements a schedule, a bucket or a dispatcher: seams
+answer questions that only absent ranks could answer.
 """
 
 from __future__ import annotations

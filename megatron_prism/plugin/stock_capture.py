@@ -1,0 +1,91 @@
+"""``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
+
+Records from the start of the last train step but one to the start of the last, so that what comes
+between train steps (logging, timers, their barriers) is in the program too; a job of one or two
+steps has only its last step recorded.  The slice is written when the job has trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.errors import UsageError
+from megatron_prism.program import Program
+from megatron_prism.slices import SliceStore
+
+__all__ = ["StockCapture", "check_free"]
+
+
+def check_free(folder: Path, rank: int, force: bool) -> None:
+    """UsageError if the slice of ``rank`` is there and may not be replaced."""
+    path = folder / f"slice-{rank:06d}.prism"
+    if path.exists() and not force:
+        raise UsageError(
+            f"--prism-capture: {path} exists and is not overwritten",
+            fix="--prism-force, or another folder",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
+
+
+class StockCapture:
+    """Starts and stops the recorder around one iteration of a stock job.
+
+    source : what must be alike in all slices of a folder (versions, tier, arguments)
+    """
+
+    def __init__(self, options: Any, tier: Any, source: dict[str, str]) -> None:
+        self.store = SliceStore(options.capture, options.world, source)
+        self.rank, self.tier = options.rank, tier
+        self.program: Program | None = None
+        self._recorder: Any = None
+
+    def before(self, number: int, wanted: int, proof: Any) -> None:
+        """Train step ``number`` (from 1) of ``wanted`` is about to start."""
+        if self._recorder is not None:
+            self._stop(proof)
+        elif self.program is None and number >= max(1, wanted - 1 if wanted > 2 else wanted):
+            self._start(proof)
+
+    def _start(self, proof: Any) -> None:
+        from megatron_prism.slicer import watch
+        from megatron_prism.slicer.recorder import Recorder
+        from megatron_prism.virtual.session import current
+
+        world = current()
+        assert world is not None
+        self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        watch.install(self._recorder)
+        world.recorder = proof.recorder = self._recorder
+        self._recorder.start()
+
+    def _stop(self, proof: Any) -> None:
+        from megatron_prism.slicer import watch
+        from megatron_prism.virtual.session import current
+
+        self.program = self._recorder.stop()
+        watch.remove()
+        self._recorder = proof.recorder = None
+        if (world := current()) is not None:
+            world.recorder = None
+
+    def finish(self, proof: Any) -> Path:
+        """Write the slice; returns where."""
+        if self._recorder is not None:
+            self._stop(proof)
+        assert self.program is not None  # the proof has seen train steps
+        self.store.folder.mkdir(parents=True, exist_ok=True)
+        self.store.put(self.program)
+        return self.store.path(self.rank)
+
+
+def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str, str]:
+    """What decides the content of a stock job's slices."""
+    return {
+        "arguments": hashlib.sha1(arguments.encode()).hexdigest()[:16],
+        "megatron_core": megatron.partition(" ")[0],
+        "tier": tier,
+        "device": device,
+    }
