@@ -1,0 +1,216 @@
+"""What did Megatron's scheduler ask of one stage?  A tape of events, and the tokens on it.
+
+In : calls that the scheduler makes to what it takes for torch, torch.distributed and the model.
+Out: a Program.  A ``Token`` stands for a tensor that stages exchange; it remembers the event that
+made it, so that a receive learns which step its tensor was for, and a send which step made it.
+Nothing here knows the order of anything: it writes down what it is told, in that order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_prism.program import Builder, Program
+from megatron_prism.slicer.calls import _nearest
+
+__all__ = ["PIPELINE", "WORLD", "Group", "Request", "Tape", "Token"]
+
+PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+WORLD = "default_pg"
+
+
+class Group:
+    """A process group of which only size, own position and name are asked."""
+
+    def __init__(self, desc: str, rank: int, size: int) -> None:
+        self.desc, self._rank, self._size = desc, rank, size
+
+    def rank(self) -> int:
+        """Own position."""
+        return self._rank
+
+    def size(self) -> int:
+        """Members."""
+        return self._size
+
+
+class Token:
+    """A tensor that is not there.
+
+    row   : the receive it comes from, or None
+    label : (phase, microbatch, chunk) of the step that made it or will use it
+    sizes : shape, () if unknown
+    tells : for a tensor that is itself a shape, which one; else None
+    """
+
+    __slots__ = ("grad", "label", "loss_func", "requires_grad", "row", "schedule_plan", "sizes",
+                 "tells")  # fmt: skip
+    device = "cuda"
+
+    def __init__(self, label: Any = ("", -1, -1), sizes: Any = (), tells: Any = None) -> None:
+        self.row: dict[str, Any] | None = None
+        self.label, self.sizes, self.tells = label, sizes, tells
+        self.grad: Any = None
+        self.requires_grad = True
+        self.schedule_plan: Any = None
+        self.loss_func: Any = None
+
+    def used_by(self, phase: str, microbatch: int, chunk: int) -> None:
+        """The step that uses the tensor says what its receive was for."""
+        if self.row is not None:
+            self.row.update(phase=phase, microbatch=microbatch, chunk=chunk)
+
+    def size(self) -> Any:
+        """Shape."""
+        return self.sizes
+
+    def tolist(self) -> list[int]:
+        """Of a received shape: the shape that all stages exchange."""
+        return list(self.tells)
+
+    def detach(self) -> Token:
+        """A leaf of the same tensor."""
+        return Token(self.label, self.sizes)
+
+    def retain_grad(self) -> None:
+        """Gradients are kept anyway."""
+
+    def record_stream(self, stream: Any) -> None:
+        """No allocator listens."""
+
+
+class Request:
+    """The handle of a send or receive; a wait is an event."""
+
+    __slots__ = ("handle", "tape")
+
+    def __init__(self, tape: Tape, handle: int) -> None:
+        self.tape, self.handle = tape, handle
+
+    def wait(self) -> None:
+        """The current stream waits."""
+        self.tape.add("wait", handle=self.handle)
+
+
+class Tape:
+    """The events of one stage, in order.
+
+    stage, pp : own position and size of the pipeline
+    dtype     : of what is exchanged
+    """
+
+    def __init__(self, stage: int, pp: int, dtype: str) -> None:
+        self.stage, self.pp, self.dtype = stage, pp, dtype
+        self.rows: list[dict[str, Any]] = []
+        self.stream = "main"
+        self.synchronizing = True  # no no_sync() is open
+        self.pipeline = Group(PIPELINE, stage, pp)
+        self.everyone = Group(WORLD, stage, pp)
+        self._batches = 0
+        self._sites: dict[int, str] = {}
+
+    def add(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Append an event on the current stream."""
+        if self.stream != "main":
+            fields.setdefault("stream", self.stream)
+        fields["name"] = name
+        self.rows.append(fields)
+        return fields
+
+    def program(self) -> Program:
+        """The tape as a program of rank ``stage``."""
+        builder = Builder()
+        for row in self.rows:
+            builder.add(**row)
+        return builder.build(self.stage)
+
+    # -- steps ------------------------------------------------------------------------------------
+    def forward(self, inputs: Any, microbatch: int, chunk: int, shape: Any) -> Any:
+        """A forward; returns its output in the form of its input (a tensor or a list of one)."""
+        for token in inputs if isinstance(inputs, list) else [inputs]:
+            if token is not None:
+                token.used_by("forward", microbatch, chunk)
+        self.add("compute", phase="forward", microbatch=microbatch, chunk=chunk)
+        output = Token(("forward", microbatch, chunk), shape)
+        return [output] if isinstance(inputs, list) else output
+
+    def backward(self, inputs: Any, outputs: Any, grads: Any) -> Any:
+        """The backward of what made ``outputs``; returns gradients in the form of ``inputs``."""
+        output = outputs[0] if isinstance(outputs, list) else outputs
+        _, microbatch, chunk = output.label
+        for token in grads if isinstance(grads, list) else [grads]:
+            if token is not None:
+                token.used_by("backward", microbatch, chunk)
+        self.add("compute", phase="backward", microbatch=microbatch, chunk=chunk)
+        self.own_grad_sync(chunk)
+        label = ("backward", microbatch, chunk)
+        if isinstance(inputs, list):
+            return [None if token is None else Token(label, token.sizes) for token in inputs]
+        return None if inputs is None else Token(label, inputs.sizes)
+
+    # -- gradients and parameters -----------------------------------------------------------------
+    def own_grad_sync(self, chunk: int) -> None:
+        """Outside no_sync, a backward starts each bucket as it fills: DDP's own hooks."""
+        if self.synchronizing:
+            self.add("grad_sync", phase="sync", chunk=chunk, note="in backward")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards only accumulate."""
+        self.synchronizing = False
+        try:
+            yield
+        finally:
+            self.synchronizing = True
+
+    # -- p2p --------------------------------------------------------------------------------------
+    def isend(self, tensor: Token, dst: int, group: Group, at: int = 0, batch: int = -1) -> Request:
+        """torch.distributed.isend."""
+        phase, microbatch, chunk = tensor.label
+        row = self._pair("send", tensor, dst, group, at or sys._getframe(1).f_lineno, batch)
+        row.update(phase=phase, microbatch=microbatch, chunk=chunk)
+        return Request(self, row["handle"])
+
+    def irecv(self, tensor: Token, src: int, group: Group, at: int = 0, batch: int = -1) -> Request:
+        """torch.distributed.irecv."""
+        row = self._pair("recv", tensor, src, group, at or sys._getframe(1).f_lineno, batch)
+        tensor.row = row
+        return Request(self, row["handle"])
+
+    def _pair(
+        self, name: str, tensor: Token, peer: int, group: Group, at: int, batch: int
+    ) -> dict[str, Any]:
+        site = self._sites.get(at)
+        if site is None:
+            site = self._sites[at] = f"core/pipeline_parallel/p2p_communication.py:{at}"
+        fields: dict[str, Any] = {
+            "group": group.desc,
+            "peer": _nearest(peer - self.stage, self.pp),
+            "handle": len(self.rows),
+            "batch": batch,
+            "site": site,
+        }
+        if tensor.sizes:
+            count = 1
+            for size in tensor.sizes:
+                count *= size
+            fields["dtype"] = self.dtype if tensor.tells is None else "int64"
+            fields["num_in" if name == "send" else "num_out"] = count
+            fields["shape"] = "x".join(map(str, tensor.sizes))
+        return self.add(name, **fields)
+
+    def p2p_op(self, op: Any, tensor: Token, peer: int, group: Group) -> Any:
+        """torch.distributed.P2POp."""
+        return op, tensor, peer, group, sys._getframe(1).f_lineno
+
+    def batch(self, ops: list[Any]) -> list[Request]:
+        """torch.distributed.batch_isend_irecv: one call to NCCL."""
+        number, self._batches = self._batches, self._batches + 1
+        return [op(tensor, peer, group, at, number) for op, tensor, peer, group, at in ops]
+
+    def synchronize(self) -> None:
+        """torch.cuda.synchronize."""
+        self.add("host_wait", note="device")

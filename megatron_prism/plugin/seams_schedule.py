@@ -1,0 +1,305 @@
+"""In which order does every stage of a pipeline run, send, receive and wait?  Megatron's own words.
+
+In : ScheduleSettings.  Out: Programs, one per stage.  Megatron's forward_backward_* and its p2p
+code run as they are, once per stage, on tokens instead of tensors; what is replaced is what they
+call: torch inside ``p2p_communication`` and ``schedules``, forward and backward of the model, and
+the size of a group (core/utils.py:518 answers 1 while torch.distributed is not initialised).  All
+of it is put back afterwards.  No model is built, so nothing here knows times, memory or the
+communication inside a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import p2p_communication, schedules as megatron_schedules
+from megatron.core.pipeline_parallel import utils as pipeline_utils
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_prism.errors import UnsupportedError, UsageError
+from megatron_prism.plugin.schedule_settings import ScheduleSettings
+from megatron_prism.plugin.schedule_tape import Group, Tape, Token
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+from megatron_prism.virtual import session
+from megatron_prism.world import World
+
+__all__ = ["Replaced", "layout_chunks", "record", "schedules"]
+
+_lock = threading.Lock()  # the seams are module globals
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
+    """The programs of all stages; ``settings`` are those of ScheduleSettings."""
+    return record(ScheduleSettings(pp, vpp, microbatches, **settings))
+
+
+def record(settings: ScheduleSettings) -> Programs:
+    """Run Megatron's schedule for every stage.
+
+    Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
+    virtual world, whose own seams would answer the tokens.
+    """
+    if session.current() is not None:
+        raise UnsupportedError(
+            "a schedule without a model cannot be recorded inside an emulated job",
+            fix="use a process of its own: prism schedule",
+        )
+    config = _config(settings)
+    with _lock:
+        programs = [_stage(settings, config, stage) for stage in range(settings.pp)]
+    source = {
+        "megatron_core": metadata.version("megatron-core"),
+        "made_by": "Megatron's scheduler without a model: order only, no times, no memory",
+        **settings.described(),
+    }
+    world = World(settings.pp, pp=settings.pp, vpp=settings.vpp)
+    return Programs.one_per_rank(programs, world, source=source)
+
+
+def layout_chunks(layout: str) -> int:
+    """How many chunks a pipeline_model_parallel_layout makes in all."""
+    try:
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"layout {layout}: {error}", fix='layout="Et*2|t*3|t*3|t*2L"') from error
+
+
+class Replaced:
+    """Names of modules that are replaced for a while; ``with`` puts all of them back."""
+
+    def __init__(self) -> None:
+        self._old: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._old:
+            owner, name, value = self._old.pop()
+            setattr(owner, name, value)
+
+    def set(self, owner: Any, **names: Any) -> None:
+        """Replace names of ``owner`` (those that this release has)."""
+        for name, value in names.items():
+            if hasattr(owner, name):
+                self._old.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+
+
+class _Like:
+    """A module with some names of our own."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Chunk(torch.nn.Module):
+    """A model chunk that the schedule can hold and ask for its config; it has no parameters."""
+
+    def __init__(self, config: Any, index: int, interleaved: bool) -> None:
+        super().__init__()
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.vp_stage = index if interleaved else None
+        self.input_tensor: Any = None
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """What forward will take."""
+        self.input_tensor = tensors
+
+
+def _config(settings: ScheduleSettings) -> TransformerConfig:
+    """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
+    (training/arguments.py:1306 @core_v0.16.1)."""
+    s, dtype = settings, _DTYPES[settings.dtype]
+    layers = s.layers or s.pp * s.chunks
+    if s.layout is not None:
+        rows = PipelineParallelLayerLayout.parse_str_to_list(s.layout)
+        layers = sum(row.count(LayerType.decoder) for row in rows)
+    moe = dict(num_moe_experts=2, expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True,
+               moe_token_dispatcher_type="alltoall", delay_wgrad_compute=s.delay_wgrad)  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TransformerConfig(
+                num_layers=layers,
+                hidden_size=s.shape[2] if s.shape else 1,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=s.pp,
+                virtual_pipeline_model_parallel_size=s.vpp,
+                pipeline_dtype=dtype,
+                params_dtype=dtype,
+                bf16=s.dtype == "bf16",
+                fp16=s.dtype == "fp16",
+                overlap_p2p_comm=bool(s.overlap_p2p),
+                batch_p2p_comm=not s.overlap_p2p,
+                overlap_p2p_comm_warmup_flush=s.warmup_flush,
+                microbatch_group_size_per_vp_stage=s.group_size,
+                variable_seq_lengths=s.variable_lengths,
+                deallocate_pipeline_outputs=True,
+                pipeline_model_parallel_layout=s.layout,
+                num_layers_in_first_pipeline_stage=s.first_layers,
+                num_layers_in_last_pipeline_stage=s.last_layers,
+                mtp_num_layers=s.mtp or None,
+                **(moe if s.ep_overlap else {}),
+            )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
+
+
+def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
+    """Run the schedule once, as stage ``stage``."""
+    tape = Tape(stage, settings.pp, settings.dtype)
+    chunks = [_Chunk(config, i, settings.vpp is not None) for i in range(settings.chunks)]
+    if settings.knows_layers:
+        for index in range(settings.chunks):
+            note = _chunk_note(settings, config, stage, index)
+            tape.add("mark", chunk=index if settings.vpp else -1, note=note)
+    _hooks(settings, config, tape)
+    with Replaced() as seams:
+        _replace(seams, settings, tape)
+        step: Callable[..., Any] = _no_forward
+        if settings.ep_overlap:
+            from megatron_prism.plugin import seams_schedule_combined as combined
+
+            step = combined.replace(seams, settings, config, tape, chunks)
+        _run(settings, config, tape, chunks, step)
+    return tape.program()
+
+
+def _run(settings: ScheduleSettings, config: Any, tape: Tape, chunks: list[Any], step: Any) -> None:
+    """Megatron's function for these sizes, with Megatron's communicator."""
+    function = megatron_schedules.get_forward_backward_func(settings.pp, settings.vpp)
+    alone = Group("alone", 0, 1)
+    groups = ProcessGroupCollection()
+    for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
+        setattr(groups, name, alone)
+    groups.pp = tape.pipeline
+    tokens, micro, _ = settings.shape or (0, 0, 0)
+    p2p = p2p_communication.P2PCommunicator(tape.pipeline, config) if settings.pp > 1 else None
+    try:
+        function(
+            forward_step_func=step,
+            data_iterator=[None] * len(chunks),
+            model=chunks,
+            num_microbatches=settings.microbatches,
+            seq_length=tokens,
+            micro_batch_size=micro,
+            forward_only=settings.forward_only,
+            p2p_communicator=p2p,
+            pg_collection=groups,
+        )
+    except (ValueError, RuntimeError) as error:  # its own refusals of sizes
+        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
+
+
+def _no_forward(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the recorder stands for forward_step")
+
+
+def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
+    """Gradient and parameter hooks as training sets them (training/training.py:2547
+    @core_v0.16.1): with aligned gathers and reductions, overlapped."""
+
+    def starts(name: str, chunk: int) -> Callable[..., None]:
+        at = chunk if settings.vpp is not None else -1
+        return lambda parameters: tape.add(name, phase="sync", chunk=at) and None
+
+    def per_chunk(name: str) -> Any:
+        found = [starts(name, chunk) for chunk in range(settings.chunks)]
+        return found if settings.vpp is not None else found[0]
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        tape.add("mark", phase="sync", note="finalize_model_grads")
+
+    config.no_sync_func = tape.no_sync if settings.vpp is None else [tape.no_sync] * settings.chunks
+    config.grad_sync_func = per_chunk("grad_sync") if settings.align_grad_reduce else None
+    config.param_sync_func = per_chunk("param_sync") if settings.vpp is not None else None
+    config.finalize_model_grads_func = finalize
+
+
+def _chunk_note(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> str:
+    """``embedding, 3 decoder``: what Megatron puts into the chunk."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        names = [layer.name for layer in layout.layout[stage][chunk]]
+    else:
+        vp_stage = chunk if settings.vpp is not None else None
+        try:
+            count = get_num_layers_to_build(config, vp_stage, stage)
+        except AssertionError as error:
+            words = " ".join(str(error).split())
+            raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
+        first = stage == 0 and chunk == 0
+        last = stage == settings.pp - 1 and chunk == settings.chunks - 1
+        names = ["embedding"] * first + ["decoder"] * count
+        names += (["mtp"] * settings.mtp + ["loss"]) * last
+    shown = []
+    for name in dict.fromkeys(names):
+        count = names.count(name)
+        shown.append(name if name in ("embedding", "loss") else f"{count} {name}")
+    return ", ".join(shown) or "nothing"
+
+
+# -- what Megatron calls ---------------------------------------------------------------------------
+def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
+    """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
+    distributed = _Like(
+        torch.distributed,
+        isend=tape.isend,
+        irecv=tape.irecv,
+        P2POp=tape.p2p_op,
+        batch_isend_irecv=tape.batch,
+        get_backend=lambda group: "nccl",
+        get_global_rank=lambda group, rank: rank,
+        group=_Like(torch.distributed.group, WORLD=tape.everyone),
+    )
+    cuda = _Like(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
+
+    def empty(shape: Any, dtype: Any, **kwargs: Any) -> Token:
+        if dtype is torch.int64:  # a stage's shape, ahead of its tensor
+            return Token(sizes=tuple(shape), tells=settings.shape or ())
+        return Token(sizes=tuple(shape) if settings.shape else ())
+
+    def tensor(shape: Any, **kwargs: Any) -> Token:
+        return Token(sizes=(3,), tells=shape)
+
+    tokens = _Like(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
+    seams.set(p2p_communication, torch=tokens, dist=distributed)
+    seams.set(
+        megatron_schedules,
+        torch=_Like(torch, zeros=lambda *args, **kwargs: 0),
+        forward_step=partial(_forward, tape, settings.shape or ()),
+        backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
+        deallocate_output_tensor=lambda *args: None,
+    )
+    seams.set(
+        pipeline_utils,
+        get_pg_rank=lambda group: group.rank(),
+        get_pg_size=lambda group: group.size(),
+    )
+
+
+def _forward(tape: Tape, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for schedules.forward_step(func, iterator, model, count, input, ...)."""
+    chunk = kwargs.get("vp_stage")
+    output = tape.forward(
+        args[4], kwargs["current_microbatch"], -1 if chunk is None else chunk, shape
+    )
+    return output, 0
