@@ -1,7 +1,8 @@
 """Which schedule is meant?  ``ScheduleSettings``: sizes and Megatron's own switches, checked.
 
-In : keyword arguments.  Out: a frozen value, or a UsageError that says what to type instead.  It knows the rules of Megatron's arguments (training/arguments.py:573
-@core_v0.16.1) and of its interleaved schedule (schedules.py:1006), and no schedule.
+In : keyword arguments.  Out: a frozen value, or a UsageError that says what to type instead.  It
+knows the rules of Megatron's arguments (training/arguments.py:573 @core_v0.16.1) and of its
+interleaved schedule (core/pipeline_parallel/schedules.py:1006), and no schedule.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class ScheduleSettings:
         """A layout says how many chunks there are: stages and chunks, separated by ``|``."""
         if self.layout is None:
             return
-        from megatron_prism.plugin.seams_schedule import layout_chunks
+        from megatron_prism.plugin.seams_schedule_model import layout_chunks
 
         chunks = layout_chunks(self.layout)
         if chunks % self.pp:

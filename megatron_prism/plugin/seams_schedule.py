@@ -10,36 +10,30 @@ communication inside a layer.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import p2p_communication, schedules as megatron_schedules
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.plugin.schedule_settings import ScheduleSettings
 from megatron_prism.plugin.schedule_tape import Group, Tape, Token
+from megatron_prism.plugin.seams_schedule_model import Chunk, chunk_note, configuration
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.virtual import session
 from megatron_prism.world import World
 
-__all__ = ["Replaced", "layout_chunks", "record", "schedules"]
+__all__ = ["Replaced", "record", "schedules"]
 
 _lock = threading.Lock()  # the seams are module globals
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
@@ -58,7 +52,7 @@ def record(settings: ScheduleSettings) -> Programs:
             "a schedule without a model cannot be recorded inside an emulated job",
             fix="use a process of its own: prism schedule",
         )
-    config = _config(settings)
+    config = configuration(settings)
     with _lock:
         programs = [_stage(settings, config, stage) for stage in range(settings.pp)]
     source = {
@@ -68,14 +62,6 @@ def record(settings: ScheduleSettings) -> Programs:
     }
     world = World(settings.pp, pp=settings.pp, vpp=settings.vpp)
     return Programs.one_per_rank(programs, world, source=source)
-
-
-def layout_chunks(layout: str) -> int:
-    """How many chunks a pipeline_model_parallel_layout makes in all."""
-    try:
-        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-    except (AssertionError, ValueError) as error:
-        raise UsageError(f"layout {layout}: {error}", fix='layout="Et*2|t*3|t*3|t*2L"') from error
 
 
 class Replaced:
@@ -110,66 +96,13 @@ class _Like:
         return getattr(self._module, name)
 
 
-class _Chunk(torch.nn.Module):
-    """A model chunk that the schedule can hold and ask for its config; it has no parameters."""
-
-    def __init__(self, config: Any, index: int, interleaved: bool) -> None:
-        super().__init__()
-        self.config, self.model_type = config, ModelType.encoder_or_decoder
-        self.vp_stage = index if interleaved else None
-        self.input_tensor: Any = None
-
-    def set_input_tensor(self, tensors: Any) -> None:
-        """What forward will take."""
-        self.input_tensor = tensors
-
-
-def _config(settings: ScheduleSettings) -> TransformerConfig:
-    """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
-    (training/arguments.py:1306 @core_v0.16.1)."""
-    s, dtype = settings, _DTYPES[settings.dtype]
-    layers = s.layers or s.pp * s.chunks
-    if s.layout is not None:
-        rows = PipelineParallelLayerLayout.parse_str_to_list(s.layout)
-        layers = sum(row.count(LayerType.decoder) for row in rows)
-    moe = dict(num_moe_experts=2, expert_model_parallel_size=2, overlap_moe_expert_parallel_comm=True,
-               moe_token_dispatcher_type="alltoall", delay_wgrad_compute=s.delay_wgrad)  # fmt: skip
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return TransformerConfig(
-                num_layers=layers,
-                hidden_size=s.shape[2] if s.shape else 1,
-                num_attention_heads=1,
-                pipeline_model_parallel_size=s.pp,
-                virtual_pipeline_model_parallel_size=s.vpp,
-                pipeline_dtype=dtype,
-                params_dtype=dtype,
-                bf16=s.dtype == "bf16",
-                fp16=s.dtype == "fp16",
-                overlap_p2p_comm=bool(s.overlap_p2p),
-                batch_p2p_comm=not s.overlap_p2p,
-                overlap_p2p_comm_warmup_flush=s.warmup_flush,
-                microbatch_group_size_per_vp_stage=s.group_size,
-                variable_seq_lengths=s.variable_lengths,
-                deallocate_pipeline_outputs=True,
-                pipeline_model_parallel_layout=s.layout,
-                num_layers_in_first_pipeline_stage=s.first_layers,
-                num_layers_in_last_pipeline_stage=s.last_layers,
-                mtp_num_layers=s.mtp or None,
-                **(moe if s.ep_overlap else {}),
-            )
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
-
-
 def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
     """Run the schedule once, as stage ``stage``."""
     tape = Tape(stage, settings.pp, settings.dtype)
-    chunks = [_Chunk(config, i, settings.vpp is not None) for i in range(settings.chunks)]
+    chunks = [Chunk(config, i, settings.vpp is not None) for i in range(settings.chunks)]
     if settings.knows_layers:
         for index in range(settings.chunks):
-            note = _chunk_note(settings, config, stage, index)
+            note = chunk_note(settings, config, stage, index)
             tape.add("mark", chunk=index if settings.vpp else -1, note=note)
     _hooks(settings, config, tape)
     with Replaced() as seams:
@@ -205,7 +138,7 @@ def _run(settings: ScheduleSettings, config: Any, tape: Tape, chunks: list[Any],
             p2p_communicator=p2p,
             pg_collection=groups,
         )
-    except (ValueError, RuntimeError) as error:  # its own refusals of sizes
+    except (AssertionError, ValueError, RuntimeError) as error:  # its own refusals
         raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
 
 
@@ -232,29 +165,6 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
     config.grad_sync_func = per_chunk("grad_sync") if settings.align_grad_reduce else None
     config.param_sync_func = per_chunk("param_sync") if settings.vpp is not None else None
     config.finalize_model_grads_func = finalize
-
-
-def _chunk_note(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> str:
-    """``embedding, 3 decoder``: what Megatron puts into the chunk."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        names = [layer.name for layer in layout.layout[stage][chunk]]
-    else:
-        vp_stage = chunk if settings.vpp is not None else None
-        try:
-            count = get_num_layers_to_build(config, vp_stage, stage)
-        except AssertionError as error:
-            words = " ".join(str(error).split())
-            raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
-        first = stage == 0 and chunk == 0
-        last = stage == settings.pp - 1 and chunk == settings.chunks - 1
-        names = ["embedding"] * first + ["decoder"] * count
-        names += (["mtp"] * settings.mtp + ["loss"]) * last
-    shown = []
-    for name in dict.fromkeys(names):
-        count = names.count(name)
-        shown.append(name if name in ("embedding", "loss") else f"{count} {name}")
-    return ", ".join(shown) or "nothing"
 
 
 # -- what Megatron calls ---------------------------------------------------------------------------
