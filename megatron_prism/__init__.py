@@ -16,6 +16,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     classes.py               which ranks cannot be told apart
     matching.py              do programs fit together (fifo.py, splits.py)
     graph.py                 the world graph: all programs joined
+    unit_time.py             the longest path through a schedule: forward 1, backward 2
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

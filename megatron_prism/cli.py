@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import megatron_prism
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.cli_programs import capture, check, classes, show
+from megatron_prism.cli_schedule import schedule
 from megatron_prism.cli_world import world
 from megatron_prism.errors import PrismError, UsageError
 
@@ -123,6 +124,15 @@ COMMANDS = {
     ),
     "classes": Command(classes, (PROGRAMS, JSON)),
     "check": Command(check, (PROGRAMS, JSON)),
+    "schedule": Command(
+        schedule,
+        (
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes and switches"}),
+            (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
+            FORCE,
+            JSON,
+        ),
+    ),
     "world": Command(
         world,
         (

@@ -30,7 +30,7 @@ ROWS = [
     "classes",
     "splits fifo",
     "matching",
-    "topology graph",
+    "topology graph unit_time",
     "costs",
     "replay",
     "flight_recorder faults",
@@ -40,7 +40,7 @@ ROWS = [
     "recipe_schema",
     "recipe testing",
     "cli_output",
-    "cli_world cli_programs",
+    "cli_world cli_programs cli_schedule",
     "cli pytest_plugin _attach",
     "__main__",
 ]
@@ -54,6 +54,7 @@ ALSO = {"plugin": {"recipe", "recipe_schema"}}  # the flags read recipes, the ma
 INSIDE_FUNCTIONS = {
     ("cli", "plugin"),
     ("cli_programs", "plugin"),
+    ("cli_schedule", "plugin"),
     ("_attach", "plugin"),
     ("pytest_plugin", "plugin"),
 }

@@ -43,7 +43,7 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "world", "recipes"
+        "run", "emulate", "capture", "show", "classes", "check", "schedule", "world", "recipes"
     ]  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def test_options_of_commands():
         "show": ["--text"],
         "classes": ["--json"],
         "check": ["--json"],
+        "schedule": ["-o", "--out", "--force", "--json"],
         "world": ["--json"],
         "recipes": ["--json"],
     }
