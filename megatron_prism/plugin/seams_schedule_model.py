@@ -60,7 +60,6 @@ def configuration(settings: ScheduleSettings) -> TransformerConfig:
         "num_moe_experts": 2,
         "expert_model_parallel_size": 2,
         "overlap_moe_expert_parallel_comm": True,
-        "moe_token_dispatcher_type": "alltoall",
         "delay_wgrad_compute": s.delay_wgrad,
     }
     try:
@@ -81,6 +80,7 @@ def configuration(settings: ScheduleSettings) -> TransformerConfig:
                 overlap_p2p_comm_warmup_flush=s.warmup_flush,
                 microbatch_group_size_per_vp_stage=s.group_size,
                 variable_seq_lengths=s.variable_lengths,
+                moe_token_dispatcher_type="alltoall",  # its default refuses variable lengths
                 deallocate_pipeline_outputs=True,
                 pipeline_model_parallel_layout=s.layout,
                 num_layers_in_first_pipeline_stage=s.first_layers,
