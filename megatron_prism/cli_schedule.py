@@ -193,7 +193,7 @@ def chart(times: Timeline, width: int) -> list[str]:
         side = (room - len(GAP)) // 2 // unit * unit
         lines = [line[:side] + GAP + line[-side:] for line in lines]
         hidden = (cells - 2 * side) // unit
-        last = f"{'':{margin}}{'':{side}}{GAP}{hidden} of {_number(times.total)} units not shown"
+        last = f"{'':{margin}}…: {hidden} of {_number(times.total)} units not shown"
     shown = [f"{name:{margin}}{line}" for (name, _), line in zip(rows, lines, strict=True)]
     return [*shown, last] if last else shown
 
