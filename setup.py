@@ -33,7 +33,10 @@ setup(
     # code
     + ["megatron_prism.recipes"],
     package_dir={"megatron_prism.recipes": "recipes"},
-    package_data={"megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"]},
+    package_data={
+        "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
+        "megatron_prism.costs": ["machines/*.json", "tables/*"],
+    },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;
     # constraints/ holds the exact sets.  An untested megatron-core inside the range warns by name
     # at start.

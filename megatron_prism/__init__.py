@@ -17,6 +17,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     matching.py              do programs fit together (fifo.py, splits.py)
     graph.py                 the world graph: all programs joined
     unit_time.py             the longest path through a schedule: forward 1, backward 2
+    costs/                   how long ops take, and who says so
+    replay/                  the timeline of the whole world
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

@@ -52,7 +52,8 @@ class Work:
     calls: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
-        """``aten.mm(4096x8192,8192x1024)bf16*2; …``, commonest first."""
+        """``gemm(4096x8192,8192x1024)bfloat16:68719476736:92274688*2; …``: each distinct kernel
+        with its flops, its bytes and how often it ran; commonest first."""
         words = [f"{name}*{n}" if n > 1 else name for name, n in self.calls.most_common(_LONGEST)]
         left = len(self.calls) - _LONGEST
         return "; ".join(words) + (f"; and {left} others" if left > 0 else "")
@@ -103,7 +104,7 @@ class Meter:
         work.kernels += 1
         shapes = ",".join("x".join(map(str, t.shape)) for t in tensors[:3])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        work.calls[f"{name}({shapes}){dtype}"] += 1
+        work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
 
 
 def _flat(value: Any) -> list[Any]:

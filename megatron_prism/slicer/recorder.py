@@ -46,6 +46,7 @@ class Recorder:
         self._labels: dict[str, Any] = {}
         self._inside = 0
         self._batch = self._num_batches = -1
+        self._batched = False  # the open batch has a message already
         self._streams: dict[int, str] = {}
         self._since: Any = None  # where the open segment began
         self._timed: list[tuple[int, Any, Any]] = []
@@ -96,7 +97,10 @@ class Recorder:
             self._since = time.perf_counter_ns()
 
     def _close(self) -> None:
-        """End the open segment; it is an op if anything ran in it."""
+        """End the open segment; it is an op if anything ran in it, unless a batch is being issued:
+        nothing runs between its messages."""
+        if self._batch >= 0 and self._batched:
+            return
         if self.tier == "meta":
             assert self.meter is not None
             done = self.meter.take()
@@ -162,6 +166,7 @@ class Recorder:
         with self._op():
             fields = details(group, op, args, kwargs)
             handle = len(self._builder)
+            self._batched = self._batch >= 0
             site = self._site()
             self._add(op, group=group.desc, handle=handle, batch=self._batch, site=site, **fields)
             made = answer(group, *args, **kwargs)
@@ -185,7 +190,7 @@ class Recorder:
             yield
             return
         self._num_batches += 1
-        self._batch = self._num_batches
+        self._batch, self._batched = self._num_batches, False
         try:
             yield
         finally:

@@ -1,0 +1,11 @@
+"""How long does each op take, and who says so?
+
+``Prices`` are what replay needs; ``price`` makes them from a graph, a collective model and the
+segments' own measurements.  Every price has a provenance; an op without any basis is refused.
+"""
+
+from __future__ import annotations
+
+from megatron_prism.costs.prices import Prices, price
+
+__all__ = ["Prices", "price"]

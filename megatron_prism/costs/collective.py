@@ -1,0 +1,112 @@
+"""How long does a call take once everybody has come?  Measured tables first, then a model.
+
+In : a collective, its message size, its group's shape on the machine.  Out: ns and a provenance.
+
+The model is alpha-beta over the slowest link of a ring (Thakur, Rabenseifner & Gropp 2005; the
+factors of nccl-tests doc/PERFORMANCE.md): ``call + hops x latency + wire bytes / rate``, where wire
+bytes are what each rank must at least send.  Groups that span nodes pay the network's rate and
+latency between nodes; several ranks of a node share the work of crossing it rail by rail.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs.machine import Machine
+from megatron_prism.errors import UsageError
+
+__all__ = ["Calibration", "Shape", "modelled", "read_calibration"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A group on the machine: its ranks, and how many of them share a node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans, if it is spread evenly."""
+        return -(-self.size // self.per_node)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Collective times measured on some machine.
+
+    points : (collective, ranks) -> ascending (message bytes, ns) of groups inside one node
+    source : where and when
+    """
+
+    points: dict[tuple[str, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    source: str = ""
+
+    def look_up(self, name: str, size: int, num_bytes: int) -> int | None:
+        """ns, interpolated between measured sizes; None if the group size was not measured.
+
+        Below the smallest size its time, above the largest the rate of the last two.
+        """
+        points = self.points.get(("send" if name == "recv" else name, size))
+        if not points:
+            return None
+        place = bisect.bisect_left(points, (num_bytes, 0))
+        if place == 0 or len(points) == 1:
+            return points[0][1]
+        low, high = points[place - 1 : place + 1] if place < len(points) else points[-2:]
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        return max(1, round(low[1] + slope * (num_bytes - low[0])))
+
+
+def read_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """What ``prism calibrate`` wrote.  UsageError for anything else."""
+    try:
+        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        if stored.get("format") != FORMAT:
+            raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
+        points: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for row in stored["collectives"]:
+            key = (row["op"], int(row["ranks"]))
+            points.setdefault(key, []).append((int(row["bytes"]), int(row["ns"])))
+        return Calibration(
+            {key: tuple(sorted(values)) for key, values in points.items()}, stored["source"]
+        )
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} is no calibration of ours: {error}", fix="write it again: prism calibrate"
+        ) from error
+
+
+def modelled(name: str, shape: Shape, num_bytes: int, machine: Machine) -> int:
+    """ns of one call of ``num_bytes`` (message size as nccl-tests counts it)."""
+    if shape.size == 1:
+        return 0
+    row = BY_NAME[name]
+    wire = row.wire_bytes(num_bytes, shape.size)
+    hops = 1 if row.kind == "pair" else _hops(name, shape.size)
+    if shape.nodes == 1:
+        return round(machine.call_ns + hops * machine.link_ns + wire / machine.link_rate * 1e9)
+    # rail by rail: the ranks of a node cross the network side by side, each with its share
+    across = row.wire_bytes(num_bytes, shape.nodes) if row.kind == "group" else num_bytes
+    rate = machine.network_rate * (shape.per_node if row.kind == "group" else 1)
+    inside = wire / machine.link_rate
+    outside = across / rate
+    latency = machine.network_ns * min(hops, 2 * shape.nodes) + machine.link_ns * min(
+        hops, shape.per_node
+    )
+    return round(machine.call_ns + latency + max(inside, outside) * 1e9)
+
+
+def _hops(name: str, size: int) -> int:
+    """Steps whose latency adds up; large groups are served by trees (NCCL), so logarithmic."""
+    depth = max(1, (size - 1).bit_length())
+    return 2 * depth if name == "all_reduce" else depth if name != "all_to_all" else 1

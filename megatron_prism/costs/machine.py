@@ -1,0 +1,79 @@
+"""What can the hardware do?  One machine per data file: its numbers and where they are from.
+
+``machines/*.json`` in this package, or a file of one's own.  Rates are what is reached in practice
+(the file's ``source`` says by whom), not the data sheet's, unless the source says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_prism.errors import UsageError
+
+__all__ = ["Machine", "machine", "machines"]
+
+FOLDER = Path(__file__).with_name("machines")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of node and the network between nodes.
+
+    gpus_per_node   : ranks 0 … n-1 are on the first node, and so on
+    flops           : dtype -> dense matrix flops per second that large products reach
+    memory_rate     : bytes per second of device memory that elementwise kernels reach
+    kernel_ns       : what the shortest kernel takes, launch gap included
+    link_rate       : bytes per second per GPU and direction inside a node (bus bandwidth)
+    link_ns         : latency of one hop inside a node
+    network_rate    : bytes per second per GPU and direction between nodes
+    network_ns      : latency of one hop between nodes
+    call_ns         : fixed cost of a collective
+    """
+
+    name: str
+    gpus_per_node: int
+    flops: dict[str, float]
+    memory_rate: float
+    kernel_ns: int
+    link_rate: float
+    link_ns: int
+    network_rate: float
+    network_ns: int
+    call_ns: int
+    source: str
+
+
+def machines() -> dict[str, Path]:
+    """Name -> file of every machine that comes with the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+
+
+def machine(name: str | os.PathLike[str]) -> Machine:
+    """The machine of that name or in that file.  UsageError says what is wrong with it."""
+    path = machines().get(str(name), Path(name))
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"there is no machine {name}", fix=f"use {', '.join(machines())}, or a JSON file"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}", fix="see costs/machines/*.json") from error
+    known = {field.name for field in dataclasses.fields(Machine)}
+    given = set(fields) if isinstance(fields, dict) else set()
+    if given != known:
+        wrong = sorted(given ^ known)
+        raise UsageError(
+            f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",
+            fix=f"a machine has {', '.join(sorted(known))}",
+        )
+    made = Machine(**fields)
+    for field in dataclasses.fields(Machine):
+        value = getattr(made, field.name)
+        if isinstance(value, (int, float)) and value <= 0:
+            raise UsageError(f"{path}: {field.name} is {value}", fix="rates and times are positive")
+    return made

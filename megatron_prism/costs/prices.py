@@ -1,0 +1,120 @@
+"""What does every op of a world cost?  One price per op and meeting, each with its provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs.collective import Calibration, Shape, modelled
+from megatron_prism.costs.compute import MEASURED, ROOFLINE, compute_ns
+from megatron_prism.costs.machine import Machine
+from megatron_prism.graph import WorldGraph
+from megatron_prism.ops import NAMES
+from megatron_prism.program import Program
+
+__all__ = ["Prices", "price"]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Durations in ns, whole and not negative.
+
+    compute         : per class int64 [ops]; 0 for ops that are no segments
+    compute_source  : per class uint8 [ops], index into ``sources``
+    meetings        : int64 [rendezvous], once everybody has come
+    meeting_source  : uint8 [rendezvous], index into ``sources``
+    sources         : provenance, in words
+    """
+
+    compute: tuple[np.ndarray, ...]
+    compute_source: tuple[np.ndarray, ...]
+    meetings: np.ndarray
+    meeting_source: np.ndarray
+    sources: tuple[str, ...]
+
+
+def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None = None) -> Prices:
+    """Prices of every op: measured segments, then roofline; measured calls, then the model."""
+    calibration = calibration or Calibration()
+    tier = graph.programs.source.get("device", graph.programs.source.get("tier", "unknown"))
+    sources = (
+        f"measured: segments of the slices ({tier})",
+        f"modelled: roofline of {machine.name} ({machine.source})",
+        "none: not a segment",
+        f"measured: calls ({calibration.source})",
+        f"modelled: alpha-beta on {machine.name} ({machine.source})",
+    )
+    pairs = [compute_ns(program, machine) for program in graph.program_list]
+    meetings, meeting_source = _meetings(graph, machine, calibration)
+    assert (MEASURED, ROOFLINE) == (0, 1)  # the order of ``sources``
+    return Prices(
+        tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources
+    )
+
+
+def _meetings(
+    graph: WorldGraph, machine: Machine, calibration: Calibration
+) -> tuple[np.ndarray, np.ndarray]:
+    """Price of every rendezvous, looked up once per kind of call."""
+    meet = graph.rendezvous
+    ns = np.zeros(len(meet), dtype=np.int64)
+    source = np.full(len(meet), 4, dtype=np.uint8)
+    firsts = meet.start[:-1]
+    owners, ops = meet.classes[firsts], meet.ops[firsts]
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    for index, program in enumerate(graph.program_list):
+        mine = np.flatnonzero(owners == index)
+        rows = program.ops[ops[mine]]
+        messages = np.maximum(program.bytes_in, program.bytes_out)[ops[mine]]
+        peers = np.where(rows["peer"] != 0, rows["peer"], 0)
+        for place, name, group, peer, size in zip(
+            mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), peers.tolist(),
+            messages.tolist(), strict=True,
+        ):  # fmt: skip
+            key = (index, name, group, peer, size)
+            if key not in known:
+                shape = _shape(graph, program, index, NAMES[name], group, peer, machine)
+                known[key] = _call(NAMES[name], shape, size, machine, calibration)
+            ns[place], source[place] = known[key]
+    return ns, source
+
+
+def _call(
+    name: str, shape: Shape, num_bytes: int, machine: Machine, calibration: Calibration
+) -> tuple[int, int]:
+    if shape.size == 1:
+        return 0, 4
+    if shape.nodes == 1:
+        measured = calibration.look_up(name, shape.size, num_bytes)
+        if measured is not None:
+            return measured, 3
+    return modelled(name, shape, num_bytes, machine), 4
+
+
+def _shape(
+    graph: WorldGraph,
+    program: Program,
+    index: int,
+    name: str,
+    group: int,
+    peer: int,
+    machine: Machine,
+) -> Shape:
+    """How the group (or the pair) of class ``index``'s representative lies on the machine."""
+    membership = graph.groups[program.strings[group]]
+    rank = graph.classes.representatives[index]
+    members = membership.group(rank)
+    if BY_NAME[name].kind == "pair":
+        place = int(membership.position[rank])
+        members = np.array([rank, int(members[(place + peer) % len(members)])])
+    nodes = members // machine.gpus_per_node
+    return Shape(len(np.unique(members)), _per_node(nodes.tolist()))
+
+
+def _per_node(nodes: Sequence[int]) -> int:
+    """Members on the fullest node."""
+    _, counts = np.unique(np.asarray(nodes), return_counts=True)
+    return int(counts.max())

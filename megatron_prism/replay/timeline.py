@@ -1,0 +1,230 @@
+"""What came of it?  The timeline of a world: spans per class, and what the time went into.
+
+In : a WorldGraph and Prices.  Out: Timeline, a value that reports draw and tests compare.  Several
+iterations are replayed in a row; figures are of the last one, when the pipeline no longer remembers
+that the first began from rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_prism.costs import Prices
+from megatron_prism.graph import WorldGraph
+from megatron_prism.ops import CODE, NAMES
+from megatron_prism.replay import maxplus
+from megatron_prism.replay.dag import COMPUTE, MEET, Dag, build
+
+__all__ = ["SPAN", "Account", "Timeline", "replay"]
+
+SPAN = np.dtype(
+    [
+        ("op", "i4"),  # index in the class's program
+        ("lane", "i2"),  # index into Timeline.lanes: a stream, or a group's own stream
+        ("ready", "i8"),  # ns: when this rank was ready for it; equals start for compute
+        ("start", "i8"),  # ns: when it began, everybody being ready
+        ("end", "i8"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where one class's iteration went, ns; the parts add up to ``total``.
+
+    compute : kernels ran on the main stream
+    exposed : group description -> the main stream waited for calls of this group to move data
+    waiting : group description -> the main stream waited for other ranks to come to them
+    idle    : nothing of that: the host was late, or the iteration was over here
+    """
+
+    total: int
+    compute: int
+    exposed: Mapping[str, int]
+    waiting: Mapping[str, int]
+    idle: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The replayed world.
+
+    begin, end : of the last iteration, ns since the start of the replay
+    """
+
+    graph: WorldGraph
+    prices: Prices
+    dag: Dag
+    node_start: np.ndarray
+    node_end: np.ndarray
+    iterations: int
+
+    @cached_property
+    def iteration_ns(self) -> int:
+        """Duration of one iteration: from the end of the one before to its own end."""
+        return self.ends[-1] - (self.ends[-2] if self.iterations > 1 else 0)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """When each iteration was over on the last rank, ns."""
+        return [
+            int(self.node_end[self.dag.iteration == i].max(initial=0))
+            for i in range(self.iterations)
+        ]
+
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of the tracks: streams, then groups."""
+        names: dict[str, None] = {"main": None}
+        for program in self.graph.program_list:
+            used = np.unique(program.ops["stream"][program.ops["name"] == CODE["compute"]])
+            names |= dict.fromkeys(program.strings[code] for code in used)
+        for program in self.graph.program_list:
+            names |= dict.fromkeys(program.groups())
+        return tuple(names)
+
+    def spans(self, index: int, iteration: int = -1) -> np.ndarray:
+        """SPAN [n] of class ``index``, in order of issue, ns since the iteration began."""
+        program = self.graph.program_list[index]
+        nodes = self.dag.node_of[index][iteration]
+        ready = self.dag.ready_of[index][iteration]
+        there = np.flatnonzero(nodes >= 0)
+        lane = {name: i for i, name in enumerate(self.lanes)}
+        texts = np.array([lane.get(text, 0) for text in program.strings], dtype=np.int16)
+        ops = program.ops[there]
+        found = np.empty(len(there), dtype=SPAN)
+        found["op"] = there
+        compute = ops["name"] == CODE["compute"]
+        found["lane"] = texts[np.where(compute, ops["stream"], ops["group"])]
+        found["start"], found["end"] = self.node_start[nodes[there]], self.node_end[nodes[there]]
+        waits = ready[there]
+        found["ready"] = np.where(waits >= 0, self.node_end[waits], found["start"])
+        begin = self.ends[iteration - 1] if iteration % self.iterations else 0
+        for name in ("ready", "start", "end"):
+            found[name] -= begin
+        return found
+
+    def account(self, index: int) -> Account:
+        """Where the last iteration of class ``index`` went."""
+        return _Accountant(self, index).account()
+
+    def critical_path(self) -> list[tuple[int, int, int, int]]:
+        """(class or -1, op or rendezvous, start, end) of what decides the last iteration."""
+        path = maxplus.critical_path(self.dag, self.node_end)
+        dag, last = self.dag, self.iterations - 1
+        return [
+            (int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]), int(self.node_end[n]))
+            for n in path
+            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET)
+        ]
+
+    def slack(self) -> list[int]:
+        """Per class: by how much all its computing could be late without delaying the end, ns.
+
+        The smallest distance from any of its segments to the longest path through it.
+        """
+        tail = _tails(self.dag, self.durations)
+        end = int(self.node_end.max(initial=0))
+        compute = self.dag.kind == COMPUTE
+        through = self.node_end + tail
+        return [
+            int((end - through[compute & (self.dag.owner == index)]).min(initial=end))
+            for index in range(len(self.graph.classes))
+        ]
+
+    @cached_property
+    def durations(self) -> np.ndarray:
+        """Of every node, ns."""
+        return self.node_end - self.node_start
+
+
+def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
+    """Replay ``iterations`` iterations without contention.  PrismError if the job hangs."""
+    dag = build(graph, iterations)
+    durations = durations_of(dag, prices)
+    start, end = maxplus.evaluate(dag, durations)
+    return Timeline(graph, prices, dag, start, end, iterations)
+
+
+def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
+    """The duration of every node, int64 [n]."""
+    found = np.zeros(len(dag), dtype=np.int64)
+    meets = dag.kind == MEET
+    found[meets] = prices.meetings[dag.op[meets]]
+    for index, ns in enumerate(prices.compute):
+        mine = (dag.kind == COMPUTE) & (dag.owner == index)
+        found[mine] = ns[dag.op[mine]]
+    return found
+
+
+def _tails(dag: Dag, durations: np.ndarray) -> np.ndarray:
+    """Longest way from the end of every node to the end of everything, int64 [n]."""
+    tails = [0] * len(dag)
+    first, before, lasts = dag.start.tolist(), dag.before.tolist(), durations.tolist()
+    for node in reversed(dag.order.tolist()):
+        through = tails[node] + lasts[node]
+        for previous in before[first[node] : first[node + 1]]:
+            if tails[previous] < through:
+                tails[previous] = through
+    return np.array(tails, dtype=np.int64)
+
+
+class _Accountant:
+    """Walks the main stream of one class and says what each gap was."""
+
+    def __init__(self, timeline: Timeline, index: int) -> None:
+        self.timeline = timeline
+        self.spans = timeline.spans(index)
+        self.program = timeline.graph.program_list[index]
+
+    def account(self) -> Account:
+        lanes = self.timeline.lanes
+        total = self.timeline.iteration_ns
+        main = self.spans[self.spans["lane"] == lanes.index("main")]
+        calls = self.spans[self.program.ops["name"][self.spans["op"]] != CODE["compute"]]
+        calls = calls[np.argsort(calls["end"], kind="stable")]
+        exposed: dict[str, int] = {}
+        waiting: dict[str, int] = {}
+        at, idle = 0, 0
+        starts = [*main["start"].tolist(), total]
+        ends = [*main["end"].tolist(), total]
+        for start, end in zip(starts, ends, strict=True):
+            gap, at_gap = start - at, at
+            if gap > 0:
+                idle += gap - self._explain(calls, at_gap, start, exposed, waiting)
+            at = max(at, end)
+        compute = int((main["end"] - main["start"]).sum())
+        return Account(total, compute, exposed, waiting, idle)
+
+    def _explain(
+        self,
+        calls: np.ndarray,
+        begin: int,
+        end: int,
+        exposed: dict[str, int],
+        waiting: dict[str, int],
+    ) -> int:
+        """How much of the gap [begin, end) the calls that end in it explain, ns."""
+        first = np.searchsorted(calls["end"], begin, side="right")
+        last = np.searchsorted(calls["end"], end, side="right")
+        explained, at = 0, begin
+        for call in calls[first:last]:
+            group = self.timeline.lanes[call["lane"]]
+            wait = max(0, min(int(call["start"]), end) - max(at, int(call["ready"])))
+            move = max(0, min(int(call["end"]), end) - max(at, int(call["start"])))
+            if wait:
+                waiting[group] = waiting.get(group, 0) + wait
+            if move:
+                exposed[group] = exposed.get(group, 0) + move
+            explained += wait + move
+            at = max(at, int(call["end"]))
+        return explained
+
+
+def name_of(timeline: Timeline, index: int, op: int) -> str:
+    """What op ``op`` of class ``index`` is called in outputs."""
+    return NAMES[timeline.graph.program_list[index].ops["name"][op]]
