@@ -153,7 +153,8 @@ def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> Non
 
     def keep() -> None:
         path = capture.finish(proof)
-        print(f"prism: {len(capture.program):,} ops of an iteration in {path}", file=sys.stderr)
+        what = f"{len(capture.program):,} ops of an iteration (median of {capture.num_iterations})"
+        print(f"prism: {what} in {path}", file=sys.stderr)
 
     proof.on_finish.append(keep)
 

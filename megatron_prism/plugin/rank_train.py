@@ -117,7 +117,7 @@ class RankJob:
             updated = True if self.tier.name == "meta" else bool(updated)
             self.proof.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
         if recorder is not None:
-            self.program = recorder.stop()
+            self.program = recorder.stop().program()
         self.iteration_s.append(time.perf_counter() - start)
         if any(not math.isfinite(x) for x in self.proof.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)

@@ -16,10 +16,42 @@ from typing import Any
 from megatron_prism.program import Builder, Program
 from megatron_prism.slicer.calls import _nearest
 
-__all__ = ["PIPELINE", "WORLD", "Group", "Request", "Tape", "Token"]
+__all__ = ["PIPELINE", "WORLD", "Group", "Like", "Replaced", "Request", "Tape", "Token"]
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"
+
+
+class Replaced:
+    """Names of modules that are replaced for a while; ``with`` puts all of them back."""
+
+    def __init__(self) -> None:
+        self._old: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._old:
+            owner, name, value = self._old.pop()
+            setattr(owner, name, value)
+
+    def set(self, owner: Any, **names: Any) -> None:
+        """Replace names of ``owner`` (those that this release has)."""
+        for name, value in names.items():
+            if hasattr(owner, name):
+                self._old.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, value)
+
+
+class Like:
+    """A module with some names of our own."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 class Group:
@@ -46,7 +78,7 @@ class Token:
     tells : for a tensor that is itself a shape, which one; else None
     """
 
-    __slots__ = ("grad", "label", "loss_func", "requires_grad", "row", "schedule_plan", "sizes",
+    __slots__ = ("grad", "label", "loss_func", "parent", "requires_grad", "row", "schedule_plan", "sizes",
                  "tells")  # fmt: skip
     device = "cuda"
 
@@ -57,6 +89,7 @@ class Token:
         self.requires_grad = True
         self.schedule_plan: Any = None
         self.loss_func: Any = None
+        self.parent: Any = None
 
     def used_by(self, phase: str, microbatch: int, chunk: int) -> None:
         """The step that uses the tensor says what its receive was for."""

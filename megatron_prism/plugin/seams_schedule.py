@@ -24,14 +24,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.plugin.schedule_settings import ScheduleSettings
-from megatron_prism.plugin.schedule_tape import Group, Tape, Token
-from megatron_prism.plugin.seams_schedule_model import Chunk, chunk_note, configuration
+from megatron_prism.plugin.schedule_tape import Group, Like, Replaced, Tape, Token
+from megatron_prism.plugin.seams_schedule_model import (
+    Chunk,
+    chunk_layers,
+    chunk_note,
+    configuration,
+)
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.virtual import session
 from megatron_prism.world import World
 
-__all__ = ["Replaced", "record", "schedules"]
+__all__ = ["record", "schedules"]
 
 _lock = threading.Lock()  # the seams are module globals
 
@@ -64,46 +69,15 @@ def record(settings: ScheduleSettings) -> Programs:
     return Programs.one_per_rank(programs, world, source=source)
 
 
-class Replaced:
-    """Names of modules that are replaced for a while; ``with`` puts all of them back."""
-
-    def __init__(self) -> None:
-        self._old: list[tuple[Any, str, Any]] = []
-
-    def __enter__(self) -> Replaced:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        while self._old:
-            owner, name, value = self._old.pop()
-            setattr(owner, name, value)
-
-    def set(self, owner: Any, **names: Any) -> None:
-        """Replace names of ``owner`` (those that this release has)."""
-        for name, value in names.items():
-            if hasattr(owner, name):
-                self._old.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, value)
-
-
-class _Like:
-    """A module with some names of our own."""
-
-    def __init__(self, module: Any, **names: Any) -> None:
-        self.__dict__.update(names, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
     """Run the schedule once, as stage ``stage``."""
     tape = Tape(stage, settings.pp, settings.dtype)
-    chunks = [Chunk(config, i, settings.vpp is not None) for i in range(settings.chunks)]
-    if settings.knows_layers:
-        for index in range(settings.chunks):
-            note = chunk_note(settings, config, stage, index)
-            tape.add("mark", chunk=index if settings.vpp else -1, note=note)
+    chunks = []
+    for index in range(settings.chunks):
+        layers = chunk_layers(settings, config, stage, index)
+        chunks.append(Chunk(config, index, layers, settings.vpp is not None))
+        if settings.knows_layers:
+            tape.add("mark", chunk=index if settings.vpp else -1, note=chunk_note(layers))
     _hooks(settings, config, tape)
     with Replaced() as seams:
         _replace(seams, settings, tape)
@@ -111,7 +85,7 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         if settings.ep_overlap:
             from megatron_prism.plugin import seams_schedule_combined as combined
 
-            step = combined.replace(seams, settings, config, tape, chunks)
+            step = combined.replace(seams, tape, chunks)
         _run(settings, config, tape, chunks, step)
     return tape.program()
 
@@ -170,7 +144,7 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
 # -- what Megatron calls ---------------------------------------------------------------------------
 def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
     """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
-    distributed = _Like(
+    distributed = Like(
         torch.distributed,
         isend=tape.isend,
         irecv=tape.irecv,
@@ -178,9 +152,9 @@ def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
         batch_isend_irecv=tape.batch,
         get_backend=lambda group: "nccl",
         get_global_rank=lambda group, rank: rank,
-        group=_Like(torch.distributed.group, WORLD=tape.everyone),
+        group=Like(torch.distributed.group, WORLD=tape.everyone),
     )
-    cuda = _Like(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
+    cuda = Like(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
 
     def empty(shape: Any, dtype: Any, **kwargs: Any) -> Token:
         if dtype is torch.int64:  # a stage's shape, ahead of its tensor
@@ -190,11 +164,11 @@ def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
     def tensor(shape: Any, **kwargs: Any) -> Token:
         return Token(sizes=(3,), tells=shape)
 
-    tokens = _Like(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
+    tokens = Like(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
     seams.set(p2p_communication, torch=tokens, dist=distributed)
     seams.set(
         megatron_schedules,
-        torch=_Like(torch, zeros=lambda *args, **kwargs: 0),
+        torch=Like(torch, zeros=lambda *args, **kwargs: 0),
         forward_step=partial(_forward, tape, settings.shape or ()),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
         deallocate_output_tensor=lambda *args: None,

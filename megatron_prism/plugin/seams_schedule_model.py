@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin.schedule_settings import ScheduleSettings
 
-__all__ = ["Chunk", "chunk_note", "configuration", "layout_chunks"]
+__all__ = ["Chunk", "chunk_layers", "chunk_note", "configuration", "layout_chunks"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,11 +37,11 @@ def layout_chunks(layout: str) -> int:
 class Chunk(torch.nn.Module):
     """A model chunk that the schedule can hold and ask for its config; it has no parameters."""
 
-    def __init__(self, config: Any, index: int, interleaved: bool) -> None:
+    def __init__(self, config: Any, index: int, layers: list[str], interleaved: bool) -> None:
         super().__init__()
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.vp_stage = index if interleaved else None
-        self.input_tensor: Any = None
+        self.layers, self.input_tensor = layers, None
 
     def set_input_tensor(self, tensors: Any) -> None:
         """What forward will take."""
@@ -92,24 +92,27 @@ def configuration(settings: ScheduleSettings) -> TransformerConfig:
         raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
 
 
-def chunk_note(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> str:
-    """``embedding, 3 decoder``: what Megatron puts into the chunk."""
+def chunk_layers(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> list[str]:
+    """``embedding decoder decoder``: what Megatron puts into the chunk, in order."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        names = [layer.name for layer in layout.layout[stage][chunk]]
-    else:
-        vp_stage = chunk if settings.vpp is not None else None
-        try:
-            count = get_num_layers_to_build(config, vp_stage, stage)
-        except AssertionError as error:
-            words = " ".join(str(error).split())
-            raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
-        first = stage == 0 and chunk == 0
-        last = stage == settings.pp - 1 and chunk == settings.chunks - 1
-        names = ["embedding"] * first + ["decoder"] * count
-        names += (["mtp"] * settings.mtp + ["loss"]) * last
+        return [layer.name for layer in layout.layout[stage][chunk]]
+    vp_stage = chunk if settings.vpp is not None else None
+    try:
+        count = get_num_layers_to_build(config, vp_stage, stage)
+    except AssertionError as error:
+        words = " ".join(str(error).split())
+        raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
+    first = stage == 0 and chunk == 0
+    last = stage == settings.pp - 1 and chunk == settings.chunks - 1
+    tail = (["mtp"] * settings.mtp + ["loss"]) * last
+    return ["embedding"] * first + ["decoder"] * count + tail
+
+
+def chunk_note(names: list[str]) -> str:
+    """The same in words: ``embedding, 2 decoder``."""
     shown = []
     for name in dict.fromkeys(names):
-        count = names.count(name)
-        shown.append(name if name in ("embedding", "loss") else f"{count} {name}")
+        single = name in ("embedding", "loss")
+        shown.append(name if single else f"{names.count(name)} {name}")
     return ", ".join(shown) or "nothing"

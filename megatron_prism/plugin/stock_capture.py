@@ -1,8 +1,9 @@
 """``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
 
-Records from the start of the last train step but one to the start of the last, so that what comes
-between train steps (logging, timers, their barriers) is in the program too; a job of one or two
-steps has only its last step recorded.  The slice is written when the job has trained.
+Records from the start of one train step to the start of the next, so that what comes between train
+steps (logging, timers, their barriers) is in the program too.  The last ``KEPT`` such iterations
+are recorded, if the job is long enough, and the slice has the median time of each segment; a job of
+one or two steps has only its last step recorded.  The slice is written when the job has trained.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from megatron_prism.errors import UsageError
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
 
-__all__ = ["StockCapture", "check_free"]
+__all__ = ["KEPT", "StockCapture", "check_free"]
+
+KEPT = 5  # iterations of which the slice has the median times
 
 
 def check_free(folder: Path, rank: int, force: bool) -> None:
@@ -40,16 +43,22 @@ class StockCapture:
         self.store = SliceStore(options.capture, options.world, source)
         self.rank, self.tier = options.rank, tier
         self.program: Program | None = None
+        self.num_iterations = 0  # that the slice is the median of
         self._recorder: Any = None
+        self._recordings: list[Any] = []
 
     def before(self, number: int, wanted: int, proof: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
-            self._stop(proof)
-        elif self.program is None and number >= max(1, wanted - 1 if wanted > 2 else wanted):
-            self._start(proof)
+            self._recordings.append(self._recorder.stop())
+        if wanted > 2 and number >= wanted:
+            self._remove(proof)
+        elif number >= max(2 if wanted > 2 else wanted, wanted - KEPT):
+            if self._recorder is None:
+                self._install(proof)
+            self._recorder.start()
 
-    def _start(self, proof: Any) -> None:
+    def _install(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
         from megatron_prism.slicer.recorder import Recorder
         from megatron_prism.virtual.session import current
@@ -59,13 +68,11 @@ class StockCapture:
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder
-        self._recorder.start()
 
-    def _stop(self, proof: Any) -> None:
+    def _remove(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
         from megatron_prism.virtual.session import current
 
-        self.program = self._recorder.stop()
         watch.remove()
         self._recorder = proof.recorder = None
         if (world := current()) is not None:
@@ -73,9 +80,13 @@ class StockCapture:
 
     def finish(self, proof: Any) -> Path:
         """Write the slice; returns where."""
+        from megatron_prism.slicer.recorder import typical
+
         if self._recorder is not None:
-            self._stop(proof)
-        assert self.program is not None  # the proof has seen train steps
+            self._recordings.append(self._recorder.stop())
+            self._remove(proof)
+        programs = [recording.program() for recording in self._recordings]
+        self.program, self.num_iterations = typical(programs)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)

@@ -12,8 +12,10 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
@@ -22,9 +24,45 @@ from megatron_prism.slicer.calls import Tracked, details
 from megatron_prism.slicer.kernels import Meter
 from megatron_prism.tiers import work
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Recording", "typical"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded iteration; its device times are read only when asked for, since that waits."""
+
+    rank: int
+    builder: Builder
+    timed: list[tuple[int, Any, Any]]
+
+    def program(self) -> Program:
+        """The program, with the times of its segments."""
+        program = self.builder.build(self.rank)
+        for index, begin, end in self.timed:
+            end.synchronize()
+            program.ops["ns"][index] = round(begin.elapsed_time(end) * 1e6)
+        return program
+
+
+def typical(programs: Sequence[Program]) -> tuple[Program, int]:
+    """(the last program with the median time of each segment, how many iterations that took).
+
+    Iterations that differ in their ops (MoE token counts) are not mixed: then the last one counts.
+    """
+    last = programs[-1]
+    alike = [p for p in programs if _shape_of(p) == _shape_of(last)]
+    if len(alike) > 1:
+        times = np.stack([p.ops["ns"] for p in alike])
+        last.ops["ns"] = np.median(times, axis=0).round().astype(np.int64)
+    return last, len(alike)
+
+
+def _shape_of(program: Program) -> bytes:
+    ops = program.ops.copy()
+    ops["ns"] = 0
+    return ops.tobytes()
 
 
 class Recorder:
@@ -66,17 +104,13 @@ class Recorder:
                 self._builder.memory(storage, num_bytes)
         self._open()
 
-    def stop(self) -> Program:
-        """The program since ``start``."""
+    def stop(self) -> Recording:
+        """What was recorded since ``start``."""
         self._close()
         self.active = False
         if self.meter is not None:
             self.meter.memory = None
-        program = self._builder.build(self.rank)
-        for index, begin, end in self._timed:
-            end.synchronize()
-            program.ops["ns"][index] = round(begin.elapsed_time(end) * 1e6)
-        return program
+        return Recording(self.rank, self._builder, self._timed)
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
