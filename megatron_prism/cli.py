@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import megatron_prism
 from megatron_prism.cli_output import console, print_json, print_table
-from megatron_prism.cli_programs import capture, check, classes, show
+from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_schedule import schedule
 from megatron_prism.cli_world import world
 from megatron_prism.errors import PrismError, UsageError
@@ -131,6 +131,14 @@ COMMANDS = {
             (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
             FORCE,
             JSON,
+        ),
+    ),
+    "calibrate": Command(
+        calibrate,
+        (
+            OUT,
+            FORCE,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "processes=N"}),
         ),
     ),
     "world": Command(

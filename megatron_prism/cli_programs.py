@@ -14,7 +14,7 @@ from typing import Any
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.errors import UsageError
 
-__all__ = ["capture", "check", "classes", "show"]
+__all__ = ["calibrate", "capture", "check", "classes", "show"]
 
 _AROUND = 6  # ops before and after what ``around=`` names
 
@@ -172,3 +172,22 @@ def check(args: argparse.Namespace) -> int:
         print(f"\n{finding}")
     print(f"\n{len(found)} mismatches" if found else "every call is matched")
     return 1 if found else 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure how long calls take among this host's devices, for prism replay.
+
+    prism calibrate -o h200x4.json [processes=4]
+    """
+    from megatron_prism.plugin import calibrate as calibrating
+
+    if args.out is None:
+        raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
+    settings = _settings(args.settings, ("processes",))
+    count = settings.get("processes")
+    if count is not None and not count.isdigit():
+        raise UsageError(f"processes={count} is no number", fix="processes=4")
+    calibrating.calibrate(
+        args.out, int(count) if count else None, force=args.force, console=console()
+    )
+    return 0

@@ -43,7 +43,8 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "schedule", "world", "recipes"
+        "run", "emulate", "capture", "show", "classes", "check", "schedule", "calibrate",
+        "world", "recipes"
     ]  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def test_options_of_commands():
         "classes": ["--json"],
         "check": ["--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
+        "calibrate": ["-o", "--out", "--force"],
         "world": ["--json"],
         "recipes": ["--json"],
     }

@@ -1,0 +1,172 @@
+"""How far off is the predicted iteration time?  Real and predicted back to back on one machine.
+
+``python benchmarks/accuracy.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR]``
+
+SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  On a host
+with 4 GPUs, for every configuration: the real job on 4 GPUs; then every rank alone on one GPU with
+``--prism-capture`` (four of them side by side, each on a GPU of its own).  ``prism calibrate`` runs
+once.  Prediction is the replay of those slices with those calls; nothing is fitted to real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from groundtruth import COMMON, CONFIGS, NUM_RANKS, TE
+
+from megatron_prism import costs, graph, slices
+from megatron_prism.costs.collective import Calibration, read_calibration
+from megatron_prism.costs.machine import machine
+from megatron_prism.replay import timeline
+
+REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
+LLAMA_7B = """
+--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 32
+--ffn-hidden-size 11008 --seq-length 4096 --max-position-embeddings 4096
+"""
+JOBS = {
+    **CONFIGS,
+    "llama7b_tp4_mb1": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 4 --global-batch-size 8",
+    "llama7b_tp4_mb2": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 4 --micro-batch-size 2"
+    " --global-batch-size 16",
+    "llama7b_dp2tp2": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 2 --global-batch-size 8",
+}
+BOUND_MEAN, BOUND_MAX = 2.0, 5.0  # percent
+
+
+class Sitting:
+    """One machine, one sitting: real runs, captures and the calibration go to ``work``."""
+
+    def __init__(self, scripts: Path, work: Path) -> None:
+        self.script, self.work = str(scripts / "pretrain_gpt.py"), work
+        root = Path(__file__).resolve().parent.parent
+        paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        self.environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths}
+        self.environment.setdefault("OMP_NUM_THREADS", "4")
+
+    def job(self, config: str, steps: int) -> list[str]:
+        """The script and its arguments."""
+        length = ["--train-iters", str(steps)]
+        return [self.script, *COMMON.split(), *JOBS[config].split(), *length]
+
+    def _start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        with open(self.work / f"{name}.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self.environment, **environment},
+            )
+
+    def real(self, config: str) -> list[float]:
+        """Iteration times of the real job, ms, without the warm-up; empty if it failed."""
+        folder = self.work / f"{config}-real"
+        program = str(Path(__file__).with_name("real_steps.py"))
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(NUM_RANKS), program, str(folder)]
+        self._start(folder.name, [*launcher, *self.job(config, REAL_STEPS)]).wait()
+        file = folder / "rank-0.json"
+        if not file.exists():
+            return []
+        return json.loads(file.read_text())["iteration_ms"][WARM_UP:]
+
+    def capture(self, config: str) -> Path:
+        """Every rank alone, each on a GPU of its own."""
+        folder = self.work / f"{config}-slices"
+        running = []
+        for rank in range(NUM_RANKS):
+            ours = ["--prism-world-size", str(NUM_RANKS), "--prism-ranks", str(rank)]
+            ours += ["--prism-capture", str(folder)]
+            words = ["-m", "megatron_prism", "run", *ours, "--", *self.job(config, ALONE_STEPS)]
+            name = f"{config}-alone-{rank}"
+            running.append(self._start(name, words, CUDA_VISIBLE_DEVICES=str(rank)))
+        for process in running:
+            process.wait()
+        return folder
+
+    def calibrate(self) -> Calibration:
+        """Calls among this host's GPUs."""
+        file = self.work / "calibration.json"
+        words = ["-m", "megatron_prism", "calibrate", "-o", str(file)]
+        self._start("calibrate", words).wait()
+        return read_calibration(file)
+
+
+def predict(folder: Path, calibration: Calibration) -> float:
+    """Predicted iteration time, ms."""
+    made = graph.build(slices.open_programs(folder))
+    found = made.check()
+    if found:
+        print(f"{folder.name}: {len(found)} mismatches, the first:\n{found[0]}", file=sys.stderr)
+    prices = costs.price(made, machine("h200"), calibration)
+    return timeline.replay(made, prices, iterations=3).iteration_ns / 1e6
+
+
+def table(rows: list[dict[str, Any]]) -> int:
+    """Print what was found; 0 if both bounds were met."""
+    head = f"{'configuration':18} {'real ms':>9} {'spread':>8} {'predicted':>10} {'error':>8}"
+    print(head)
+    errors = []
+    for row in rows:
+        if row.get("predicted_ms") is None or row["real_ms"] is None:
+            print(f"{row['config']:18} {'failed':>9}")
+            continue
+        errors.append(100 * (row["predicted_ms"] / row["real_ms"] - 1))
+        print(
+            f"{row['config']:18} {row['real_ms']:9.1f} {row['spread_percent']:7.2f}% "
+            f"{row['predicted_ms']:10.1f} {errors[-1]:+7.2f}%"
+        )
+    if not errors:
+        return 1
+    mean = statistics.fmean(abs(e) for e in errors)
+    worst = max(abs(e) for e in errors)
+    print(f"mean |error| {mean:.2f} % (bound {BOUND_MEAN}), maximum {worst:.2f} % ({BOUND_MAX})")
+    whole = len(errors) == len(rows)
+    return 0 if whole and mean <= BOUND_MEAN and worst <= BOUND_MAX else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("scripts", type=Path)
+    parser.add_argument("--configs", default=",".join(JOBS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        sitting = Sitting(args.scripts, work)
+        rows = []
+        calibration = sitting.calibrate()
+        for config in args.configs.split(","):
+            begin = time.time()
+            real = sitting.real(config)
+            folder = sitting.capture(config)
+            row: dict[str, Any] = {"config": config, "iterations_ms": real, "real_ms": None}
+            if real:
+                row["real_ms"] = statistics.median(real)
+                row["spread_percent"] = 100 * (max(real) - min(real)) / row["real_ms"]
+            try:
+                row["predicted_ms"] = predict(folder, calibration)
+            except Exception as error:  # noqa: BLE001 - the other rows are still worth having
+                row["predicted_ms"] = None
+                print(f"{config}: {error}", file=sys.stderr)
+            row["took_s"] = round(time.time() - begin, 1)
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return table(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""``prism calibrate``: measure this host's calls, for ``prism replay … calibration=FILE``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_prism.errors import PrismError, UsageError
+
+__all__ = ["calibrate"]
+
+
+def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Console) -> None:
+    """Start one process per device (``num_processes``: default all, or 2 on CPUs) and write
+    ``out``.
+
+    UsageError if ``out`` is taken or there is nothing to measure; PrismError if a process failed.
+    """
+    import torch
+
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_processes or devices or 2
+    if count < 2:
+        raise UsageError("one device has nobody to talk to", fix="calibrate on 2 or more GPUs")
+    if devices and count > devices:
+        raise UsageError(f"{count} processes for {devices} devices", fix=f"processes={devices}")
+    where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
+    console.print(f"measuring calls among {where}; this takes about a minute")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "-m", "megatron_prism.plugin.calibrate_rank"]
+    done = subprocess.run(
+        [*command, str(out.absolute())], capture_output=True, text=True, check=False
+    )
+    if done.returncode or not out.exists():
+        raise PrismError(
+            f"a process of the calibration failed:\n{done.stderr[-1500:]}",
+            fix="run nvidia-smi: are all GPUs free and healthy?",
+        )
+    console.print(f"wrote {out}")

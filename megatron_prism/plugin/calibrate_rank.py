@@ -1,0 +1,185 @@
+"""How long do calls take on this host, and how much do calls and computing slow each other down?
+
+One process per device, started by ``prism calibrate`` through torch.distributed.run.  Every group
+size from 2 to the number of devices that divides it is measured on ranks 0 … n-1.  A queue is built
+up behind a busy wait first, so that the figures are the device's and not Python's; on CPUs (gloo)
+it is wall time.  Rank 0 writes the file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+__all__ = ["main"]
+
+FORMAT = 1
+SIZES = tuple(1 << n for n in range(10, 31, 2))  # bytes of the message
+CPU_SIZES = SIZES[:6]
+REPEATS, CALLS = 7, 5
+_QUEUE_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
+
+
+class _Bench:
+    """Measures on this process's device; every rank of the group calls together."""
+
+    def __init__(self) -> None:
+        self.cuda = torch.cuda.is_available()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if self.cuda:
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if self.cuda else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cuda" if self.cuda else "cpu")
+
+    def time_ns(self, call: Callable[[], Any]) -> int:
+        """Median ns of one call."""
+        for _ in range(2):
+            call()
+        measure = self._device if self.cuda else self._host
+        return round(statistics.median(measure(call) for _ in range(REPEATS)))
+
+    def _device(self, call: Callable[[], Any]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_QUEUE_CYCLES)
+        begin.record()
+        for _ in range(CALLS):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e6 / CALLS
+
+    def _host(self, call: Callable[[], Any]) -> float:
+        begin = time.perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        return (time.perf_counter_ns() - begin) / CALLS
+
+
+def _calls(bench: _Bench, group: Any, n: int, size: int) -> dict[str, Callable[[], Any]]:
+    """Collective -> a call whose message is ``size`` bytes, as nccl-tests counts it."""
+    dtype = torch.bfloat16 if bench.cuda else torch.float32
+    count = max(n, size // dtype.itemsize // n * n)
+    whole = torch.zeros(count, dtype=dtype, device=bench.device)
+    other = torch.zeros(count, dtype=dtype, device=bench.device)
+    part = torch.zeros(count // n, dtype=dtype, device=bench.device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+    }
+    if bench.cuda:
+        calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        calls["all_to_all"] = lambda: dist.all_to_all_single(other, whole, group=group)
+    if n == 2:
+        peer = 1 - bench.rank
+        kind = dist.isend if bench.rank == 0 else dist.irecv
+
+        def send() -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(kind, whole, peer, group)]):
+                work.wait()
+
+        calls["send"] = send
+    return calls
+
+
+def _collectives(bench: _Bench) -> list[dict[str, Any]]:
+    rows = []
+    for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
+        group = dist.new_group(list(range(n)))
+        for size in SIZES if bench.cuda else CPU_SIZES:
+            if bench.rank < n:
+                for name, call in _calls(bench, group, n, size).items():
+                    ns = bench.time_ns(call)
+                    rows.append({"op": name, "ranks": n, "bytes": size, "ns": ns})
+        dist.barrier()
+    return rows
+
+
+def _overlap(bench: _Bench) -> list[dict[str, Any]]:
+    """By which factor matrix products and a call slow each other down while both run."""
+    if not bench.cuda:
+        return []
+    a = torch.randn(8192, 4096, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def products() -> None:
+        for _ in range(40):
+            a @ b
+
+    alone = bench.time_ns(products)
+    rows = []
+    for name, call in _calls(bench, None, bench.size, 1 << 28).items():
+        if name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            rows.append(
+                {"op": name, "ranks": bench.size, **_together(bench, products, call, alone)}
+            )
+    return rows
+
+
+def _together(
+    bench: _Bench, products: Callable[[], None], call: Callable[[], Any], alone: int
+) -> dict[str, float]:
+    """{compute, call}: durations while both run over durations alone."""
+    single = bench.time_ns(call)
+    count = max(1, round(alone * CALLS / single))
+    side = torch.cuda.Stream()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(_QUEUE_CYCLES * 4)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        marks[2].record()
+        for _ in range(2 * count):  # outlasts the products, whose slowdown is wanted
+            call()
+        marks[3].record()
+    marks[0].record()
+    for _ in range(CALLS):
+        products()
+    marks[1].record()
+    torch.cuda.synchronize()
+    compute = marks[0].elapsed_time(marks[1]) * 1e6 / (alone * CALLS)
+    span, busy = marks[2].elapsed_time(marks[3]) * 1e6, marks[0].elapsed_time(marks[1]) * 1e6
+    # the calls ran beside the products for ``busy`` and alone for the rest
+    beside = 2 * count - max(0.0, span - busy) / single
+    return {"compute": round(compute, 4), "call": round(busy / max(1.0, beside) / single, 4)}
+
+
+def main() -> int:
+    """Entry of one process; argument: the file to write."""
+    bench = _Bench()
+    rows = _collectives(bench)
+    overlap = _overlap(bench)
+    if bench.rank == 0:
+        name = torch.cuda.get_device_name() if bench.cuda else "CPU"
+        kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
+        today = datetime.date.today()
+        stored = {
+            "format": FORMAT,
+            "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
+            "collectives": rows,
+            "overlap": overlap,
+        }
+        target = Path(sys.argv[1])
+        work = target.with_name(f".{target.name}.{os.getpid()}")
+        work.write_text(json.dumps(stored, indent=1) + "\n")
+        os.replace(work, target)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
