@@ -76,10 +76,20 @@ class Token:
     label : (phase, microbatch, chunk) of the step that made it or will use it
     sizes : shape, () if unknown
     tells : for a tensor that is itself a shape, which one; else None
+    The rest is what Megatron's combined schedule keeps on tensors, and a loss's input, ``parent``.
     """
 
-    __slots__ = ("grad", "label", "loss_func", "parent", "requires_grad", "row", "schedule_plan", "sizes",
-                 "tells")  # fmt: skip
+    __slots__ = (
+        "grad",
+        "label",
+        "loss_func",
+        "parent",
+        "requires_grad",
+        "row",
+        "schedule_plan",
+        "sizes",
+        "tells",
+    )
     device = "cuda"
 
     def __init__(self, label: Any = ("", -1, -1), sizes: Any = (), tells: Any = None) -> None:

@@ -171,13 +171,18 @@ class _Layer(plans.TransformerLayerSchedulePlan):
 
     def __init__(self, plan: _Plan, number: int, mtp: bool) -> None:
         self.config = plan.config
-        self.layer = SimpleNamespace(config=plan.config, layer_number=number + 1)
         setattr(self, _FIRST, _Node(plan, _FIRST, number))
         self.moe_dispatch = _Node(plan, "moe_dispatch", number, comm=True)
         self.mlp = _Node(plan, "mlp", number)
         self.moe_combine = _Node(plan, "moe_combine", number, comm=True)
         noop = pipeline_utils.NoopScheduleNode()
         self.mtp_post_process = _Node(plan, "mtp_post_process", number) if mtp else noop
+
+    def get_fp8_context(self) -> contextlib.AbstractContextManager[None]:
+        """A layer's precision orders nothing, and only the layer knows it."""
+        return contextlib.nullcontext()
+
+    get_low_precision_context = get_fp8_context  # its name in 0.19.2
 
 
 class _Plan(plans.TransformerModelChunkSchedulePlan):
