@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ def schedule(args: argparse.Namespace) -> int:
     to.print(_title(recorded, times))
     for line in chart(times, to.width):
         to.print(_coloured(line), soft_wrap=True)
+    for line in _contents(recorded):
+        to.print(line)
     if out is not None:
         console(stderr=True).print(f"wrote {out}")
     return 0
@@ -133,16 +136,30 @@ def _record(settings: dict[str, Any]) -> Any:
 
 # -- output ----------------------------------------------------------------------------------------
 def _title(recorded: Any, times: Timeline) -> str:
-    from megatron_prism.unit_time import COST
+    from megatron_prism.unit_time import cost_of
 
+    costs = ", ".join(f"{phase} {cost}" for phase, cost in cost_of(recorded).items())
     said = {**recorded.source}
     release, made_by = said.pop("megatron_core"), said.pop("made_by")
     words = " ".join(f"{key}={value}" for key, value in said.items())
     return (
         f"{words}\n{float(times.bubble):.2%} bubble, {_number(times.total)} units "
-        f"(forward {COST['forward']}, backward {COST['backward']}, transfers 0)\n"
+        f"({costs}, transfers 0)\n"
         f"megatron-core {release}; {made_by}\n"
     )
+
+
+def _contents(recorded: Any) -> Iterator[str]:
+    """What the chunks are made of, where that was said: the notes before a stage's first step."""
+    for number, program in enumerate(recorded.programs):
+        notes = list(itertools.takewhile(lambda op: op.name == "mark", program))
+        if notes:
+            texts = (op.note if op.chunk < 0 else f"{_name(op.chunk)}: {op.note}" for op in notes)
+            yield f"{'' if number else chr(10)}stage {number}  {'; '.join(texts)}"
+
+
+def _name(chunk: int) -> str:
+    return chr(ord("a") + chunk % 26)
 
 
 def _number(value: Fraction) -> str:
@@ -150,7 +167,7 @@ def _number(value: Fraction) -> str:
 
 
 def _as_json(recorded: Any, times: Timeline) -> dict[str, Any]:
-    from megatron_prism.unit_time import COST
+    from megatron_prism.unit_time import cost_of
 
     stages = [
         {
@@ -163,7 +180,7 @@ def _as_json(recorded: Any, times: Timeline) -> dict[str, Any]:
     ]
     return {
         "source": dict(recorded.source),
-        "cost": dict(COST),
+        "cost": dict(cost_of(recorded)),
         "total": float(times.total),
         "bubble": float(times.bubble),
         "stages": stages,
@@ -181,7 +198,7 @@ def chart(times: Timeline, width: int) -> list[str]:
     for number, steps in enumerate(times.stages):
         if _overlap(steps):
             rows.append((f"stage {number} F", [s for s in steps if s.phase == "forward"]))
-            rows.append((f"stage {number} B", [s for s in steps if s.phase != "forward"]))
+            rows.append((f"stage {number} B", [s for s in steps if s.phase == "backward"]))
         else:
             rows.append((f"stage {number}", list(steps)))
     margin = max(len(name) for name, _ in rows) + 2
@@ -216,7 +233,7 @@ def _letter(step: Step) -> str:
     forward = step.phase == "forward"
     if step.chunk < 0:
         return "f" if forward else "B"
-    letter = chr(ord("a") + step.chunk % 26)
+    letter = _name(step.chunk)
     return letter if forward else letter.upper()
 
 

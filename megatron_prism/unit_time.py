@@ -1,9 +1,10 @@
 """When does each stage run what, if a forward takes 1 and a backward 2?  A longest path.
 
 In : programs of a schedule (prism schedule).  Out: ``Timeline``: the steps of every stage in units,
-exact (whole numbers unless a step is cut into parts).  Sends cost nothing, and meet their receive
-as NCCL's do: both are done when both are there, a batch when all of it is.  It knows no collectives
-and no bandwidth; its figures are those of textbooks, to see the shape of a schedule.
+exact.  Where a step has several ops, as in combined 1F1B, they share its time evenly.  Sends cost
+nothing and meet their receive as NCCL's do: both are done when both are there, a batch when all of
+it is.  It knows no collectives and no bandwidth; its figures are those of textbooks, to see the
+shape of a schedule.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from megatron_prism.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
-__all__ = ["COST", "Step", "Timeline", "timeline"]
+__all__ = ["COST", "SPLIT", "Step", "Timeline", "cost_of", "timeline"]
 
 COST: Mapping[str, int] = {"forward": 1, "backward": 2}
+SPLIT: Mapping[str, int] = {"forward": 1, "backward": 1, "weight": 1}  # wgrads computed apart
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,16 @@ class Timeline:
         return 1 - sum(self.busy, Fraction()) / (len(self.stages) * self.total)
 
 
-def timeline(programs: Programs, cost: Mapping[str, int] = COST) -> Timeline:
+def cost_of(programs: Programs) -> Mapping[str, int]:
+    """COST, or SPLIT where weight gradients are computed apart."""
+    weight = PHASE_NAMES.index("weight")
+    apart = any((program.ops["phase"] == weight).any() for program in programs.programs)
+    return SPLIT if apart else COST
+
+
+def timeline(programs: Programs, cost: Mapping[str, int] | None = None) -> Timeline:
     """Play all stages against each other.  ProgramError if they wait for each other forever."""
+    cost = cost_of(programs) if cost is None else cost
     size = programs.world.size
     channels = _Channels(size)
     stages = [_Stage(rank, programs.of(rank), cost, channels) for rank in range(size)]

@@ -135,6 +135,25 @@ def test_the_command_draws(megatron, capsys):
 
 
 @pytest.mark.megatron
+def test_the_command_says_what_chunks_are_made_of(megatron, capsys):
+    _, out, _ = run("pp=2", "microbatches=4", "layout=Et|tt|t|tL", capsys=capsys)
+    assert out.splitlines()[-2:] == [
+        "stage 0  a: embedding, 1 decoder; b: 1 decoder",
+        "stage 1  a: 2 decoder; b: 1 decoder, loss",
+    ]
+
+
+@pytest.mark.megatron
+def test_the_command_draws_combined_schedules(megatron, capsys):
+    words = ("pp=1", "microbatches=2", "ep_overlap=true", "delay_wgrad=1")
+    status, out, _ = run(*words, capsys=capsys)
+    assert status == 0
+    assert "(forward 1, backward 1, weight 1, transfers 0)" in out
+    assert "stage 0 F  0f1f" in out
+    assert "stage 0 B  ..0B" in out
+
+
+@pytest.mark.megatron
 def test_the_command_keeps_the_programs_and_overwrites_nothing(megatron, tmp_path, capsys):
     out = tmp_path / "a.prism"
     words = ("pp=4", "vpp=2", "microbatches=8", "-o", str(out))

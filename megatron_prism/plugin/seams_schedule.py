@@ -11,6 +11,7 @@ communication inside a layer.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -83,7 +84,9 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         _replace(seams, settings, tape)
         step: Callable[..., Any] = _no_forward
         if settings.ep_overlap:
-            from megatron_prism.plugin import seams_schedule_combined as combined
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of packages that Megatron would rather have
+                from megatron_prism.plugin import seams_schedule_combined as combined
 
             step = combined.replace(seams, tape, chunks)
         _run(settings, config, tape, chunks, step)
