@@ -190,14 +190,15 @@ class _Accountant:
         exposed: dict[str, int] = {}
         waiting: dict[str, int] = {}
         at, idle = 0, 0
-        starts = [*main["start"].tolist(), total]
-        ends = [*main["end"].tolist(), total]
+        # what a rank began before the others had ended the last iteration was accounted there
+        starts = [*main["start"].clip(0, total).tolist(), total]
+        ends = [*main["end"].clip(0, total).tolist(), total]
         for start, end in zip(starts, ends, strict=True):
             gap, at_gap = start - at, at
             if gap > 0:
                 idle += gap - self._explain(calls, at_gap, start, exposed, waiting)
             at = max(at, end)
-        compute = int((main["end"] - main["start"]).sum())
+        compute = sum(end - start for start, end in zip(starts, ends, strict=True))
         return Account(total, compute, exposed, waiting, idle)
 
     def _explain(

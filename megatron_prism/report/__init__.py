@@ -1,0 +1,13 @@
+"""What do people see of a timeline?  One renderer a file, each a function (timeline) -> text.
+
+    figures.py     the numbers that all renderers print, computed once, as one value
+    curves.py      live memory over time; spans of a class, tiny ones merged
+    text.py        a page for the terminal
+    perfetto.py    a Chrome trace for ui.perfetto.dev, one process per class
+    html.py        one self-contained page: diagram, tables, provenance (page.html, *.css, *.js)
+    page_data.py   the JSON that the page draws
+
+Renderers neither measure nor simulate: what is in no program and no price is printed as unknown.
+"""
+
+from __future__ import annotations

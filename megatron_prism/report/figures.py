@@ -1,0 +1,315 @@
+"""Which numbers of a timeline do people read?  ``figures(timeline)`` -> Figures, JSON-ready.
+
+All renderers print these, so they cannot disagree.  Sums over ranks are means: a class of 256 ranks
+counts 256 times.  Figures that need what the programs do not say are ``Value(None, why)``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.ops import CODE, NAMES, PHASE_NAMES
+from megatron_prism.replay.timeline import Timeline
+from megatron_prism.selectors import format_ranks
+
+__all__ = [
+    "Call",
+    "ClassFigures",
+    "Figures",
+    "PathPart",
+    "Source",
+    "Value",
+    "figures",
+    "path_parts",
+]
+
+_RANKS = 60  # characters of a list of ranks
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with its basis, or None with what is missing for it."""
+
+    value: float | None
+    basis: str
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
+
+    critical   : how much of the critical path its computing is
+    slack      : by how much all of its computing could be late without delaying the end
+    peak_bytes : of live memory; None if the slice recorded no allocations
+    """
+
+    index: int
+    name: str
+    ranks: str
+    count: int
+    total: int
+    compute: int
+    exposed: Mapping[str, int]
+    waiting: Mapping[str, int]
+    idle: int
+    critical: int
+    slack: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """What the critical path is made of: ns of all steps of one kind, and how many."""
+
+    phase: str
+    what: str
+    group: str
+    source: str
+    ns: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call of one group, per rank (the mean over the ranks that make it).
+
+    ranks   : that make it
+    calls   : per rank and iteration
+    bytes   : per rank and iteration, messages as nccl-tests counts them
+    moving  : ns from when everybody had come to the end
+    waiting : ns from when the rank was ready to when everybody had come
+    """
+
+    group: str
+    name: str
+    ranks: int
+    calls: float
+    bytes: float
+    moving: float
+    waiting: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A provenance: the share of the critical path, and of all busy time, that rests on it."""
+
+    text: str
+    path_ns: int
+    busy_ns: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1."""
+
+    world: str
+    source: Mapping[str, str]
+    iteration_ns: int
+    iterations: int
+    computing: float
+    exposed: float
+    bubble: float
+    tokens_per_s: Value
+    flops_per_gpu: Value
+    mfu: Value
+    classes: tuple[ClassFigures, ...]
+    path: tuple[PathPart, ...]
+    calls: tuple[Call, ...]
+    sources: tuple[Source, ...]
+
+    def mean(self, field: str) -> dict[str, float]:
+        """``exposed`` or ``waiting`` by group, the mean over all ranks in ns, largest first."""
+        total: dict[str, float] = defaultdict(float)
+        ranks = sum(one.count for one in self.classes) or 1
+        for one in self.classes:
+            for group, ns in getattr(one, field).items():
+                total[group] += ns * one.count / ranks
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def figures(timeline: Timeline) -> Figures:
+    """The numbers of ``timeline``."""
+    graph, iteration = timeline.graph, timeline.iteration_ns
+    size = graph.programs.world.size
+    path = path_parts(timeline)
+    classes = tuple(_classes(timeline))
+    calls, busy = _calls(timeline)
+    for index, count in enumerate(graph.classes.counts):
+        ns, source = timeline.prices.compute[index], timeline.prices.compute_source[index]
+        for code, text in enumerate(timeline.prices.sources):
+            busy[text] += float(ns[source == code].sum()) * count / size
+    on_path: dict[str, int] = defaultdict(int)
+    for part in path:
+        on_path[part.source] += part.ns
+    whole = (iteration or 1) * size
+    return Figures(
+        world=str(graph),
+        source=dict(graph.programs.source),
+        iteration_ns=iteration,
+        iterations=timeline.iterations,
+        computing=sum(c.compute * c.count for c in classes) / whole,
+        exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
+        bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
+        **_rates(timeline),
+        classes=classes,
+        path=path,
+        calls=calls,
+        sources=tuple(
+            Source(text, on_path[text], busy[text])
+            for text in timeline.prices.sources
+            if busy[text] or on_path[text]
+        ),
+    )
+
+
+def name_class(timeline: Timeline, index: int) -> str:
+    """``stage 2``; ``stage 2, class 5`` where a stage has several; ``class 5`` across stages."""
+    world, classes = timeline.graph.programs.world, timeline.graph.classes
+    stages = np.asarray(world._along("pp", np.arange(world.size)))
+    mine = np.unique(stages[classes.of == index])
+    if world.pp == 1 or len(mine) != 1:
+        return f"class {index}"
+    alone = len(np.unique(classes.of[stages == mine[0]])) == 1
+    return f"stage {mine[0]}" if alone else f"stage {mine[0]}, class {index}"
+
+
+def _classes(timeline: Timeline) -> list[ClassFigures]:
+    graph, slack = timeline.graph, timeline.slack()
+    critical = _critical_by_class(timeline)
+    found = []
+    for index, program in enumerate(graph.program_list):
+        account = timeline.account(index)
+        ranks = format_ranks(graph.classes.ranks(index).tolist())
+        live = program.live_bytes()
+        found.append(
+            ClassFigures(
+                index=index,
+                name=name_class(timeline, index),
+                ranks=ranks if len(ranks) <= _RANKS else ranks[: _RANKS - 2] + " …",
+                count=graph.classes.counts[index],
+                total=account.total,
+                compute=account.compute,
+                exposed=dict(account.exposed),
+                waiting=dict(account.waiting),
+                idle=account.idle,
+                critical=critical[index],
+                slack=slack[index],
+                peak_bytes=int(live.max()) if live.size else None,
+            )
+        )
+    return found
+
+
+def _begin(timeline: Timeline) -> int:
+    return timeline.ends[-2] if timeline.iterations > 1 else 0
+
+
+def _critical_by_class(timeline: Timeline) -> dict[int, int]:
+    begin = _begin(timeline)
+    found: dict[int, int] = defaultdict(int)
+    for owner, _, start, end in timeline.critical_path():
+        found[owner] += end - max(start, begin)
+    return found
+
+
+def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
+    """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
+    graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
+    meet = graph.rendezvous
+    total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for owner, number, start, end in timeline.critical_path():
+        if owner >= 0:
+            program, at = graph.program_list[owner], number
+            source = prices.compute_source[owner][number]
+        else:
+            first = int(meet.start[number])
+            program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
+            source = prices.meeting_source[number]
+        row = program.ops[at]
+        key = (
+            PHASE_NAMES[row["phase"]] or "outside",
+            NAMES[row["name"]],
+            program.strings[row["group"]],
+            prices.sources[source],
+        )
+        total[key][0] += end - max(start, begin)
+        total[key][1] += 1
+    parts = [PathPart(*key, ns, count) for key, (ns, count) in total.items() if ns]
+    return tuple(sorted(parts, key=lambda part: -part.ns))
+
+
+def _calls(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
+    """(calls by group and name, mean ns of communication per rank by source)."""
+    graph, prices = timeline.graph, timeline.prices
+    size = graph.programs.world.size
+    sums: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(5))
+    sources: dict[tuple[str, str], set[str]] = defaultdict(set)
+    busy: dict[str, float] = defaultdict(float)
+    for index, program in enumerate(graph.program_list):
+        count, spans = graph.classes.counts[index], timeline.spans(index)
+        spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
+        message = np.maximum(program.bytes_in, program.bytes_out)
+        rows = program.ops[spans["op"]]
+        source = prices.meeting_source[graph.rendezvous.of[index][spans["op"]]]
+        for name, group in sorted(
+            set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
+        ):
+            mine = (rows["name"] == name) & (rows["group"] == group)
+            chosen, key = spans[mine], (program.strings[group], NAMES[name])
+            moving = chosen["end"] - chosen["start"]
+            waited = chosen["start"] - chosen["ready"]
+            sums[key] += count * np.array(
+                [1, len(chosen), message[chosen["op"]].sum(), moving.sum(), waited.sum()]
+            )
+            for code in np.unique(source[mine]).tolist():
+                sources[key].add(prices.sources[code])
+                busy[prices.sources[code]] += (
+                    float(moving[source[mine] == code].sum()) * count / size
+                )
+    calls = [
+        Call(
+            group,
+            name,
+            int(all_[0]),
+            *(all_[1:] / all_[0]).tolist(),
+            "; ".join(sorted(sources[group, name])),
+        )
+        for (group, name), all_ in sums.items()
+    ]
+    return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
+
+
+def _rates(timeline: Timeline) -> dict[str, Value]:
+    """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
+    graph, source = timeline.graph, timeline.graph.programs.source
+    seconds, size = timeline.iteration_ns / 1e9, graph.programs.world.size
+    if not seconds:
+        nothing = Value(None, "nothing takes time")
+        return {"tokens_per_s": nothing, "flops_per_gpu": nothing, "mfu": nothing}
+
+    def given(key: str) -> int | None:
+        text = source.get(key, "")
+        return int(text) if text.isdigit() else None
+
+    tokens = given("tokens_per_iteration")
+    flops = sum(
+        int(np.maximum(program.ops["flops"], 0).sum()) * count
+        for program, count in zip(graph.program_list, graph.classes.counts, strict=True)
+    )
+    model, peak = given("model_flops_per_iteration"), given("peak_flops_per_gpu")
+    return {
+        "tokens_per_s": Value(tokens / seconds, "tokens of the slices / iteration time")
+        if tokens
+        else Value(None, "the slices do not say how many tokens an iteration has"),
+        "flops_per_gpu": Value(flops / seconds / size, "recorded kernels, recomputation included")
+        if flops
+        else Value(None, "the slices recorded no flops"),
+        "mfu": Value(model / seconds / size / peak, "the slices' model flops and peak")
+        if model and peak
+        else Value(None, "the slices say neither the model's flops nor the GPU's peak"),
+    }

@@ -1,0 +1,169 @@
+"""What does a timeline say on one page of a terminal?  Plain text, no colours, columns aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_prism.replay.timeline import Timeline
+from megatron_prism.report.figures import ClassFigures, Figures, Value, figures
+from megatron_prism.units import format_bytes, format_ns
+
+__all__ = ["format_flops", "render"]
+
+_BLOCK = 8  # classes side by side
+_CLASSES = 24  # classes at all
+_PARTS = 14  # rows of the critical path
+
+
+def render(timeline: Timeline) -> str:
+    """The summary, ending in a newline."""
+    found = figures(timeline)
+    parts = [_head(found), _accounts(found), _path(found), _calls(found), _sources(found)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def format_flops(flops: float) -> str:
+    """``412.3 TFLOP/s``."""
+    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:,.3g} GFLOP/s"
+
+
+def _head(found: Figures) -> str:
+    lines = [found.world]
+    said = "; ".join(f"{key} {value}" for key, value in found.source.items())
+    rows = [("slices", said or "do not say where they are from")]
+    rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
+    if found.iteration_ns:
+        rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
+        rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
+        rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
+    rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
+    rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
+    rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
+    return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _basis(found: Figures) -> str:
+    kinds = {}
+    for source in found.sources:
+        kind = source.text.partition(":")[0]
+        kinds[kind] = kinds.get(kind, 0) + source.path_ns
+    total = sum(kinds.values())
+    if not total:
+        return "nothing takes time"
+    shares = [f"{ns / total:.0%} {kind}" for kind, ns in kinds.items() if ns]
+    return f"{', '.join(shares)}; no contention, host never late"
+
+
+def _value(value: Value, write: object) -> str:
+    if value.value is None:
+        return f"unknown: {value.basis}"
+    return f"{write(value.value)}  ({value.basis})"  # type: ignore[operator]
+
+
+def _accounts(found: Figures) -> str:
+    """Where each class's iteration went: one column per class, whose parts add up to the total."""
+    if not found.iteration_ns:
+        return ""
+    shown = found.classes[:_CLASSES]
+    unit, scale = _unit(found.iteration_ns)
+    blocks = [shown[i : i + _BLOCK] for i in range(0, len(shown), _BLOCK)]
+    lines = [f"where each rank's iteration went, {unit}"]
+    for block in blocks:
+        lines += _account_block(found, block, scale)
+        lines.append("")
+    if len(shown) < len(found.classes):
+        lines.append(f"… and {len(found.classes) - len(shown)} classes more: --json has all\n")
+    return "\n".join(lines[:-1])
+
+
+def _account_block(found: Figures, block: Sequence[ClassFigures], scale: int) -> list[str]:
+    rows: list[list[str]] = [
+        ["", *(one.name for one in block)],
+        ["ranks", *(f"{one.count:,}" for one in block)],
+        ["compute", *(_scaled(one.compute, scale) for one in block)],
+    ]
+    for what in ("exposed", "waiting"):
+        for group in found.mean(what):
+            values = [getattr(one, what).get(group, 0) for one in block]
+            if any(values):
+                rows.append([f"{what} {group}", *(_scaled(v, scale) for v in values)])
+    rows.append(["idle", *(_scaled(one.idle, scale) for one in block)])
+    rows.append(["= total", *(_scaled(one.total, scale) for one in block)])
+    rows.append(["on the critical path", *(_scaled(one.critical, scale) for one in block)])
+    rows.append(["least slack", *(_scaled(one.slack, scale) for one in block)])
+    peaks = [one.peak_bytes for one in block]
+    rows.append(["peak live memory", *("unknown" if p is None else format_bytes(p) for p in peaks)])
+    return _columns(rows)
+
+
+def _path(found: Figures) -> str:
+    if not found.path:
+        return ""
+    total = sum(part.ns for part in found.path)
+    rows = [["what the critical path is made of", "share", "steps", ""]]
+    for part in found.path[:_PARTS]:
+        name = f"{part.phase} {part.what} {part.group}".rstrip()
+        rows.append([name, f"{part.ns / total:.1%}", f"{part.count:,}", format_ns(part.ns)])
+    rest = sum(part.ns for part in found.path[_PARTS:])
+    if rest:
+        rows.append(["other", f"{rest / total:.1%}", "", format_ns(rest)])
+    return "\n".join(_columns(rows))
+
+
+def _calls(found: Figures) -> str:
+    if not found.calls:
+        return ""
+    head = ["communication of a rank that does it", "ranks", "calls", "bytes", "moves", "waits"]
+    rows = [head]
+    for call in found.calls:
+        rows.append(
+            [
+                f"{call.name} {call.group}",
+                f"{call.ranks:,}",
+                f"{call.calls:,.1f}".removesuffix(".0"),
+                format_bytes(round(call.bytes)),
+                format_ns(round(call.moving)),
+                format_ns(round(call.waiting)),
+            ]
+        )
+    return "\n".join(_columns(rows))
+
+
+def _sources(found: Figures) -> str:
+    """Shares first; what the data themselves are based on (in brackets) once, below."""
+    if not found.sources:
+        return ""
+    total = sum(source.path_ns for source in found.sources) or 1
+    lines = ["where the times are from (share of the critical path)"]
+    details: dict[str, None] = {}
+    for source in found.sources:
+        what, _, detail = source.text.partition(" (")
+        lines.append(f"  {source.path_ns / total:6.1%}  {what}")
+        details.setdefault(detail.removesuffix(")"))
+    return "\n".join([*lines, *(f"  {detail}" for detail in details if detail)])
+
+
+def _unit(ns: int) -> tuple[str, int]:
+    """The unit in which a column of times is written."""
+    for unit, scale in (("s", 10**10), ("ms", 10**6), ("us", 10**3)):
+        if ns >= scale:
+            return unit, scale if unit != "s" else 10**9
+    return "ns", 1
+
+
+def _scaled(ns: int, scale: int) -> str:
+    if not ns:
+        return "0"
+    return f"{ns / scale:,.2f}" if scale > 1 else f"{ns:,}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            text.ljust(width) if place == 0 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
