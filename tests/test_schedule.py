@@ -6,6 +6,8 @@ order of steps is Megatron's ``convert_schedule_table_to_order``.
 
 import functools
 import itertools
+import subprocess
+import sys
 import warnings
 from collections import Counter, defaultdict
 
@@ -27,6 +29,7 @@ from megatron_prism import graph
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.program_parse import parse
 from megatron_prism.program_text import dump
+from megatron_prism.slices import open_programs
 
 pytestmark = pytest.mark.megatron
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
@@ -382,3 +385,35 @@ def test_bad_settings_are_refused_with_a_fix(settings, says):
 def test_one_chunk_a_stage_is_not_interleaved():
     assert schedules(4, 1, 8).world.vpp is None
     assert schedules(4, 1, 8).programs == schedules(4, microbatches=8).programs
+
+
+def heard(program):
+    """Steps, messages and waits for messages; a step is heard once, however many ops it has."""
+    found, handles = [], set()
+    for op in program:
+        if op.name in ("send", "recv"):
+            sizes = (op.dtype, op.num_in, op.num_out, op.shape)
+            found.append((op.name, op.group, op.peer, op.batch, op.site, *sizes))
+            handles.add(op.handle)
+        elif op.name == "wait" and op.handle in handles:
+            found.append("wait")
+        elif op.name == "compute" and op.phase in ("forward", "backward"):
+            step = (op.phase, op.microbatch, op.chunk)
+            if not found or found[-1] != step:
+                found.append(step)
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_that_runs_does_the_same(tmp_path):
+    """The other recorder, below torch.distributed, while a real model trains on the meta tier."""
+    sizes = "world_size=4 pp=4 vpp=2".split()
+    words = [f"parallel.{size}" for size in sizes] + ["model.num_layers=8", "prism.tier=meta"]
+    words += ["train.global_batch_size=32", "train.iterations=1", "-o", str(tmp_path / "a")]
+    command = [sys.executable, "-m", "megatron_prism", "capture", "tiny-gpt_1cpu", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    real = open_programs(str(tmp_path / "a"))
+    ours = schedules(4, 2, 8, shape=(128, 4, 128), dtype="fp32")
+    for rank in range(4):
+        assert len(heard(ours.of(rank))) > 60
+        assert heard(ours.of(rank)) == heard(real.of(rank))

@@ -247,12 +247,13 @@ class Tape:
 
     def p2p_op(self, op: Any, tensor: Token, peer: int, group: Group) -> Any:
         """torch.distributed.P2POp."""
-        return op, tensor, peer, group, sys._getframe(1).f_lineno
+        return op, tensor, peer, group
 
     def batch(self, ops: list[Any]) -> list[Request]:
         """torch.distributed.batch_isend_irecv: one call to NCCL."""
         number, self._batches = self._batches, self._batches + 1
-        return [op(tensor, peer, group, at, number) for op, tensor, peer, group, at in ops]
+        at = sys._getframe(1).f_lineno
+        return [op(tensor, peer, group, at, number) for op, tensor, peer, group in ops]
 
     def synchronize(self) -> None:
         """torch.cuda.synchronize."""
