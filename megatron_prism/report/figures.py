@@ -24,6 +24,7 @@ __all__ = [
     "Source",
     "Value",
     "figures",
+    "name_class",
     "path_parts",
 ]
 

@@ -114,18 +114,18 @@ def _calls(found: Figures) -> str:
     if not found.calls:
         return ""
     head = ["communication of a rank that does it", "ranks", "calls", "bytes", "moves", "waits"]
-    rows = [head]
-    for call in found.calls:
-        rows.append(
-            [
-                f"{call.name} {call.group}",
-                f"{call.ranks:,}",
-                f"{call.calls:,.1f}".removesuffix(".0"),
-                format_bytes(round(call.bytes)),
-                format_ns(round(call.moving)),
-                format_ns(round(call.waiting)),
-            ]
-        )
+    rows = [
+        [
+            f"{call.name} {call.group}",
+            f"{call.ranks:,}",
+            f"{call.calls:,.1f}".removesuffix(".0"),
+            format_bytes(round(call.bytes)),
+            format_ns(round(call.moving)),
+            format_ns(round(call.waiting)),
+        ]
+        for call in found.calls
+    ]
+    rows.insert(0, head)
     return "\n".join(_columns(rows))
 
 
