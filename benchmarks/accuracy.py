@@ -26,6 +26,7 @@ from groundtruth import COMMON, CONFIGS, NUM_RANKS, TE
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.machine import machine
+from megatron_prism.errors import PrismError
 from megatron_prism.replay import timeline
 
 REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
@@ -111,6 +112,20 @@ def predict(folder: Path, calibration: Calibration) -> float:
     return timeline.replay(made, prices, iterations=3).iteration_ns / 1e6
 
 
+def measure(sitting: Sitting, config: str) -> dict[str, Any]:
+    """The real job and the captures of one configuration."""
+    begin = time.time()
+    real = sitting.real(config)
+    sitting.capture(config)
+    row: dict[str, Any] = {"config": config, "iterations_ms": real, "real_ms": None}
+    if real:
+        row["real_ms"] = statistics.median(real)
+        row["spread_percent"] = 100 * (max(real) - min(real)) / row["real_ms"]
+    row["predicted_ms"], row["took_s"] = None, round(time.time() - begin, 1)
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
 def table(rows: list[dict[str, Any]]) -> int:
     """Print what was found; 0 if both bounds were met."""
     head = f"{'configuration':18} {'real ms':>9} {'spread':>8} {'predicted':>10} {'error':>8}"
@@ -145,24 +160,13 @@ def main() -> int:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         sitting = Sitting(args.scripts, work)
-        rows = []
+        rows = [measure(sitting, config) for config in args.configs.split(",")]
         calibration = sitting.calibrate()
-        for config in args.configs.split(","):
-            begin = time.time()
-            real = sitting.real(config)
-            folder = sitting.capture(config)
-            row: dict[str, Any] = {"config": config, "iterations_ms": real, "real_ms": None}
-            if real:
-                row["real_ms"] = statistics.median(real)
-                row["spread_percent"] = 100 * (max(real) - min(real)) / row["real_ms"]
+        for row in rows:
             try:
-                row["predicted_ms"] = predict(folder, calibration)
-            except Exception as error:  # noqa: BLE001 - the other rows are still worth having
-                row["predicted_ms"] = None
-                print(f"{config}: {error}", file=sys.stderr)
-            row["took_s"] = round(time.time() - begin, 1)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
+                row["predicted_ms"] = predict(work / f"{row['config']}-slices", calibration)
+            except (PrismError, OSError) as error:  # the other rows are still worth having
+                print(f"{row['config']}: {error}", file=sys.stderr)
     if args.json is not None:
         args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return table(rows)

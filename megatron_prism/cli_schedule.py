@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chart", "parse_settings", "schedule"]
 
+_MOST_STAGES = 4096  # longer pipelines take minutes to play
 _MOST_STEPS = 500_000  # forwards of all stages that are recorded: about a gigabyte
 _FORWARD, _BACKWARD, _IDLE = "green", "cyan", "dim"
 _ODD = "bold"  # chunks
@@ -111,6 +112,8 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
         if key not in found:
             raise UsageError(f"a schedule needs {key}", fix="pp=8 vpp=2 microbatches=32")
     steps = found["pp"] * (found.get("vpp") or 1) * found["microbatches"]
+    if found["pp"] > _MOST_STAGES:
+        raise UsageError(f"{found['pp']:,} stages are too many to draw", fix=f"pp={_MOST_STAGES}")
     if steps > _MOST_STEPS:
         raise UsageError(
             f"{steps:,} forwards are too many to record and draw (at most {_MOST_STEPS:,})",

@@ -42,7 +42,7 @@ PLAIN = [
 OVERLAP = ({"overlap_p2p": False}, {}, {"warmup_flush": True})
 INTERLEAVED = [
     {"pp": pp, "vpp": vpp, "microbatches": rounds * pp, **overlap}
-    for pp, vpp, rounds, overlap in itertools.product((2, 3, 4, 8), (2, 3), (1, 2, 4), OVERLAP)
+    for pp, vpp, rounds, overlap in itertools.product((2, 3, 4, 8), (2, 3), (1, 3), OVERLAP)
     if pp > 2 or overlap != OVERLAP[0]
 ]
 OTHERS = [

@@ -188,6 +188,7 @@ def test_the_command_as_json(megatron, capsys):
         ("pp=4 microbatches=8 overlap=maybe", "overlap=maybe: 'maybe' is neither true nor false"),
         ("pp=4 microbatches=8 shape=4096x1", "fix: tokens x micro-batch x hidden"),
         ("pp=1000 microbatches=100000", "too many to record and draw"),
+        ("pp=1e6 microbatches=1", "stages are too many to draw"),
     ],
 )
 def test_bad_words_end_with_status_2_and_a_fix(words, says, capsys):

@@ -12,6 +12,8 @@ from megatron_prism.errors import PrismError, UsageError
 
 __all__ = ["calibrate"]
 
+LIMIT_S = 240
+
 
 def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Console) -> None:
     """Start one process per device (``num_processes``: default all, or 2 on CPUs) and write
@@ -33,9 +35,18 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     console.print(f"measuring calls among {where}; this takes about a minute")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), "-m", "megatron_prism.plugin.calibrate_rank"]
-    done = subprocess.run(
-        [*command, str(out.absolute())], capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            [*command, str(out.absolute())],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PrismError(
+            f"the calibration made no end within {LIMIT_S} s", fix="are all GPUs free and healthy?"
+        ) from error
     if done.returncode or not out.exists():
         raise PrismError(
             f"a process of the calibration failed:\n{done.stderr[-1500:]}",

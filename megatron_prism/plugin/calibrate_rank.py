@@ -133,6 +133,9 @@ def _together(
 ) -> dict[str, float]:
     """{compute, call}: durations while both run over durations alone."""
     single = bench.time_ns(call)
+    agreed = torch.tensor([single, alone], dtype=torch.int64, device="cuda")
+    dist.broadcast(agreed, 0)  # every rank must make as many calls, or the last ones wait forever
+    single, alone = agreed.tolist()
     count = max(1, round(alone * CALLS / single))
     side = torch.cuda.Stream()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]

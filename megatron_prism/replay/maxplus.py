@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_prism.errors import PrismError
+from megatron_prism.replay import kernels
 from megatron_prism.replay.dag import Dag
 
 __all__ = ["critical_path", "evaluate"]
@@ -25,16 +26,7 @@ def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
             fix="prism check names calls that do not match; prism hang draws who waits for whom",
         )
-    begin, finish = [0] * len(dag), [0] * len(dag)
-    first, before, lasts = dag.start.tolist(), dag.before.tolist(), durations.tolist()
-    for node in dag.order.tolist():
-        latest = 0
-        for previous in before[first[node] : first[node + 1]]:
-            if finish[previous] > latest:
-                latest = finish[previous]
-        begin[node] = latest
-        finish[node] = latest + lasts[node]
-    return np.array(begin, dtype=np.int64), np.array(finish, dtype=np.int64)
+    return kernels.longest(dag.order, dag.start, dag.before, durations)
 
 
 def critical_path(dag: Dag, end: np.ndarray) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_prism.costs import Prices
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
-from megatron_prism.replay import maxplus
+from megatron_prism.replay import kernels, maxplus
 from megatron_prism.replay.dag import COMPUTE, MEET, Dag, build
 
 __all__ = ["SPAN", "Account", "Timeline", "replay"]
@@ -127,7 +127,9 @@ class Timeline:
 
         The smallest distance from any of its segments to the longest path through it.
         """
-        tail = _tails(self.dag, self.durations)
+        tail = kernels.tails(
+            self.dag.order, self.dag.start, self.dag.before, self.durations
+        )
         end = int(self.node_end.max(initial=0))
         compute = self.dag.kind == COMPUTE
         through = self.node_end + tail
@@ -159,18 +161,6 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
         mine = (dag.kind == COMPUTE) & (dag.owner == index)
         found[mine] = ns[dag.op[mine]]
     return found
-
-
-def _tails(dag: Dag, durations: np.ndarray) -> np.ndarray:
-    """Longest way from the end of every node to the end of everything, int64 [n]."""
-    tails = [0] * len(dag)
-    first, before, lasts = dag.start.tolist(), dag.before.tolist(), durations.tolist()
-    for node in reversed(dag.order.tolist()):
-        through = tails[node] + lasts[node]
-        for previous in before[first[node] : first[node + 1]]:
-            if tails[previous] < through:
-                tails[previous] = through
-    return np.array(tails, dtype=np.int64)
 
 
 class _Accountant:
