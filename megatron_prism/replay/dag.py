@@ -74,9 +74,7 @@ def build(graph: WorldGraph, iterations: int = 1) -> Dag:
     """The dependencies of ``iterations`` iterations, one straight after the other."""
     known: dict[object, Issue] = {}
     issues = []
-    for program, rank in zip(
-        graph.classes.programs, graph.classes.representatives, strict=True
-    ):
+    for program, rank in zip(graph.classes.programs, graph.classes.representatives, strict=True):
         names = graph.programs.programs[program].groups()
         sizes = {name: len(graph.groups[name].group(rank)) for name in names}
         key = (program, tuple(sizes.values()))

@@ -127,9 +127,7 @@ class Timeline:
 
         The smallest distance from any of its segments to the longest path through it.
         """
-        tail = kernels.tails(
-            self.dag.order, self.dag.start, self.dag.before, self.durations
-        )
+        tail = kernels.tails(self.dag.order, self.dag.start, self.dag.before, self.durations)
         end = int(self.node_end.max(initial=0))
         compute = self.dag.kind == COMPUTE
         through = self.node_end + tail

@@ -1,0 +1,187 @@
+"""What does one rank's device do before what?  A program read once, in the order of issue.
+
+In : a program, and the sizes of its groups.  Out: Issue: the nodes of one class and what each waits
+for, with the meetings left open.  ``dag`` says which rules hold and joins the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.program import Program
+
+__all__ = ["COMPUTE", "JOIN", "NOTHING", "Issue", "issue"]
+
+COMPUTE, JOIN = 0, 1  # a segment, a point in time
+_WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
+_COMPUTE = CODE["compute"]
+
+
+@dataclass(frozen=True)
+class Issue:
+    """The nodes of one class, numbered from 0.  ``-1 - k`` is the meeting of call ``k``, where
+    k = iteration * ops + op.
+
+    kind, op, iteration : per node; op is -1 for JOINs
+    start, before       : before[start[i]:start[i + 1]], nodes and meetings that end before node i
+    calls, ready        : the calls, and the node at which this rank is ready for each
+    node                : int64 [iterations * ops], node or meeting of every op; ``NOTHING``: none
+    ready_of            : int64 [iterations * ops], as ``ready``; NOTHING for ops that are no calls
+    """
+
+    kind: np.ndarray
+    op: np.ndarray
+    iteration: np.ndarray
+    start: np.ndarray
+    before: np.ndarray
+    calls: np.ndarray
+    ready: np.ndarray
+    node: np.ndarray
+    ready_of: np.ndarray
+
+
+NOTHING = np.iinfo(np.int64).max
+
+
+def issue(program: Program, sizes: Mapping[str, int], iterations: int) -> Issue:
+    """``iterations`` iterations of ``program``, one straight after the other."""
+    reader = _Reader(program, sizes, iterations)
+    for iteration in range(iterations):
+        reader.read(iteration)
+    return reader.build()
+
+
+@dataclass
+class _Columns:
+    """The columns of a program as lists, which Python reads faster than arrays."""
+
+    names: list[int]
+    streams: list[int]
+    groups: list[int]
+    handles: list[int]
+    batches: list[int]
+    peers: list[int]
+    device: set[int]  # host waits for the whole device, not for one stream
+    members: dict[int, list[int]] = field(default_factory=dict)  # batch -> its ops
+
+
+class _Reader:
+    """Where the rank stands: what the next op of each queue must wait for."""
+
+    def __init__(self, program: Program, sizes: Mapping[str, int], iterations: int) -> None:
+        self.columns = _columns(program, sizes)
+        self.length = len(program)
+        self.kind: list[int] = []
+        self.op: list[int] = []
+        self.of_iteration: list[int] = []
+        self.before: list[list[int]] = []
+        self.node = [NOTHING] * (self.length * iterations)
+        self.ready_of = [NOTHING] * (self.length * iterations)
+        self.calls: list[int] = []
+        self.ready: list[int] = []
+        self.streams: dict[int, list[int]] = {}
+        self.comms: dict[tuple[int, int], list[int]] = {}
+        self.handles: dict[int, list[int]] = {}
+        self.host: list[int] = []
+        self.at = 0  # iteration
+
+    def read(self, iteration: int) -> None:
+        """The next iteration."""
+        columns, base = self.columns, iteration * self.length
+        talks = (IS_COLLECTIVE | IS_PAIR).tolist()
+        self.at, self.handles = iteration, {}
+        for i, (name, stream) in enumerate(zip(columns.names, columns.streams, strict=True)):
+            if name == _COMPUTE:
+                node = self._add(COMPUTE, i, self._queue(stream))
+                self.streams[stream] = [node]
+                self.node[base + i] = node
+            elif talks[name]:
+                together = columns.members.get(columns.batches[i], [i])
+                if together[0] == i:  # the rest of a batch was issued with its first
+                    self._call(stream, together, base)
+            elif name == _WAIT:
+                queue = [*self._queue(stream), *self.handles.get(columns.handles[i], ())]
+                self.streams[stream] = list(dict.fromkeys(queue))
+            elif name == _RECORD:
+                self.handles[columns.handles[i]] = self._queue(stream)
+            elif name == _HOST:
+                self._host_wait(stream, i in columns.device)
+
+    def _add(self, kind: int, op: int, before: list[int]) -> int:
+        self.kind.append(kind)
+        self.op.append(op)
+        self.of_iteration.append(self.at)
+        self.before.append(before)
+        return len(self.kind) - 1
+
+    def _queue(self, stream: int) -> list[int]:
+        """What the next op on ``stream`` waits for."""
+        queue = self.streams.get(stream, [])
+        return [*queue, *(n for n in self.host if n not in queue)] if self.host else list(queue)
+
+    def _call(self, stream: int, batch: list[int], base: int) -> None:
+        """One call to NCCL: a collective, a message, or a batch of them."""
+        columns, first = self.columns, batch[0]
+        alone = columns.batches[first] < 0 and IS_PAIR[columns.names[first]]
+        comm = (columns.groups[first], columns.peers[first] if alone else -1)
+        before = dict.fromkeys([*self._queue(stream), *self.comms.get(comm, ())])
+        ready = self._add(JOIN, -1, list(before))
+        for i in batch:
+            self.calls.append(base + i)
+            self.ready.append(ready)
+            self.node[base + i], self.ready_of[base + i] = -1 - (base + i), ready
+        ends = [self.node[base + i] for i in batch]
+        end = ends[0] if len(ends) == 1 else self._add(JOIN, -1, ends)
+        self.comms[comm] = [end]
+        for i in batch:
+            if columns.handles[i] >= 0:
+                self.handles[columns.handles[i]] = [end]
+            else:
+                self.streams[stream] = [end]
+
+    def _host_wait(self, stream: int, device: bool) -> None:
+        waits = list(self.streams.get(stream, ()))
+        if device:
+            for queue in [*self.streams.values(), *self.comms.values()]:
+                waits += queue
+        if waits:
+            self.host = [self._add(JOIN, -1, list(dict.fromkeys([*waits, *self.host])))]
+
+    def build(self) -> Issue:
+        lengths = np.fromiter(map(len, self.before), dtype=np.int64, count=len(self.before))
+        return Issue(
+            np.array(self.kind, dtype=np.uint8),
+            np.array(self.op, dtype=np.int64),
+            np.array(self.of_iteration, dtype=np.int32),
+            np.concatenate(([0], np.cumsum(lengths))),
+            np.array([p for b in self.before for p in b], dtype=np.int64),
+            np.array(self.calls, dtype=np.int64),
+            np.array(self.ready, dtype=np.int64),
+            np.array(self.node, dtype=np.int64),
+            np.array(self.ready_of, dtype=np.int64),
+        )
+
+
+def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
+    ops, strings = program.ops, program.strings
+    # 1 further and 1 back are the same pair in a group of two, and share its stream
+    size_of = np.array([max(1, sizes.get(text, 1)) for text in strings], dtype=np.int64)
+    waits = np.flatnonzero(ops["name"] == _HOST).tolist()
+    batches = ops["batch"].tolist()
+    members: dict[int, list[int]] = {}
+    for i in np.flatnonzero(ops["batch"] >= 0).tolist():
+        members.setdefault(batches[i], []).append(i)
+    return _Columns(
+        ops["name"].tolist(),
+        ops["stream"].tolist(),
+        ops["group"].tolist(),
+        ops["handle"].tolist(),
+        batches,
+        (ops["peer"] % size_of[ops["group"]]).tolist(),
+        {i for i in waits if strings[ops["note"][i]] == "device"},
+        members,
+    )

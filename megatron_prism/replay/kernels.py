@@ -1,0 +1,130 @@
+"""The loops of replay that visit every node, in a form that runs interpreted and compiled.
+
+In : flat lists or arrays.  Out: the same.  Small graphs run in Python, at once; large ones are
+compiled by numba on first use (seconds, kept on disk after that).  One source, so one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.errors import UsageError
+
+__all__ = ["SMALL", "longest", "order", "run", "tails", "transposed"]
+
+SMALL = 1_000_000  # elements of all arguments up to which compiling (or importing numba) is slower
+
+
+def run(function: Callable[..., None], given: Sequence[Any], changed: Sequence[np.ndarray]) -> None:
+    """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``."""
+    arguments = (*given, *changed)
+    if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > SMALL:
+        _compiled(function)(*arguments)
+        return
+    lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
+    function(*lists)
+    for array, found in zip(changed, lists[len(given) :], strict=True):
+        array[:] = found
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        import numba
+    except ImportError as error:
+        raise UsageError(
+            f"numba, which replays large graphs, cannot be imported: {error}",
+            fix="pip install numba",
+        ) from error
+    return numba.njit(cache=True)(function)
+
+
+def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first, after): after[first[i]:first[i + 1]] are the nodes whose predecessor is i."""
+    n = len(start) - 1
+    counts = np.bincount(before, minlength=n)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    after = np.empty(len(before), dtype=np.int64)
+    run(_transpose, [start, before], [first[:-1].copy(), after])
+    return first, after
+
+
+def _transpose(start, before, place, after):  # type: ignore[no-untyped-def]
+    for node in range(len(start) - 1):
+        for edge in range(start[node], start[node + 1]):
+            previous = before[edge]
+            after[place[previous]] = node
+            place[previous] += 1
+
+
+def order(waiting: np.ndarray, first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Nodes, predecessors first (Kahn); nodes on and behind a cycle are left out.
+
+    ``waiting`` is how many predecessors each node has.
+    """
+    found = np.full(len(waiting) + 1, -1, dtype=np.int64)
+    stack = np.zeros_like(found)
+    run(_order, [first, after], [waiting.copy(), stack, found])
+    return found[: found[-1]]
+
+
+def _order(first, after, waiting, stack, found):  # type: ignore[no-untyped-def]
+    n = len(waiting)
+    top = count = 0
+    for node in range(n):
+        if waiting[node] == 0:
+            stack[top] = node
+            top += 1
+    while top:
+        top -= 1
+        node = stack[top]
+        found[count] = node
+        count += 1
+        for edge in range(first[node], first[node + 1]):
+            follower = after[edge]
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                stack[top] = follower
+                top += 1
+    found[n] = count
+
+
+def longest(
+    order: np.ndarray, start: np.ndarray, before: np.ndarray, durations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(begin, end) of every node: it begins when the last of its predecessors has ended."""
+    begin, end = np.zeros_like(durations), np.zeros_like(durations)
+    run(_longest, [order, start, before, durations], [begin, end])
+    return begin, end
+
+
+def _longest(order, start, before, durations, begin, end):  # type: ignore[no-untyped-def]
+    for node in order:
+        latest = 0
+        for edge in range(start[node], start[node + 1]):
+            if end[before[edge]] > latest:
+                latest = end[before[edge]]
+        begin[node] = latest
+        end[node] = latest + durations[node]
+
+
+def tails(
+    order: np.ndarray, start: np.ndarray, before: np.ndarray, durations: np.ndarray
+) -> np.ndarray:
+    """Longest way from the end of every node to the end of everything, int64 [n]."""
+    found = np.zeros_like(durations)
+    run(_tails, [order, start, before, durations], [found])
+    return found
+
+
+def _tails(order, start, before, durations, found):  # type: ignore[no-untyped-def]
+    for place in range(len(order) - 1, -1, -1):
+        node = order[place]
+        through = found[node] + durations[node]
+        for edge in range(start[node], start[node + 1]):
+            if found[before[edge]] < through:
+                found[before[edge]] = through
