@@ -107,7 +107,7 @@ class _Track:
         for (op, _, ready, start, end), thread, key, source in rows:
             body = known.get((*key, source))
             if body is None:
-                body = known[*key, source] = self._body(op, source)
+                body = known[(*key, source)] = self._body(op, source)
             at = f'"pid": {self.index}, "tid": {thread}'
             when = f'"ts": {_us(ready)}, "dur": {_us(end - ready)}'
             yield f'{{"ph": "X", {at}, {when}, {body}, "op": {op}}}}}'
