@@ -184,10 +184,10 @@ class Simulation:
             peer = group[(group.index(rank.rank) + op.peer) % len(group)]
             way = (rank.rank, peer) if op.name == "send" else (peer, rank.rank)
             fifo, expected = (op.group, "pair", way), 2
-            ports = [(way[0], op.group[:1], "out"), (way[1], op.group[:1], "in")]
+            ports = [(way[0], "out"), (way[1], "in")]
         else:
             fifo, expected = (op.group, "all", group), len(group)
-            ports = [(r, op.group[:1], way) for r in group for way in ("out", "in")]
+            ports = [(r, way) for r in group for way in ("out", "in")]
         number = rank.counts[op.name, fifo]
         if op.name not in ("send", "recv"):
             number = rank.counts["all", fifo]

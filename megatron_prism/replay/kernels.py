@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             f"numba, which replays large graphs, cannot be imported: {error}",
             fix="pip install numba",
         ) from error
-    return numba.njit(cache=True)(function)
+    helpers = {
+        name: _compiled(value)
+        for name in function.__code__.co_names
+        if isinstance(value := function.__globals__.get(name), FunctionType)
+    }
+    known = {**function.__globals__, **helpers}
+    return numba.njit(cache=True)(FunctionType(function.__code__, known, function.__name__))
 
 
 def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
