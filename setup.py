@@ -36,6 +36,7 @@ setup(
     package_data={
         "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
         "megatron_prism.costs": ["machines/*.json", "tables/*"],
+        "megatron_prism.report": ["*.html", "*.css", "*.js"],
     },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;
     # constraints/ holds the exact sets.  An untested megatron-core inside the range warns by name

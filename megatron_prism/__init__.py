@@ -19,6 +19,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     unit_time.py             the longest path through a schedule: forward 1, backward 2
     costs/                   how long ops take, and who says so
     replay/                  the timeline of the whole world
+    report/                  the timeline as text, one HTML page, a trace
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import megatron_prism
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
+from megatron_prism.cli_replay import replay
 from megatron_prism.cli_schedule import schedule
 from megatron_prism.cli_world import world
 from megatron_prism.errors import PrismError, UsageError
@@ -129,6 +130,17 @@ COMMANDS = {
         (
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes and switches"}),
             (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "replay": Command(
+        replay,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "machine, calibration"}),
+            (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
+            (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
             FORCE,
             JSON,
         ),

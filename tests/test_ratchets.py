@@ -43,7 +43,7 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "schedule", "calibrate",
+        "run", "emulate", "capture", "show", "classes", "check", "schedule", "replay", "calibrate",
         "world", "recipes"
     ]  # fmt: skip
 
@@ -61,6 +61,7 @@ def test_options_of_commands():
         "classes": ["--json"],
         "check": ["--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
+        "replay": ["--html", "--trace", "--force", "--json"],
         "calibrate": ["-o", "--out", "--force"],
         "world": ["--json"],
         "recipes": ["--json"],

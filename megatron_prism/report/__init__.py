@@ -1,6 +1,7 @@
 """What do people see of a timeline?  One renderer a file, each a function (timeline) -> text.
 
     figures.py     the numbers that all renderers print, computed once, as one value
+    parts.py       what the critical path and the communication are made of
     curves.py      live memory over time; spans of a class, tiny ones merged
     text.py        a page for the terminal
     perfetto.py    a Chrome trace for ui.perfetto.dev, one process per class

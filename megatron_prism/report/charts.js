@@ -78,7 +78,8 @@ class MemoryChart {
       g.textAlign = "right"; g.fillText(formatBytes(b), left - 8, this.y(b));
     }
     g.textAlign = "center";
-    for (let i = 0; i <= 8; i++) g.fillText(formatNs(total * i / 8), Math.min(this.x(total * i / 8), width - 28), height - 10);
+    const tick = niceStep(total / 9);
+    for (let t = 0; t <= total; t += tick) g.fillText(t ? formatNs(t) : "0", Math.min(this.x(t), width - 28), height - 10);
     this.curves.forEach((curve, place) => {
       g.globalAlpha = this.chosen < 0 || this.chosen === place ? 1 : 0.18;
       g.lineWidth = this.chosen === place ? 2 : 1.3;

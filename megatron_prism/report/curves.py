@@ -45,7 +45,9 @@ def live_memory(timeline: Timeline, index: int, buckets: int) -> tuple[np.ndarra
     for order in (np.lexsort((live, slot)), np.lexsort((-live, slot))):
         first = np.append(True, np.diff(slot[order]) != 0)
         keep[order[first]] = True
-    keep[-1] = True
+    there = np.count_nonzero(program.allocations["before"] == 0)
+    keep[: max(there - 1, 0)] = False  # what was there before the iteration is one number
+    keep[max(there - 1, 0)] = keep[-1] = True
     return at[keep], live[keep]
 
 

@@ -1,7 +1,8 @@
 // Classes x time on a canvas.  Only what is in view is drawn, and of what shares a pixel only the
 // first, so a hundred thousand spans stay fluid.
 
-const MARGIN = 118, AXIS = 24, MAIN = 20, LANE = 5, GAP = 12;
+const FEW = DATA.rows.length <= 8;
+const MARGIN = 118, AXIS = 24, GAP = FEW ? 18 : 12, MAIN = FEW ? 30 : 20, LANE = FEW ? 9 : 5;
 
 // columns of differences -> absolute ns in typed arrays
 function decode(lane) {
@@ -111,9 +112,7 @@ class Diagram {
   }
 
   axis(g, height) {
-    const span = this.view[1] - this.view[0], rough = span / Math.max(2, (this.width - MARGIN) / 110);
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough);
+    const step = niceStep((this.view[1] - this.view[0]) / Math.max(2, (this.width - MARGIN) / 110));
     g.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     g.textBaseline = "middle";
     for (let t = Math.ceil(this.view[0] / step) * step; t <= this.view[1]; t += step) {
@@ -167,9 +166,9 @@ class Diagram {
     for (const block of row.blocks) {
       if (block.end < this.view[0] || block.start > this.view[1]) continue;
       const left = Math.max(MARGIN, this.x(block.start)), right = Math.min(this.width, this.x(block.end));
-      const text = DATA.steps[block.step];
+      const text = block.phase === "optimizer" ? "optimizer" : DATA.steps[block.step];
       if (text === "-" || right - left < 9 + 7 * text.length) continue;
-      g.lineWidth = 3; g.strokeStyle = "rgb(0 0 0 / 38%)"; g.lineJoin = "round";
+      g.lineWidth = 3; g.strokeStyle = "rgb(0 0 0 / 45%)"; g.lineJoin = "round";
       g.strokeText(text, left + 4, row.y + MAIN / 2 + 0.5);
       g.fillStyle = "#fff";
       g.fillText(text, left + 4, row.y + MAIN / 2 + 0.5);

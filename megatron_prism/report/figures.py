@@ -12,20 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.report.parts import Call, PathPart, calls_of, critical_by_class, path_parts
 from megatron_prism.selectors import format_ranks
 
 __all__ = [
-    "Call",
     "ClassFigures",
     "Figures",
-    "PathPart",
     "Source",
     "Value",
     "figures",
     "name_class",
-    "path_parts",
 ]
 
 _RANKS = 60  # characters of a list of ranks
@@ -63,39 +60,6 @@ class ClassFigures:
 
 
 @dataclass(frozen=True)
-class PathPart:
-    """What the critical path is made of: ns of all steps of one kind, and how many."""
-
-    phase: str
-    what: str
-    group: str
-    source: str
-    ns: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kind of call of one group, per rank (the mean over the ranks that make it).
-
-    ranks   : that make it
-    calls   : per rank and iteration
-    bytes   : per rank and iteration, messages as nccl-tests counts them
-    moving  : ns from when everybody had come to the end
-    waiting : ns from when the rank was ready to when everybody had come
-    """
-
-    group: str
-    name: str
-    ranks: int
-    calls: float
-    bytes: float
-    moving: float
-    waiting: float
-    source: str
-
-
-@dataclass(frozen=True)
 class Source:
     """A provenance: the share of the critical path, and of all busy time, that rests on it."""
 
@@ -108,6 +72,7 @@ class Source:
 class Figures:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1."""
 
+    sizes: str
     world: str
     source: Mapping[str, str]
     iteration_ns: int
@@ -139,7 +104,7 @@ def figures(timeline: Timeline) -> Figures:
     size = graph.programs.world.size
     path = path_parts(timeline)
     classes = tuple(_classes(timeline))
-    calls, busy = _calls(timeline)
+    calls, busy = calls_of(timeline)
     for index, count in enumerate(graph.classes.counts):
         ns, source = timeline.prices.compute[index], timeline.prices.compute_source[index]
         for code, text in enumerate(timeline.prices.sources):
@@ -149,6 +114,7 @@ def figures(timeline: Timeline) -> Figures:
         on_path[part.source] += part.ns
     whole = (iteration or 1) * size
     return Figures(
+        sizes=str(graph.programs.world),
         world=str(graph),
         source=dict(graph.programs.source),
         iteration_ns=iteration,
@@ -181,7 +147,7 @@ def name_class(timeline: Timeline, index: int) -> str:
 
 def _classes(timeline: Timeline) -> list[ClassFigures]:
     graph, slack = timeline.graph, timeline.slack()
-    critical = _critical_by_class(timeline)
+    critical = critical_by_class(timeline)
     found = []
     for index, program in enumerate(graph.program_list):
         account = timeline.account(index)
@@ -204,85 +170,6 @@ def _classes(timeline: Timeline) -> list[ClassFigures]:
             )
         )
     return found
-
-
-def _begin(timeline: Timeline) -> int:
-    return timeline.ends[-2] if timeline.iterations > 1 else 0
-
-
-def _critical_by_class(timeline: Timeline) -> dict[int, int]:
-    begin = _begin(timeline)
-    found: dict[int, int] = defaultdict(int)
-    for owner, _, start, end in timeline.critical_path():
-        found[owner] += end - max(start, begin)
-    return found
-
-
-def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
-    """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
-    graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
-    meet = graph.rendezvous
-    total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for owner, number, start, end in timeline.critical_path():
-        if owner >= 0:
-            program, at = graph.program_list[owner], number
-            source = prices.compute_source[owner][number]
-        else:
-            first = int(meet.start[number])
-            program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
-            source = prices.meeting_source[number]
-        row = program.ops[at]
-        key = (
-            PHASE_NAMES[row["phase"]] or "outside",
-            NAMES[row["name"]],
-            program.strings[row["group"]],
-            prices.sources[source],
-        )
-        total[key][0] += end - max(start, begin)
-        total[key][1] += 1
-    parts = [PathPart(*key, ns, count) for key, (ns, count) in total.items() if ns]
-    return tuple(sorted(parts, key=lambda part: -part.ns))
-
-
-def _calls(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
-    """(calls by group and name, mean ns of communication per rank by source)."""
-    graph, prices = timeline.graph, timeline.prices
-    size = graph.programs.world.size
-    sums: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(5))
-    sources: dict[tuple[str, str], set[str]] = defaultdict(set)
-    busy: dict[str, float] = defaultdict(float)
-    for index, program in enumerate(graph.program_list):
-        count, spans = graph.classes.counts[index], timeline.spans(index)
-        spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
-        message = np.maximum(program.bytes_in, program.bytes_out)
-        rows = program.ops[spans["op"]]
-        source = prices.meeting_source[graph.rendezvous.of[index][spans["op"]]]
-        for name, group in sorted(
-            set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
-        ):
-            mine = (rows["name"] == name) & (rows["group"] == group)
-            chosen, key = spans[mine], (program.strings[group], NAMES[name])
-            moving = chosen["end"] - chosen["start"]
-            waited = chosen["start"] - chosen["ready"]
-            sums[key] += count * np.array(
-                [1, len(chosen), message[chosen["op"]].sum(), moving.sum(), waited.sum()]
-            )
-            for code in np.unique(source[mine]).tolist():
-                sources[key].add(prices.sources[code])
-                busy[prices.sources[code]] += (
-                    float(moving[source[mine] == code].sum()) * count / size
-                )
-    calls = [
-        Call(
-            group,
-            name,
-            int(all_[0]),
-            *(all_[1:] / all_[0]).tolist(),
-            "; ".join(sorted(sources[group, name])),
-        )
-        for (group, name), all_ in sums.items()
-    ]
-    return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
 
 
 def _rates(timeline: Timeline) -> dict[str, Value]:

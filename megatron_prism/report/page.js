@@ -1,4 +1,4 @@
-// The page: cards, tabs and what is in them.  #pipeline@START-END in the address shows those ns.
+// The page: cards, tabs and what is in them.  #/pipeline@START-END in the address shows those ns.
 
 const F = DATA.figures, TOTAL = Math.max(1, F.iteration_ns);
 const TABS = { pipeline: "Pipeline", breakdown: "Breakdown", critical: "Critical path", collectives: "Communication",
@@ -25,7 +25,7 @@ function cards() {
   at("cards").append(
     card("iteration", formatNs(F.iteration_ns), basis() || "nothing takes time"),
     card("computing", percent(F.computing), "of all ranks' time"),
-    card("exposed communication", percent(F.exposed), "that nothing hides"),
+    card("exposed", percent(F.exposed), "communication that nothing hides"),
     card("bubble", percent(F.bubble), "waiting for others, or idle"),
     card("tokens per second", value(F.tokens_per_s, (v) => round(v, 6)), F.tokens_per_s.basis),
     card("per GPU", value(F.flops_per_gpu, (v) => `${round(v / 1e12)} TFLOP/s`), F.flops_per_gpu.basis),
@@ -58,7 +58,7 @@ function breakdown() {
 
 function more() {
   const hidden = F.all_classes - F.classes.length;
-  return hidden ? element("p", "quiet", `… and ${hidden} classes more: prism replay --json has them all.`) : null;
+  return element("p", "quiet", hidden ? `… and ${hidden} classes more: prism replay --json has them all.` : "");
 }
 
 function critical() {
@@ -131,20 +131,20 @@ function choose(name) {
 }
 
 function fromAddress() {
-  const [, name, start, end] = /^#(\w+)(?:@(\d+)-(\d+))?$/.exec(location.hash) || [];
+  const [, name, start, end] = /^#\/(\w+)(?:@(\d+)-(\d+))?$/.exec(location.hash) || [];
   choose(TABS[name] ? name : "pipeline");
   if (end && Number(end) > Number(start)) diagram.show(Number(start), Number(end));
 }
 
-at("world").textContent = F.world;
-at("slices").textContent = Object.entries(F.source).map(([key, value]) => `${key} ${value}`).join(" · ");
+at("world").textContent = F.sizes;
+at("slices").textContent = [F.world, ...Object.entries(F.source).map(([key, value]) => `${key} ${value}`)].join(" · ");
 cards();
 for (const [key, title] of Object.entries(TABS)) {
   const button = element("button", "", title);
   button.id = `tab-${key}`;
   button.setAttribute("role", "tab");
   button.setAttribute("aria-controls", key);
-  button.addEventListener("click", () => { history.replaceState(null, "", `#${key}`); choose(key); });
+  button.addEventListener("click", () => { history.replaceState(null, "", `#/${key}`); choose(key); });
   at("tabs").append(button);
 }
 const diagram = new Diagram(at("diagram"), at("overview"), ([start, end]) => {

@@ -28,7 +28,7 @@ def format_flops(flops: float) -> str:
 
 
 def _head(found: Figures) -> str:
-    lines = [found.world]
+    lines = [found.sizes, found.world]
     said = "; ".join(f"{key} {value}" for key, value in found.source.items())
     rows = [("slices", said or "do not say where they are from")]
     rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))

@@ -21,6 +21,12 @@ function formatBytes(bytes) {
   return `${round(bytes / 1024 ** place)} ${names[place]}`;
 }
 
+// the next of 1, 2, 5, 10, 20, …
+function niceStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough);
+}
+
 const percent = (part) => `${(100 * part).toFixed(1)} %`;
 
 // element("td", "text", "words", child, …): strings become text, never markup
@@ -32,7 +38,7 @@ function element(tag, className, ...children) {
 }
 
 const GROUP_COLOURS = ["#cf4f68", "#dd8452", "#b65fa8", "#7d9440", "#4f9fb0", "#9a7355", "#c9a227",
-  "#8476c4", "#d98aa0", "#6b8fa3"];
+  "#8476c4", "#d98aa0", "#5f7fa8", "#a3502f", "#5fa777", "#9aa04a", "#7a5c99"];
 const PHASES = ["forward", "backward", "weight", "optimizer"];
 
 function variable(name) {
