@@ -129,12 +129,11 @@ class Timeline:
         """
         tail = kernels.tails(self.dag.order, self.dag.start, self.dag.before, self.durations)
         end = int(self.node_end.max(initial=0))
-        compute = self.dag.kind == COMPUTE
-        through = self.node_end + tail
-        return [
-            int((end - through[compute & (self.dag.owner == index)]).min(initial=end))
-            for index in range(len(self.graph.classes))
-        ]
+        segments = np.flatnonzero(self.dag.kind == COMPUTE)
+        found = np.full(len(self.graph.classes), end, dtype=np.int64)
+        late = end - (self.node_end + tail)[segments]
+        np.minimum.at(found, self.dag.owner[segments], late)
+        return found.tolist()
 
     @cached_property
     def durations(self) -> np.ndarray:
@@ -155,9 +154,10 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET
     found[meets] = prices.meetings[dag.op[meets]]
-    for index, ns in enumerate(prices.compute):
-        mine = (dag.kind == COMPUTE) & (dag.owner == index)
-        found[mine] = ns[dag.op[mine]]
+    segments = dag.kind == COMPUTE
+    first = np.concatenate(([0], np.cumsum([len(ns) for ns in prices.compute]))).astype(np.int64)
+    every = np.concatenate([*prices.compute, np.empty(0, dtype=np.int64)])
+    found[segments] = every[first[dag.owner[segments]] + dag.op[segments]]
     return found
 
 
