@@ -10,34 +10,45 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.utils import get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+FIELDS = (
+    "attention_mask cu_seqlens cu_seqlens_padded hybrid_cp_group labels local_cp_size loss_mask "
+    "max_seqlen position_ids tokens"
+).split()
 
 
 def get_batch(data, vp_stage=None):
-    if not (
-        mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        or mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    ):
-        return None, None, None, None
-    args = get_args()
-    fields = ("tokens", "position_ids", "labels", "loss_mask")
-    source = mpu.get_tensor_model_parallel_rank() == 0
-    batch = next(data) if source else {}
-    received = []
-    for name in fields:
-        kind = torch.float32 if name == "loss_mask" else torch.int64
-        shape = (args.micro_batch_size, args.seq_length)
-        tensor = batch[name].cuda() if source else torch.empty(shape, dtype=kind, device="cuda")
-        torch.distributed.broadcast(
-            tensor, mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
-        )
-        received.append(tensor)
-    return received
+    """Megatron's own way from tp rank 0 to the others, as pretrain_gpt.py:99 @core_v0.19.0."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(FIELDS)
+    args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    batch = {}
+    if tp_rank == 0:
+        batch = {key: value.cuda(non_blocking=True) for key, value in next(data).items()}
+    return get_batch_on_this_tp_rank(
+        dict.fromkeys(FIELDS) | batch if tp_rank == 0 else batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
 
 
 def loss_func(mask, output):
@@ -50,8 +61,9 @@ def forward_step(data, model):
     inner = model
     while hasattr(inner, "module"):
         inner = inner.module
-    tokens, positions, labels, mask = get_batch(data, inner.vp_stage)
-    return model(tokens, positions, None, labels=labels), partial(loss_func, mask)
+    b = get_batch(data, inner.vp_stage)
+    output = model(b["tokens"], b["position_ids"], b["attention_mask"], labels=b["labels"])
+    return output, partial(loss_func, b["loss_mask"])
 
 
 def is_dataset_built_on_rank(vp_stage=None):
@@ -72,7 +84,7 @@ def datasets(num_samples, vp_stage=None):
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        create_attention_mask=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     return BlendedMegatronDatasetBuilder(
         MockGPTDataset, num_samples, is_dataset_built_on_rank, config
