@@ -17,8 +17,12 @@ function basis() {
 }
 
 function cards() {
-  const card = (what, number, note) => element("div", "card", element("div", "what", what),
-    element("div", number === null ? "number unknown" : "number", number === null ? "unknown" : number), element("div", "basis", note));
+  const card = (what, number, note) => {
+    const [, digits, unit] = /^(.*?)( \D+)?$/.exec(number === null ? "unknown" : number);
+    return element("div", "card", element("div", "what", what),
+      element("div", number === null ? "number unknown" : "number", digits, unit ? element("small", "", unit) : null),
+      element("div", "basis", note));
+  };
   const value = (found, write) => found.value === null ? null : write(found.value);
   const peaks = F.classes.filter((one) => one.peak_bytes !== null);
   const peak = peaks.length ? peaks.reduce((a, b) => b.peak_bytes > a.peak_bytes ? b : a) : null;
@@ -82,9 +86,11 @@ function collectives() {
     return [call.name, call.group, call.ranks.toLocaleString("en-US"), round(call.calls), formatBytes(call.bytes), both,
       formatNs(call.moving), formatNs(call.waiting), call.moving ? `${round(call.bytes / call.moving, 3)} GB/s` : "", badge(call.source)];
   });
-  const exposed = Object.keys({ ...F.exposed_by_group, ...F.waiting_by_group }).map((group) =>
+  const still = (group) => (F.exposed_by_group[group] || 0) + (F.waiting_by_group[group] || 0);
+  const groups = Object.keys({ ...F.exposed_by_group, ...F.waiting_by_group }).sort((a, b) => still(b) - still(a));
+  const exposed = groups.map((group) =>
     [group, formatNs(F.exposed_by_group[group] || 0), formatNs(F.waiting_by_group[group] || 0),
-      percent(((F.exposed_by_group[group] || 0) + (F.waiting_by_group[group] || 0)) / TOTAL)]);
+      percent(still(group) / TOTAL)]);
   at("collectives").append(element("h2", "", "What is not hidden, by group"),
     element("p", "quiet", "The main stream stood still; the mean over all ranks."),
     table(["group", "exposed", "waiting", "of the iteration"], exposed),

@@ -13,6 +13,7 @@ __all__ = ["format_flops", "render"]
 _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
+_SHORT = 100  # characters of a provenance that fits in a line
 
 
 def render(timeline: Timeline) -> str:
@@ -72,7 +73,7 @@ def _accounts(found: Figures) -> str:
         lines += _account_block(found, block, scale)
         lines.append("")
     if len(shown) < len(found.classes):
-        lines.append(f"… and {len(found.classes) - len(shown)} classes more: --json has all\n")
+        lines += [f"… and {len(found.classes) - len(shown)} classes more: --json has all", ""]
     return "\n".join(lines[:-1])
 
 
@@ -138,6 +139,8 @@ def _sources(found: Figures) -> str:
     details: dict[str, None] = {}
     for source in found.sources:
         what, _, detail = source.text.partition(" (")
+        if len(source.text) < _SHORT:
+            what, detail = source.text, ""
         lines.append(f"  {source.path_ns / total:6.1%}  {what}")
         details.setdefault(detail.removesuffix(")"))
     return "\n".join([*lines, *(f"  {detail}" for detail in details if detail)])
