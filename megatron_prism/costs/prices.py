@@ -12,7 +12,7 @@ from megatron_prism.costs.collective import Calibration, Shape, modelled
 from megatron_prism.costs.compute import MEASURED, ROOFLINE, compute_ns
 from megatron_prism.costs.machine import Machine
 from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import NAMES
+from megatron_prism.ops import CODE, NAMES
 from megatron_prism.program import Program
 
 __all__ = ["Prices", "price"]
@@ -69,28 +69,50 @@ def _meetings(
         mine = np.flatnonzero(owners == index)
         rows = program.ops[ops[mine]]
         messages = np.maximum(program.bytes_in, program.bytes_out)[ops[mine]]
-        peers = np.where(rows["peer"] != 0, rows["peer"], 0)
-        for place, name, group, peer, size in zip(
-            mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), peers.tolist(),
-            messages.tolist(), strict=True,
+        both = _both_ways(program)[ops[mine]]
+        for place, name, group, peer, size, exchange in zip(
+            mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), rows["peer"].tolist(),
+            messages.tolist(), both.tolist(), strict=True,
         ):  # fmt: skip
-            key = (index, name, group, peer, size)
+            key = (index, name, group, peer, size, exchange)
             if key not in known:
                 shape = _shape(graph, program, index, NAMES[name], group, peer, machine)
-                known[key] = _call(NAMES[name], shape, size, machine, calibration)
+                table = "exchange" if exchange else NAMES[name]
+                known[key] = _call(NAMES[name], shape, size, machine, calibration, table)
             ns[place], source[place] = known[key]
     return ns, source
 
 
+def _both_ways(program: Program) -> np.ndarray:
+    """bool [ops]: messages of a batch that goes both ways at once, which is slower than one way."""
+    ops = program.ops
+    found = np.zeros(len(program), dtype=bool)
+    batched = np.flatnonzero(ops["batch"] >= 0)
+    ways: dict[int, set[int]] = {}
+    for batch, name in zip(
+        ops["batch"][batched].tolist(), ops["name"][batched].tolist(), strict=True
+    ):
+        ways.setdefault(batch, set()).add(name)
+    both = {CODE["send"], CODE["recv"]}
+    found[batched] = [both <= ways[batch] for batch in ops["batch"][batched].tolist()]
+    return found
+
+
 def _call(
-    name: str, shape: Shape, num_bytes: int, machine: Machine, calibration: Calibration
+    name: str,
+    shape: Shape,
+    num_bytes: int,
+    machine: Machine,
+    calibration: Calibration,
+    table: str,
 ) -> tuple[int, int]:
     if shape.size == 1:
         return 0, 4
     if shape.nodes == 1:
-        measured = calibration.look_up(name, shape.size, num_bytes)
-        if measured is not None:
-            return measured, 3
+        for row in (table, name):
+            measured = calibration.look_up(row, shape.size, num_bytes)
+            if measured is not None:
+                return measured, 3
     return modelled(name, shape, num_bytes, machine), 4
 
 

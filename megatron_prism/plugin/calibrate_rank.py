@@ -83,15 +83,28 @@ def _calls(bench: _Bench, group: Any, n: int, size: int) -> dict[str, Callable[[
         calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole, group=group)
         calls["all_to_all"] = lambda: dist.all_to_all_single(other, whole, group=group)
     if n == 2:
-        peer = 1 - bench.rank
-        kind = dist.isend if bench.rank == 0 else dist.irecv
-
-        def send() -> None:
-            for work in dist.batch_isend_irecv([dist.P2POp(kind, whole, peer, group)]):
-                work.wait()
-
-        calls["send"] = send
+        calls |= _messages(bench.rank, group, whole, other)
     return calls
+
+
+def _messages(
+    rank: int, group: Any, whole: torch.Tensor, other: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """One way (send) and both ways at once (exchange) between two ranks, as pipelines do it."""
+    peer = 1 - rank
+    there, back = (
+        dist.P2POp(dist.isend, whole, peer, group),
+        dist.P2POp(dist.irecv, other, peer, group),
+    )
+
+    def run(ops: list[Any]) -> None:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    return {
+        "send": lambda: run([there] if rank == 0 else [back]),
+        "exchange": lambda: run([there, back]),
+    }
 
 
 def _collectives(bench: _Bench) -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 Records from the start of one train step to the start of the next, so that what comes between train
 steps (logging, timers, their barriers) is in the program too.  The last ``KEPT`` such iterations
-are recorded, if the job is long enough, and the slice has the median time of each segment; a job of
-one or two steps has only its last step recorded.  The slice is written when the job has trained.
+are recorded, if the job is long enough: the first is written down, the others only timed, and the
+slice has the median time of each segment.  A job of one or two steps has only its last recorded.
+The slice is written when the job has trained.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_prism.slices import SliceStore
 
 __all__ = ["KEPT", "StockCapture", "check_free"]
 
-KEPT = 5  # iterations of which the slice has the median times
+KEPT = 6  # iterations: one written down, the others timed
 
 
 def check_free(folder: Path, rank: int, force: bool) -> None:
@@ -51,12 +52,14 @@ class StockCapture:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
             self._recordings.append(self._recorder.stop())
-        if wanted > 2 and number >= wanted:
-            self._remove(proof)
+        meta = self.tier.name == "meta"  # has no times: once is enough
+        if wanted > 2 and number >= wanted or meta and self._recordings:
+            if self._recorder is not None:
+                self._remove(proof)
         elif number >= max(2 if wanted > 2 else wanted, wanted - KEPT):
             if self._recorder is None:
                 self._install(proof)
-            self._recorder.start()
+            self._recorder.start(quick=bool(self._recordings))
 
     def _install(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
@@ -80,13 +83,12 @@ class StockCapture:
 
     def finish(self, proof: Any) -> Path:
         """Write the slice; returns where."""
-        from megatron_prism.slicer.recorder import typical
+        from megatron_prism.slicer.recordings import typical
 
         if self._recorder is not None:
             self._recordings.append(self._recorder.stop())
             self._remove(proof)
-        programs = [recording.program() for recording in self._recordings]
-        self.program, self.num_iterations = typical(programs)
+        self.program, self.num_iterations = typical(self._recordings)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)

@@ -3,7 +3,8 @@
 The backend hands every communication to ``record``; ``watch`` reports streams, events and host
 waits; what runs in between becomes compute segments, timed on the device (CUDA events), on the host
 (cpu tier) or weighed (meta tier: flops, bytes, kernels).  Time spent here and in answering for
-virtual peers belongs to no segment.  ``start`` and ``stop`` enclose one iteration.
+virtual peers belongs to no segment.  ``start`` and ``stop`` enclose one iteration; once one is
+written down, ``start(quick=True)`` only times the segments of the next, which costs a quarter.
 """
 
 from __future__ import annotations
@@ -12,57 +13,20 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.program import Builder, Program
+from megatron_prism.program import Builder
 from megatron_prism.slicer.calls import Tracked, details
 from megatron_prism.slicer.kernels import Meter
+from megatron_prism.slicer.recordings import Recording, stamp
 from megatron_prism.tiers import work
 
-__all__ = ["Recorder", "Recording", "typical"]
+__all__ = ["Recorder"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
-
-
-@dataclass(frozen=True)
-class Recording:
-    """One recorded iteration; its device times are read only when asked for, since that waits."""
-
-    rank: int
-    builder: Builder
-    timed: list[tuple[int, Any, Any]]
-
-    def program(self) -> Program:
-        """The program, with the times of its segments."""
-        program = self.builder.build(self.rank)
-        for index, begin, end in self.timed:
-            end.synchronize()
-            program.ops["ns"][index] = round(begin.elapsed_time(end) * 1e6)
-        return program
-
-
-def typical(programs: Sequence[Program]) -> tuple[Program, int]:
-    """(the last program with the median time of each segment, how many iterations that took).
-
-    Iterations that differ in their ops (MoE token counts) are not mixed: then the last one counts.
-    """
-    last = programs[-1]
-    alike = [p for p in programs if _shape_of(p) == _shape_of(last)]
-    if len(alike) > 1:
-        times = np.stack([p.ops["ns"] for p in alike])
-        last.ops["ns"] = np.median(times, axis=0).round().astype(np.int64)
-    return last, len(alike)
-
-
-def _shape_of(program: Program) -> bytes:
-    ops = program.ops.copy()
-    ops["ns"] = 0
-    return ops.tobytes()
 
 
 class Recorder:
@@ -87,16 +51,17 @@ class Recorder:
         self._batched = False  # the open batch has a message already
         self._streams: dict[int, str] = {}
         self._since: Any = None  # where the open segment began
-        self._timed: list[tuple[int, Any, Any]] = []
+        self._quick = False
+        self._times: list[Any] = []  # of each segment: ns, or the events around it
+        self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self._sites: dict[tuple[Any, int], str] = {}
         self._events: dict[int, int] = {}
 
     # -- an iteration -----------------------------------------------------------------------------
-    def start(self) -> None:
-        """Forget what came before and record from here on."""
-        self._builder, self._timed, self._events = Builder(), [], {}
-        self._num_batches = -1
-        self.active = True
+    def start(self, quick: bool = False) -> None:
+        """Forget what came before and record from here on; ``quick``: only times of segments."""
+        self._builder, self._times, self._trace, self._events = Builder(), [], [], {}
+        self._num_batches, self._quick, self.active = -1, quick, True
         if self.meter is not None:
             self.meter.take()
             self.meter.memory = self._builder.memory
@@ -110,7 +75,8 @@ class Recorder:
         self.active = False
         if self.meter is not None:
             self.meter.memory = None
-        return Recording(self.rank, self._builder, self._timed)
+        builder = None if self._quick else self._builder
+        return Recording(self.rank, builder, self._times, self._trace)
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
@@ -126,7 +92,7 @@ class Recorder:
     # -- compute segments -------------------------------------------------------------------------
     def _open(self) -> None:
         if self.tier == "cuda":
-            self._since = _stamp()
+            self._since = stamp()
         else:
             self._since = time.perf_counter_ns()
 
@@ -148,9 +114,10 @@ class Recorder:
                 )
             return
         if self.tier == "cuda":
-            self._timed.append((self._add("compute", ns=0), self._since, _stamp()))
-            return
-        self._add("compute", ns=time.perf_counter_ns() - self._since)
+            self._times.append((self._since, stamp()))
+        else:
+            self._times.append(time.perf_counter_ns() - self._since)
+        self._add("compute", ns=0)
 
     def cut(self) -> None:
         """End a segment and begin another: a label or the stream changes."""
@@ -158,11 +125,14 @@ class Recorder:
             self._close()
             self._open()
 
-    def _add(self, name: str, **fields: Any) -> int:
+    def _add(self, name: str, on: Any = None, **fields: Any) -> None:
+        self._trace.append(name)
+        if self._quick:
+            return
         labels = self._labels
-        return self._builder.add(
+        self._builder.add(
             name,
-            stream=self._stream(),
+            stream=self._stream(on),
             phase=labels.get("phase", ""),
             microbatch=labels.get("microbatch", -1),
             chunk=labels.get("chunk", -1),
@@ -177,18 +147,16 @@ class Recorder:
             return "main"
         return self._streams.setdefault(number, f"s{len(self._streams) + 1}")
 
-    @contextlib.contextmanager
-    def _op(self) -> Iterator[None]:
-        """What runs inside belongs to no segment."""
+    def _enter(self) -> None:
+        """What happens until ``_leave`` belongs to no segment."""
         self._close()
         self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if self.meter is not None:
-                self.meter.take()
-            self._open()
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        if self.meter is not None:
+            self.meter.take()
+        self._open()
 
     # -- communication ----------------------------------------------------------------------------
     def record(
@@ -197,13 +165,19 @@ class Recorder:
         """Make the call ``answer(group, *args, **kwargs)`` and write it down."""
         if not self.active or self._inside:
             return answer(group, *args, **kwargs)
-        with self._op():
-            fields = details(group, op, args, kwargs)
+        self._enter()
+        try:
             handle = len(self._builder)
             self._batched = self._batch >= 0
-            site = self._site()
-            self._add(op, group=group.desc, handle=handle, batch=self._batch, site=site, **fields)
+            if self._quick:
+                self._trace.append(op)
+            else:
+                fields = details(group, op, args, kwargs)
+                fields |= {"group": group.desc, "handle": handle, "batch": self._batch}
+                self._add(op, site=self._site(), **fields)
             made = answer(group, *args, **kwargs)
+        finally:
+            self._leave()
         return made if made is None else Tracked(self, handle, made)
 
     def waited(self, handle: int, code: Any) -> None:
@@ -212,10 +186,16 @@ class Recorder:
         if not self.active or self._inside:
             return
         if code.co_filename == c10d.__file__ and code.co_name != "wait":
-            self._builder.settle(handle)
+            if not self._quick:
+                self._builder.settle(handle)
             return
-        with self._op():
-            self._add("wait", handle=handle)
+        self._note("wait", handle=handle)
+
+    def _note(self, name: str, stream: Any = None, **fields: Any) -> None:
+        """An op that takes no time itself."""
+        self._enter()
+        self._add(name, on=stream, **fields)
+        self._leave()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -250,25 +230,17 @@ class Recorder:
     def event_recorded(self, event: int, stream: Any) -> None:
         """Event ``event`` is recorded on ``stream`` (None: the current one)."""
         if self.active and not self._inside:
-            with self._op():
-                self._events[event] = len(self._builder)
-                self._builder.add("record", stream=self._stream(stream), handle=self._events[event])
+            self._enter()
+            self._events[event] = len(self._builder)
+            self._add("record", on=stream, handle=self._events[event])
+            self._leave()
 
     def event_waited(self, event: int, stream: Any) -> None:
         """``stream`` (None: the current one) waits for ``event``."""
         if self.active and not self._inside and event in self._events:
-            with self._op():
-                self._builder.add("wait", stream=self._stream(stream), handle=self._events[event])
+            self._note("wait", stream, handle=self._events[event])
 
     def host_waited(self, note: str) -> None:
         """The host waits for the device."""
         if self.active and not self._inside:
-            with self._op():
-                self._add("host_wait", note=note, site=self._site())
-
-
-def _stamp() -> Any:
-    """A timing event on the current stream that the watch does not hear of."""
-    event = torch.cuda.Event(enable_timing=True)
-    super(torch.cuda.Event, event).record(torch.cuda.current_stream())
-    return event
+            self._note("host_wait", note=note, site="" if self._quick else self._site())

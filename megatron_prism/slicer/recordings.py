@@ -1,0 +1,77 @@
+"""What is left of a recorded iteration, and how do several become one program with typical times?
+
+Device times are read only when the program is asked for, since that waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prism.ops import CODE
+from megatron_prism.program import Builder, Program
+
+__all__ = ["Recording", "stamp", "typical"]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded iteration.
+
+    builder : its ops; None if only times were taken
+    times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
+    trace   : names of all ops in order
+    """
+
+    rank: int
+    builder: Builder | None
+    times: list[Any]
+    trace: list[str]
+
+    def segments_ns(self) -> np.ndarray:
+        """Duration of each segment, int64 [segments]."""
+        if self.times and isinstance(self.times[0], tuple):
+            self.times[-1][1].synchronize()
+            return np.array(
+                [round(begin.elapsed_time(end) * 1e6) for begin, end in self.times], dtype=np.int64
+            )
+        return np.array(self.times, dtype=np.int64)
+
+    def program(self) -> Program:
+        """The program with this iteration's own times."""
+        assert self.builder is not None
+        return timed(self.builder.build(self.rank), self.segments_ns())
+
+
+def timed(program: Program, segments_ns: np.ndarray) -> Program:
+    """``program`` with these durations of its compute ops, if there are any."""
+    compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
+    if segments_ns.size:
+        program.ops["ns"][compute] = segments_ns
+    return program
+
+
+def typical(recordings: Sequence[Recording]) -> tuple[Program, int]:
+    """(the program written down, with the median time of each segment; of how many iterations).
+
+    Times are those of the quick recordings that made the same ops: writing ops down is slower than
+    only timing them.  Without any the program keeps its own times.
+    """
+    written = next(r for r in recordings if r.builder is not None)
+    program = written.program()
+    quick = [r for r in recordings if r.builder is None and r.trace == written.trace]
+    if quick:
+        times = np.stack([r.segments_ns() for r in quick])
+        timed(program, np.median(times, axis=0).round().astype(np.int64))
+    return program, max(1, len(quick))
+
+
+def stamp() -> Any:
+    """A timing event on the current stream that the watch does not hear of."""
+    event = torch.cuda.Event(enable_timing=True)
+    super(torch.cuda.Event, event).record(torch.cuda.current_stream())
+    return event
