@@ -36,6 +36,7 @@ def source_of(recipe: Recipe) -> dict[str, str]:
         "settings": hashlib.sha1(text.encode()).hexdigest()[:16],
         "megatron_core": importlib.metadata.version("megatron-core"),
         "tier": tier,
+        "tokens_per_iteration": str(recipe.train.global_batch_size * recipe.model.seq_length),
     }
 
 
