@@ -36,6 +36,17 @@ assert [int(v) for v in loader] == [1, 2]
 assert torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() == 0
 state = torch.cuda.get_rng_state(); a = torch.rand(3); torch.cuda.set_rng_state(state)
 assert torch.equal(a, torch.rand(3))
+
+class Ask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        return g + torch.ones(1, device=torch.cuda.current_device()) + g.new_zeros(1, device="cuda")
+for call in (lambda y: y.backward(), lambda y: torch.autograd.backward([y]),
+             lambda y: torch.autograd.grad(y, leaf)):
+    leaf = torch.ones(1, device="cuda", requires_grad=True)
+    call(Ask.apply(leaf))
 """
 
 META = """

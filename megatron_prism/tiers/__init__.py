@@ -13,6 +13,7 @@ import os
 import sys
 import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,7 +95,9 @@ def _without_cuda(name: str) -> Tier:
     if importlib.util.find_spec("triton") is None:
         _stub_triton()
         stand_in.append("triton: absent, its kernels are never called")
-    Remap(name).__enter__()
+    remap = Remap(name)
+    remap.__enter__()
+    _remap_backward(remap)
     live = None
     if name == "meta":
         live = LiveBytes("meta")
@@ -104,6 +107,18 @@ def _without_cuda(name: str) -> Tier:
             "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
         )
     return Tier(name, torch.device(name), live, tuple(stand_in))
+
+
+def _remap_backward(remap: Any) -> None:
+    """torch.autograd.backward turns a function mode off, but runs the job's own backward functions
+    (recomputation, all-to-alls), which ask for ``cuda`` tensors."""
+    engine = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with remap:
+            return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
 
 
 def _no_pinned_memory() -> None:

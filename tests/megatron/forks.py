@@ -1,0 +1,125 @@
+"""Captures many small jobs in one go: torch and Megatron are imported once, every rank is a fork.
+
+A script: the tier is its argument, stdin is a pickled list of (recipe, rank, SliceStore), stdout a
+JSON line per rank.  What a fork runs is ``rank_job.run``, as in a worker of ``prism capture``.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+import warnings
+
+MODULES = """
+    megatron.core.parallel_state megatron.core.distributed megatron.core.optimizer
+    megatron.core.pipeline_parallel megatron.core.models.gpt megatron.core.tensor_parallel
+    megatron.core.models.gpt.gpt_layer_specs megatron.core.num_microbatches_calculator
+    megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
+    megatron_prism.plugin.rank_train megatron_prism.plugin.launch megatron_prism.slicer.watch
+    megatron_prism.virtual.session
+""".split()
+
+
+def capture(jobs, tier="meta"):
+    """Run every (recipe, rank, store); returns {index: answer} with ``error`` or ``summary``."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, tier],
+        input=pickle.dumps(jobs),
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["job"]: line for line in lines}
+
+
+def prepare(tier, local_flash=True):
+    """Import everything with the seams in place; returns what a fork calls with a seams.Context."""
+    import importlib
+
+    from megatron_prism import tiers
+    from megatron_prism.plugin import proof, seams, seams_tiers
+
+    installed = tiers.install(tier)
+    shape = tier == "meta"
+    one = proof.Proof(installed.live, shapes_only=shape)
+    shared = seams.Context(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
+    # fast-groups remembers which ranks are local; these worlds are small enough without
+    chosen = tuple(s for s in seams_tiers.seams_for(tier) if s.name != "fast-groups")
+    if tier == "meta" and local_flash:
+        chosen += (seams_tiers.FUSED_ATTENTION,)
+    seams.apply(chosen, shared)
+    for name in MODULES:
+        importlib.import_module(name)
+    # the modules are changed already; a fork only has to say which rank it is
+    seams.apply = lambda chosen, context: vars(shared).update(vars(context))
+    proof.Proof = lambda *args, **kwargs: one
+    gc.collect()
+    gc.freeze()
+    return installed
+
+
+def fork(work):
+    """(pid, pipe): a child that writes what ``work()`` answers, or its traceback, as JSON."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        return pid, read
+    status = 1
+    try:
+        os.close(read)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        try:
+            answer = {"summary": work()}
+        except BaseException as error:
+            answer = {"error": f"{error!r}\n{traceback.format_exc()}"}
+        with os.fdopen(write, "w") as out:
+            out.write(json.dumps(answer, default=str))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def wait(pid, pipe):
+    """The answer of a child."""
+    with os.fdopen(pipe) as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    return json.loads(text) if text else {"error": "the child died"}
+
+
+def main(tier):
+    warnings.simplefilter("ignore")
+    jobs = pickle.load(sys.stdin.buffer)
+    prepare(tier)
+    from megatron_prism.plugin import rank_job
+
+    running = {}
+
+    def next_done():
+        index, (pid, pipe) = next(iter(running.items()))
+        del running[index]
+        print(json.dumps({"job": index, **wait(pid, pipe)}), flush=True)
+
+    for index, (recipe, rank, store) in enumerate(jobs):
+        if len(running) >= min(os.cpu_count() or 1, 8):
+            next_done()
+
+        def work(recipe=recipe, rank=rank, store=store):
+            return rank_job.run(recipe, rank, lambda kind, **fields: None, store)
+
+        running[index] = fork(work)
+    while running:
+        next_done()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main(sys.argv[1])
