@@ -35,7 +35,7 @@ _WORLD = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 def _unquoted(text: str) -> str:
     if not text.startswith('"'):
         return text
-    return re.sub(r"\\(.)", lambda m: {"n": "\n"}.get(m[1], m[1]), text[1:-1])
+    return re.sub(r"\\(.)", lambda m: {"n": "\n", "r": "\r"}.get(m[1], m[1]), text[1:-1])
 
 
 def parse(text: str, name: str = "program") -> Programs:
@@ -47,7 +47,8 @@ class _Reader:
     """Walks the lines once; every complaint shows the line with an arrow under the word."""
 
     def __init__(self, text: str, name: str) -> None:
-        self.lines, self.name = text.splitlines(), name
+        # not splitlines(): a note may hold U+2028, which is no end of a line here
+        self.lines, self.name = text.replace("\r\n", "\n").split("\n"), name
         self.number, self.line = 0, ""
         self.world: World | None = None
         self.source: dict[str, str] = {}

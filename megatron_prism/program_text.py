@@ -103,7 +103,11 @@ def format_op(op: Op) -> str:
 def _quoted(text: str) -> str:
     if text and not re.search(r'[\s"#\\]', text):
         return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return (
+        '"'
+        + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+        + '"'
+    )
 
 
 def _exact(value: int, scales: dict[str, int]) -> str:

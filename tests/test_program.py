@@ -98,6 +98,13 @@ def test_a_program_written_by_hand():
     assert made.programs[1][1].label == "O"
 
 
+@pytest.mark.parametrize("note", ["\u2028", "a\u2029b", "\x85", "a\r\nb", "\n", "\x0b", "a\\nb"])
+def test_a_note_may_hold_any_line_break(note):
+    made = world_of([Op("mark", note=note)], [Op("mark", note=note)])
+    assert parse(dump(made)) == made
+    assert parse(dump(made).replace("\n", "\r\n")) == made  # as an editor on Windows saves it
+
+
 def test_sequence_counts_each_fifo():
     made = Program.from_ops(
         0,
