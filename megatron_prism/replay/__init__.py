@@ -1,3 +1,4 @@
-"""When does everything happen?  ``dag`` turns the world graph into who waits for whom, ``maxplus``
-computes times, ``timeline`` says what they mean.
+"""When does everything happen?  ``issue`` reads what a rank does before what, ``dag`` joins ranks,
+``maxplus`` computes times, ``events`` does so with shared ``links`` and faults, ``timeline`` says
+what the times mean.  ``whatif`` and ``scale`` change programs and prices.
 """
