@@ -23,7 +23,7 @@ from megatron_prism.ops import IS_PAIR
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
-__all__ = ["Classes", "partition"]
+__all__ = ["Classes", "equal_programs", "partition"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def memberships(programs: Programs) -> dict[str, Membership]:
 def partition(programs: Programs, groups: Mapping[str, Membership] | None = None) -> Classes:
     """The coarsest equitable partition; ``groups`` if the caller has the memberships already."""
     groups = memberships(programs) if groups is None else groups
-    same = _equal_programs(programs.programs)
+    same = equal_programs(programs.programs)
     colour, first = _renumber(same[programs.program_of].astype(np.uint64))
     reasons = ["its program" if len(first) > 1 else "all ranks run one program"] * len(first)
     needs = [uses(program) for program in programs.programs]
@@ -103,15 +103,12 @@ def partition(programs: Programs, groups: Mapping[str, Membership] | None = None
     return _describe(colour, first, programs, groups, needs, reasons, same)
 
 
-def _equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
+def equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
     """int32 [programs]: the first program that is the same but for its rank."""
     strings, splits = _vocabulary(programs)
-    known: dict[tuple[bytes, bytes], int] = {}
+    known: dict[bytes, int] = {}
     return np.array(
-        [
-            known.setdefault((p.columns(strings, splits), p.allocations.tobytes()), i)
-            for i, p in enumerate(programs)
-        ],
+        [known.setdefault(p.columns(strings, splits), i) for i, p in enumerate(programs)],
         dtype=np.int32,
     )
 

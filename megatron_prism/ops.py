@@ -104,8 +104,9 @@ OP = np.dtype(
         ("traffic", "i8"),
     ]
 )
-# what of the live memory changed before which op: storage ids are the program's own
-ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8")])
+# What of the live memory changed before which op: storage ids are the program's own.  ``note`` says
+# whose storage it is, as ``kind:module @file:line``; every part may be absent (kinds: memory.py).
+ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8"), ("note", "u4")])
 TEXTS = ("stream", "group", "shape", "site", "note")
 CODED: dict[str, tuple[str, ...]] = {
     "name": NAMES,

@@ -42,7 +42,7 @@ class Builder:
         self._strings: dict[str, int] = {"": 0, "main": 1}
         self._splits: dict[Any, int] = {}
         self._rows: list[tuple[int, ...]] = []
-        self._allocations: list[tuple[int, int, int]] = []
+        self._allocations: list[tuple[int, int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -114,9 +114,10 @@ class Builder:
         row = self._rows[index]
         self._rows[index] = (*row[:_HANDLE], -1, *row[_HANDLE + 1 :])
 
-    def memory(self, storage: int, num_bytes: int) -> None:
-        """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op."""
-        self._allocations.append((len(self._rows), storage, num_bytes))
+    def memory(self, storage: int, num_bytes: int, note: str = "") -> None:
+        """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op; it is
+        what ``note`` says."""
+        self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
 
     def build(self, rank: int) -> Program:
         """The program of ``rank``."""
@@ -178,25 +179,24 @@ class Program:
         """The same ops and allocations, whatever the order of the string tables."""
         if not isinstance(other, Program) or len(self) != len(other):
             return NotImplemented if not isinstance(other, Program) else False
-        return (
-            self.rank == other.rank
-            and self.columns(self.strings, self.splits) == other.columns(self.strings, self.splits)
-            and np.array_equal(self.allocations, other.allocations)
+        return self.rank == other.rank and self.columns(self.strings, self.splits) == other.columns(
+            self.strings, self.splits
         )
 
     __hash__ = None  # type: ignore[assignment] - programs are compared, never looked up
 
     def columns(self, strings: Sequence[str], splits: Sequence[Any]) -> bytes:
-        """The ops as bytes with their texts numbered by ``strings`` (others follow in order)."""
-        ops = self.ops.copy()
+        """Ops and allocations as bytes, texts numbered by ``strings`` (others follow in order)."""
+        ops, memory = self.ops.copy(), self.allocations.copy()
         known = {text: i for i, text in enumerate(strings)}
         numbers = np.array([known.setdefault(t, len(known)) for t in self.strings], dtype=np.int64)
         for name in TEXTS:
             ops[name] = numbers[self.ops[name]]
+        memory["note"] = numbers[self.allocations["note"]]
         order = {value: i for i, value in enumerate(splits)}
         numbers = np.array([order.setdefault(s, len(order)) for s in self.splits] + [-1])
         ops["splits"] = numbers[self.ops["splits"]]
-        return ops.tobytes()
+        return ops.tobytes() + memory.tobytes()
 
     # -- views that analyses share ----------------------------------------------------------------
     @cached_property

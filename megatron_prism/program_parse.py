@@ -192,16 +192,18 @@ class _Reader:
         }
 
     def _memory(self, builder: Builder, words: list[re.Match[str]]) -> None:
-        values = {
-            key: self._number(word, value, units.parse_bytes)
-            for word, key, value in self._pairs(words[2:])
-        }
+        values, note = {}, ""
+        for word, key, value in self._pairs(words[2:]):
+            if key == "note":
+                note = value
+            else:
+                values[key] = self._number(word, value, units.parse_bytes)
         if set(values) != {"storage", "bytes"}:
             self.fail(
                 words[1].start(), "storage and bytes are needed", "alloc storage=1 bytes=2MiB"
             )
         sign = 1 if words[1][0] == "alloc" else -1
-        builder.memory(values["storage"], sign * values["bytes"])
+        builder.memory(values["storage"], sign * values["bytes"], note)
 
     def _fields(self, words: list[re.Match[str]]) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -14,7 +14,7 @@
 A line is ``LABEL OP [GROUP] [DTYPE] [key=value …] [@file:line]``, in any spacing; ``#`` starts a
 comment.  The label is ``<microbatch><phase><chunk>`` (``2F0``, ``2F``), ``O`` for the optimizer,
 ``G`` for gradient synchronisation or ``-``.  ``n=`` is ``in=`` and ``out=`` at once.  ``alloc`` and
-``free`` lines stand where memory comes and goes.  ``group NAME 0,1;2,3`` before the programs makes
+``free`` lines stand where memory comes and goes; their ``note=`` says whose it is.  ``group NAME 0,1;2,3`` before the programs makes
 groups that do not follow from the world's sizes.  ``program_parse.parse(dump(p)) == p``, exactly.
 """
 
@@ -62,16 +62,17 @@ def dump_ops(program: Program) -> Iterator[str]:
     at, memory = 0, program.allocations
     for index, op in enumerate(program):
         while at < len(memory) and memory["before"][at] <= index:
-            yield _format_memory(memory[at])
+            yield _format_memory(memory[at], program.strings)
             at += 1
         yield format_op(op)
     for row in memory[at:]:
-        yield _format_memory(row)
+        yield _format_memory(row, program.strings)
 
 
-def _format_memory(row: Any) -> str:
+def _format_memory(row: Any, strings: tuple[str, ...]) -> str:
     name, size = ("alloc", row["bytes"]) if row["bytes"] >= 0 else ("free", -row["bytes"])
-    return f"-    {name:10}  storage={row['storage']} bytes={_exact(int(size), units.BINARY)}"
+    line = f"-    {name:10}  storage={row['storage']} bytes={_exact(int(size), units.BINARY)}"
+    return f"{line} note={_quoted(strings[row['note']])}" if row["note"] else line
 
 
 def format_op(op: Op) -> str:

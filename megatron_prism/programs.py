@@ -25,7 +25,8 @@ from megatron_prism.world import World
 
 __all__ = ["FORMAT", "Programs", "load", "save"]
 
-FORMAT = 1  # of the file; raised when its content changes meaning, and older ones then convert
+FORMAT = 2  # of the file; raised when its content changes meaning, and older ones then convert
+_NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
 SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 
@@ -168,12 +169,20 @@ FIX = "a file that prism capture or prism schedule wrote, or a text that starts 
 
 def _check_format(path: Path, head: Any) -> None:
     version = head.get("format") if isinstance(head, dict) else None
-    if version != FORMAT:
+    if version not in range(1, FORMAT + 1):
         what = f"format {version}" if isinstance(version, int) else "no format version"
         raise ProgramError(
-            f"{path} has {what}; this release reads {FORMAT}",
+            f"{path} has {what}; this release reads 1 to {FORMAT}",
             fix="write it again with this release, or read it with the one that wrote it",
         )
+
+
+def _with_notes(old: np.ndarray) -> np.ndarray:
+    """Allocations of format 1, which did not say whose storage it is."""
+    new = np.zeros(old.size, dtype=ALLOCATION)
+    for name in old.dtype.names or ():
+        new[name] = old[name]
+    return new
 
 
 def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Programs:
@@ -181,6 +190,8 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
         programs = []
         for i, one in enumerate(head["programs"]):
             ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
+            if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
+                allocations = _with_notes(allocations)
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
                 raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
             splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])

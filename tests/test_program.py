@@ -1,6 +1,7 @@
 """Programs: their text and their file give back exactly what went in, and say what is wrong."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ world size=4 tp=2 pp=2
 source megatron_core=0.16.1 tier=meta  # a comment
 group MY 0,1;2,3
 program rank=0 ranks=0-1
--    alloc       storage=3 bytes=2MiB
+-    alloc       storage=3 bytes=2MiB note="act:decoder.layers.0 @core/x.py:3"
 0F0  compute     ns=412us kernels=9 note="a \\"b\\" # c"
 0F0  all_reduce  TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum @mappings.py:31
 0F0  all_to_all  MY bf16 n=8 to=4,4 from=2,6
@@ -33,6 +34,8 @@ program ranks=2,3
 0F0  recv        PIPELINE_MODEL_PARALLEL_GROUP bf16 out=4096 peer=-1
 O    compute     stream=side
 """
+
+NOTE = "act:decoder.layers.0 @core/x.py:3"
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=9)
 names = words.filter(lambda w: not set(w) & set('=@#"') and w not in DTYPES)
@@ -70,11 +73,19 @@ def world_of(*programs_):
     return Programs.one_per_rank([Program.from_ops(r, p) for r, p in enumerate(programs_)])
 
 
+notes = st.lists(st.tuples(st.integers(1, 2**40), ops.map(lambda op: op.note)), max_size=3)
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(ops, max_size=5), st.lists(ops, max_size=5))
-def test_text_and_file_give_back_what_went_in(tmp_path_factory, first, second):
+@given(st.lists(ops, max_size=5), st.lists(ops, max_size=5), notes)
+def test_text_and_file_give_back_what_went_in(tmp_path_factory, first, second, memory):
     made = world_of(first, second)
     assert [list(p) for p in made.programs] == [first, second]
+    build = Builder()
+    for storage, (num_bytes, note) in enumerate(memory):
+        build.memory(storage, num_bytes, note)
+        build.add("mark", note="m")
+    made = Programs.one_per_rank([made.programs[0], dataclasses.replace(build.build(1))])
     assert parse(dump(made)) == made
     path = tmp_path_factory.mktemp("p") / "x.prism"
     programs.save(made, path)
@@ -92,7 +103,10 @@ def test_a_program_written_by_hand():
     assert first[2].splits == ((4, 4), (2, 6))
     assert first[3].peer == 1
     assert first.bytes_in.tolist() == [0, 8192, 16, 8192, 0]
-    assert first.allocations.tolist() == [(0, 3, 2 << 20), (5, 3, -2 << 20)]
+    assert first.allocations.tolist() == [
+        (0, 3, 2 << 20, first.strings.index(NOTE)),
+        (5, 3, -2 << 20, 0),
+    ]
     assert first.live_bytes().tolist() == [2 << 20, 0]
     assert made.programs[1][1].stream == "side"
     assert made.programs[1][1].label == "O"
@@ -208,11 +222,29 @@ def test_files_that_are_not_ours(tmp_path):
 
 
 def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "FORMAT", 2)
+    monkeypatch.setattr(programs, "FORMAT", 3)
     programs.save(parse(TEXT), tmp_path / "x.prism")
     monkeypatch.undo()
-    with pytest.raises(ProgramError, match="format 2; this release reads 1"):
+    with pytest.raises(ProgramError, match="format 3; this release reads 1 to 2"):
         programs.load(tmp_path / "x.prism")
+
+
+def test_a_file_of_format_1_is_read_without_notes(tmp_path):
+    made, path = parse(TEXT.replace(f' note="{NOTE}"', "")), tmp_path / "x.prism"
+    programs.save(made, path)
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    head = json.loads(arrays["head"].tobytes()) | {"format": 1}
+    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    for i in range(2):
+        new = arrays[f"allocations{i}"]
+        old = np.empty(new.size, dtype=[("before", "i4"), ("storage", "i4"), ("bytes", "i8")])
+        for name in old.dtype.names:
+            old[name] = new[name]
+        arrays[f"allocations{i}"] = old
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+    assert programs.load(path) == made
 
 
 def test_every_rank_needs_a_program():
