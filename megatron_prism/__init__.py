@@ -20,6 +20,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     costs/                   how long ops take, and who says so
     replay/                  the timeline of the whole world
     report/                  the timeline as text, one HTML page, a trace
+    stochastic.py            the distribution of the iteration time
     artefact.py              a folder of results that appears whole or not at all
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

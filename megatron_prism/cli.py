@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import megatron_prism
 from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
 from megatron_prism.cli_schedule import schedule
@@ -142,6 +143,14 @@ COMMANDS = {
             (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
             (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
             FORCE,
+            JSON,
+        ),
+    ),
+    "predict": Command(
+        predict,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
             JSON,
         ),
     ),

@@ -40,7 +40,7 @@ ROWS = [
     "recipe_schema",
     "recipe testing",
     "cli_output",
-    "cli_world cli_programs cli_schedule cli_replay",
+    "cli_world cli_programs cli_schedule cli_replay cli_predict",
     "cli pytest_plugin _attach",
     "__main__",
 ]

@@ -43,8 +43,8 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "schedule", "replay", "calibrate",
-        "world", "recipes"
+        "run", "emulate", "capture", "show", "classes", "check", "schedule", "replay", "predict",
+        "calibrate", "world", "recipes"
     ]  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def test_options_of_commands():
         "check": ["--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
+        "predict": ["--json"],
         "calibrate": ["-o", "--out", "--force"],
         "world": ["--json"],
         "recipes": ["--json"],

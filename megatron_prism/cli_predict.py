@@ -1,0 +1,122 @@
+"""``prism predict``: how long do iterations take when durations vary?
+
+In : programs, a machine, spreads.  Out: quantiles of the iteration time with their intervals, what
+moves them, and where a slow GPU hurts; as a page of text or JSON.  Without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_prism import units
+from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.errors import PrismError, UnitError, UsageError
+
+__all__ = ["predict"]
+
+_KEYS = ("machine", "calibration", "variability", "samples", "seed", "slow")
+
+
+def predict(args: argparse.Namespace) -> int:
+    """The distribution of the iteration time over clusters and iterations, after PRISM.
+
+    prism predict DIR
+    prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
+
+    variability= is the name of shipped spreads or a JSON file like costs/variability/public.json;
+    samples= how many copies of the model are drawn; slow= the factor of the one slow GPU.
+    """
+    from megatron_prism import costs, graph, stochastic
+    from megatron_prism.costs.collective import read_calibration
+    from megatron_prism.costs.machine import machine
+    from megatron_prism.costs.variability import variability
+    from megatron_prism.slices import open_programs
+
+    settings = _settings(args.settings)
+    spread = variability(settings["variability"])
+    hardware = machine(settings["machine"])
+    measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
+    made = graph.build(open_programs(args.programs))
+    found = made.check()
+    if found:
+        raise PrismError(
+            f"{len(found)} calls do not match, so there is nothing to predict; the first:\n"
+            f"{found[0]}",
+            fix=f"prism check {args.programs}",
+        )
+    prices = costs.price(made, hardware, measured)
+    with console(stderr=True).status("drawing copies of the model"):
+        result = stochastic.predict(
+            made,
+            prices,
+            spread,
+            samples=settings["samples"],
+            seed=settings["seed"],
+            slow_by=settings["slow"],
+        )
+    if args.json:
+        print_json(_plain(result))
+    else:
+        _print(result, made, spread)
+    return 0
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"machine": "h200", "calibration": None, "variability": "public"}
+    found |= {"samples": None, "seed": 0, "slow": 1.2}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise UsageError(f"{word} is not understood", fix=f"use {', '.join(_KEYS)}=…")
+        try:
+            if key in ("samples", "seed"):
+                found[key] = units.parse_count(value)
+            else:
+                found[key] = float(value) if key == "slow" else value
+        except (UnitError, ValueError) as error:
+            raise UsageError(f"{word}: {value!r} is no number", fix=f"{key}=2") from error
+    if found["samples"] is not None and found["samples"] > 5_000_000:
+        raise UsageError(f"{found['samples']:,} samples take hours", fix="samples=100K")
+    return found
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    """JSON: times in ns; a quantile that the samples do not reach is null."""
+    return {"schema": "prism.prediction/1", **dataclasses.asdict(result)}
+
+
+def _ms(ns: float | None) -> str:
+    return "unknown" if ns is None or ns != ns else f"{ns / 1e6:,.1f} ms"
+
+
+def _print(result: Any, graph: Any, spread: Any) -> None:
+    out = console()
+    out.print(f"{graph}")
+    out.print(f"  without variation  {_ms(result.steady)}  (the longest path)")
+    out.print(f"  drawn              {result.samples:,} copies of the model, seed {result.seed};")
+    out.print(f"                     the job has {result.replicas:,}, and the slowest one counts")
+    rows = []
+    for one in result.quantiles:
+        more = "" if one.ns is not None else f"needs {one.needed:,} samples"
+        over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
+        between = "" if one.ns is None else f"{_ms(one.low)} to {_ms(one.high)}"
+        rows.append((f"p{100 * one.level:g}", _ms(one.ns), over, between + more))
+    print_table(("iteration", "", "over the path", "95 % interval"), rows)
+    p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
+    if p95 is not None:
+        out.print("\nwhat moves p95")
+        rows = [
+            (f"{part} spread {getattr(spread, part):g} halved", _ms(ns), _ms(ns - p95))
+            for part, ns in sorted(result.halved.items(), key=lambda item: item[1] or 0)
+            if ns is not None
+        ]
+        rows += [
+            (f"one GPU of class {index} {result.slow_by:g} x slower", _ms(ns), f"{_ms(ns - p95)}")
+            for index, ns in result.slow.items()
+        ]
+        print_table(("if", "p95", "change"), rows)
+    out.print(f"\nspreads: {result.source}")
+    out.print("not in it: failures and restarts, contention, drift of a rank between two calls")

@@ -1,0 +1,68 @@
+"""``prism predict`` from the command line: the page, the JSON and what is refused."""
+
+import json
+
+import pytest
+
+from megatron_prism import cli
+
+TEXT = """prism-program 1
+world size=4 tp=2
+program ranks=0-3
+0F compute ns=10ms
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum
+G  all_reduce default_pg fp32 n=1 reduce=max
+"""
+
+
+@pytest.fixture
+def world(tmp_path):
+    path = tmp_path / "w.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def test_the_page(world, capsys):
+    assert cli.main(["predict", world, "seed=1"]) == 0
+    out = capsys.readouterr().out
+    assert "p95" in out
+    assert "what moves p95" in out
+    assert "one GPU of class 0 1.2 x slower" in out
+    assert "spreads: assumed" in out
+
+
+def test_json_is_the_same_every_time(world, capsys):
+    found = []
+    for _ in range(2):
+        assert cli.main(["predict", world, "samples=500", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert found[0]["schema"] == "prism.prediction/1"
+    levels = {q["level"]: q["ns"] for q in found[0]["quantiles"]}
+    assert 10e6 < levels[0.05] < levels[0.5] < levels[0.95] < 14e6
+    assert levels[0.99] is None  # 500 samples do not reach that far
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["speed=3"], "speed=3 is not understood"),
+        (["samples=many"], "is no number"),
+        (["slow=x"], "is no number"),
+        (["slow=-1"], "slow is a factor"),
+        (["samples=10"], "10 samples say little"),
+        (["samples=1B"], "take hours"),
+        (["variability=none"], "there is no variability none"),
+        (["machine=none"], "there is no machine none"),
+    ],
+)
+def test_bad_words(world, words, says, capsys):
+    assert cli.main(["predict", world, *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
+    path = tmp_path / "w.txt"
+    path.write_text(TEXT + "program rank=3\n0F compute ns=1ms\n")
+    assert cli.main(["predict", str(path)]) == 1
+    assert "calls do not match" in capsys.readouterr().err

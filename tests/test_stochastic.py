@@ -1,0 +1,191 @@
+"""Tails: closed forms, a simulation of every rank, seeds, and what is refused."""
+
+import dataclasses
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from megatron_prism import costs, graph, stochastic
+from megatron_prism.costs.machine import machine
+from megatron_prism.costs.variability import Variability, variability
+from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.ops import Op
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+from megatron_prism.replay import timeline
+from megatron_prism.world import World
+
+TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"
+NORMAL = statistics.NormalDist()
+
+
+def spread(**parts):
+    return Variability("test", *(parts.get(p, 0.0) for p in ("gpu", "step", "call", "network")), "")
+
+
+def priced(programs):
+    made = graph.build(programs)
+    prices = costs.price(made, machine("h200"))
+    # calls take no time here unless a test says so
+    return made, dataclasses.replace(prices, meetings=np.zeros_like(prices.meetings))
+
+
+def same(world, ops):
+    return Programs(world, (Program.from_ops(0, ops),), np.zeros(world.size))
+
+
+def test_a_chain_is_the_lognormal_itself():
+    made, prices = priced(same(World(1), [Op("compute", ns=600_000), Op("compute", ns=400_000)]))
+    found = stochastic.predict(made, prices, spread(gpu=0.1), samples=40_000)
+    assert found.steady == 1_000_000
+    for one in found.quantiles:
+        expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level))
+        assert one.low <= one.ns <= one.high
+        assert one.ns == pytest.approx(expected, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("world", "n"), [(World(64), 64), (World(8, tp=8), 8), (World(64, tp=8), 64)]
+)
+def test_the_slowest_of_n_ranks(world, n):
+    ops = [Op("compute", ns=1_000_000), Op("all_reduce", TP, "bf16", 1, 1, "sum"),
+           Op("all_reduce", ALL, "bf16", 1, 1, "sum")]  # fmt: skip
+    made, prices = priced(same(world, ops))
+    found = stochastic.predict(made, prices, spread(gpu=0.06, step=0.08), samples=70_000)
+    for one in found.quantiles:
+        expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level ** (1 / n)))
+        assert one.ns == pytest.approx(expected, rel=0.01)
+
+
+def test_one_regime_moves_all_calls_of_an_iteration():
+    ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum") for _ in range(50)]
+    made = graph.build(same(World(4), ops))
+    prices = costs.price(made, machine("h200"))
+    prices = dataclasses.replace(prices, meetings=np.full_like(prices.meetings, 20_000))
+    together = stochastic.Sampler(made, prices).draw(spread(network=0.1), 20_000)
+    apart = stochastic.Sampler(made, prices).draw(spread(call=0.1), 20_000)
+    assert np.std(together) == pytest.approx(1e6 * 0.1, rel=0.05)
+    assert np.std(apart) == pytest.approx(1e6 * 0.1 / math.sqrt(50), rel=0.1)
+
+
+def pipeline(world, microbatches=4):
+    programs = []
+    for stage in world.stages:
+        ops = []
+        for m in range(microbatches):
+            at = {"phase": "forward", "microbatch": m}
+            if stage:
+                ops.append(Op("recv", PP, "bf16", num_out=8, peer=-1, **at))
+            ops.append(Op("compute", ns=100_000 * (1 + stage), **at))
+            ops.append(Op("all_reduce", TP, "bf16", 8, 8, "sum", **at))
+            if stage < world.pp - 1:
+                ops.append(Op("send", PP, "bf16", num_in=8, peer=1, **at))
+        ops.append(Op("all_reduce", ALL, "fp32", 1, 1, "sum"))
+        programs.append(Program.from_ops(world.rank_at(pp=stage), ops))
+    return Programs(world, tuple(programs), world._along("pp", np.arange(world.size)))
+
+
+def every_rank(world, sigma, count, seed):
+    """Iteration times with a factor for every single rank, replayed rank by rank."""
+    rng = np.random.default_rng(seed)
+    base, found = pipeline(world), []
+    for _ in range(count):
+        factors = np.exp(sigma * rng.standard_normal(world.size))
+        own = []
+        for rank in range(world.size):
+            ops = base.of(rank).ops.copy()
+            ops["ns"] = np.where(ops["ns"] >= 0, np.round(ops["ns"] * factors[rank]), -1)
+            own.append(dataclasses.replace(base.of(rank), rank=rank, ops=ops))
+        made, prices = priced(Programs.one_per_rank(own, world))
+        found.append(timeline.replay(made, prices, iterations=1).iteration_ns)
+    return np.sort(found)
+
+
+@pytest.mark.parametrize("world", [World(8, tp=2, pp=2), World(16, tp=2, pp=4)], ids=str)
+def test_classes_have_the_distribution_of_all_ranks(world):
+    """Two-sample Kolmogorov-Smirnov at 1 %, and moments."""
+    count = 300
+    ranks = every_rank(world, 0.1, count, seed=1)
+    made, prices = priced(pipeline(world))
+    sampler = stochastic.Sampler(made, prices, seed=2)
+    single = sampler.draw(spread(gpu=0.1), 40_000)
+    rng = np.random.default_rng(3)
+    classes = np.sort(rng.choice(single, (20_000, sampler.replicas)).max(axis=1))
+    points = np.concatenate([ranks, classes])
+    below = [np.searchsorted(x, points, side="right") / len(x) for x in (ranks, classes)]
+    distance = np.abs(below[0] - below[1]).max()
+    assert distance < 1.63 * math.sqrt(1 / count + 1 / len(classes))
+    assert ranks.mean() == pytest.approx(classes.mean(), rel=0.01)
+    assert ranks.std() == pytest.approx(classes.std(), rel=0.15)
+
+
+def test_intervals_cover():
+    """A nominal 95 % interval holds the true quantile in 93 to 97 % of many repetitions."""
+    truth = math.exp(NORMAL.inv_cdf(0.95 ** (1 / 4)))
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(2000):
+        one = stochastic.quantile(np.sort(np.exp(rng.standard_normal(3000))), 0.95, 4)
+        inside += one.low <= truth <= one.high
+    assert 0.93 <= inside / 2000 <= 0.97
+
+
+def test_seeds_and_spreads():
+    made, prices = priced(pipeline(World(8, tp=2, pp=2)))
+    first, again = (stochastic.predict(made, prices, spread(gpu=0.1), seed=5) for _ in range(2))
+    assert first == again
+    assert stochastic.predict(made, prices, spread(gpu=0.1), seed=6) != first
+    p95 = first.quantiles[2].ns
+    assert first.halved["gpu"] < p95
+    assert first.halved["call"] == pytest.approx(p95, rel=0.02)
+    assert first.slow[1] > first.slow[0]  # the last stage has twice the work
+    assert first.slow[1] > p95
+
+
+def test_too_few_samples_say_how_many_are_needed():
+    one = stochastic.quantile(np.arange(500.0), 0.99, 64)
+    assert (one.ns, one.low, one.high) == (None, None, None)
+    assert one.needed == stochastic.needed(0.99, 64) > 60_000
+    made, prices = priced(pipeline(World(8, tp=2, pp=2)))
+    with pytest.raises(UsageError, match="50 samples say little"):
+        stochastic.predict(made, prices, spread(), samples=50)
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        stochastic.predict(made, prices, spread(), levels=(1.0,))
+
+
+def test_replicas_that_are_not_alike_are_refused():
+    programs = pipeline(World(8, tp=2, pp=2))
+    odd = dataclasses.replace(
+        programs,
+        programs=(*programs.programs, Program.from_ops(5, [*programs.of(5), Op("compute", ns=1)])),
+        program_of=np.where(np.arange(8) == 5, 2, programs.program_of),
+    )
+    with pytest.raises(PrismError, match="are not alike"):
+        stochastic.predict(*priced(odd), spread())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": -1}, "gpu is -1"),
+        ({"gpu": "x"}, "gpu is 'x'"),
+        ({"step": 2}, "step is 2"),
+        ({"what": 1}, "missing or unknown: what"),
+    ],
+)
+def test_files_of_variability(tmp_path, change, says):
+    good = dataclasses.asdict(variability("public"))
+    path = tmp_path / "v.json"
+    path.write_text(json.dumps(good))
+    assert variability(path) == variability("public")
+    path.write_text(json.dumps(good | change))
+    with pytest.raises(UsageError, match=says):
+        variability(path)
+    path.write_text("{")
+    with pytest.raises(UsageError, match="no JSON"):
+        variability(path)
+    with pytest.raises(UsageError, match="there is no variability"):
+        variability(tmp_path / "none")
