@@ -1,0 +1,120 @@
+"""What one rank does alone in a virtual world is, call by call, what it does among eight real
+processes over gloo: names, groups and their members, types, sizes, reductions, roots, peers, order.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_prism import recipe as recipes
+from megatron_prism import slices
+from megatron_prism.collectives import BY_NAME as TALK
+from megatron_prism.membership import of_family
+from megatron_prism.plugin import capture
+from megatron_prism.slices import SliceStore
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import forks  # noqa: E402
+
+BASE = """
+    parallel.world_size=8 train.data=mock train.iterations=2 train.micro_batch_size=1
+    model.num_layers=4 model.hidden_size=32 model.ffn_hidden_size=64 model.num_attention_heads=4
+    model.seq_length=16 model.vocab_size=100 prism.tier=cpu
+""".split()
+JOBS = {
+    "tp2 pp2 dp2, distributed optimizer": """
+        parallel.tp=2 parallel.pp=2 train.use_distributed_optimizer=true
+        train.overlap_grad_reduce=true train.overlap_param_gather=true train.global_batch_size=8
+        model.hidden_dropout=0.1
+    """,
+    "pp2 vpp2 dp4 ep2, experts": """
+        parallel.pp=2 parallel.vpp=2 parallel.ep=2 train.global_batch_size=16
+        model.num_experts=4 model.moe_expert_capacity_factor=1.0
+        model.moe_pad_expert_input_to_capacity=true model.moe_aux_loss_coeff=0.01
+    """,
+    "tp2 cp2 pp2, sequence parallel": """
+        parallel.tp=2 parallel.cp=2 parallel.pp=2 parallel.sequence_parallel=true
+        train.global_batch_size=2 model.num_layers=2
+    """,
+}
+RECIPES = {name: recipes.load("tiny-gpt_1cpu", [*BASE, *words.split()])
+           for name, words in JOBS.items()}  # fmt: skip
+DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+
+
+@pytest.fixture(scope="module")
+def real():
+    """name -> what each of the eight ranks asked for."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "gloo_ranks.py")],
+        input=pickle.dumps(list(RECIPES.values())),
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return dict(zip(RECIPES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory):
+    """name -> the eight ranks' programs, each captured alone."""
+    jobs, folders = [], {}
+    for name, recipe in RECIPES.items():
+        folders[name] = tmp_path_factory.mktemp("slices")
+        store = SliceStore(folders[name], recipe.world, capture.source_of(recipe))
+        jobs += [(recipe, rank, store) for rank in range(recipe.world.size)]
+    for answer in forks.capture(jobs, "cpu").values():
+        assert "error" not in answer, answer["error"]
+    return {name: slices.assemble(folder) for name, folder in folders.items()}
+
+
+def calls_of(program, world):
+    """The communication of a program in the words of the real run's log."""
+    for op in program:
+        if op.name not in TALK:
+            continue
+        group = of_family(world, op.group).group(program.rank).tolist()
+        peer = None
+        if op.name in ("send", "recv"):
+            peer = group[(group.index(program.rank) + op.peer) % len(group)]
+        yield {
+            "name": op.name,
+            "group": op.group,
+            "ranks": group,
+            "dtype": DTYPE.get(op.dtype, op.dtype),
+            "in": op.num_in,
+            "out": op.num_out,
+            "reduce": op.reduce,
+            "root": op.root,
+            "peer": peer,
+            "async": op.handle >= 0,
+        }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_eight_real_processes_make_the_same_calls(real, virtual, name):
+    world = RECIPES[name].world
+    for rank, answer in enumerate(real[name]):
+        assert "error" not in answer, answer["error"]
+        asked, found = answer["summary"]["calls"], list(calls_of(virtual[name].of(rank), world))
+        assert len(asked) > 20
+        for number, (ours, theirs) in enumerate(zip(found, asked, strict=False)):
+            assert ours == theirs, f"rank {rank}, call {number}"
+        assert len(found) == len(asked)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_real_processes_trained(real, name):
+    answers = [answer["summary"] for answer in real[name]]
+    assert all(answer["moved"] for answer in answers)
+    assert any(loss is not None for answer in answers for loss in answer["losses"])
