@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -19,6 +20,7 @@ __all__ = ["COMPUTE", "JOIN", "NOTHING", "Issue", "issue"]
 COMPUTE, JOIN = 0, 1  # a segment, a point in time
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE = CODE["compute"]
+_TALKS = (IS_COLLECTIVE | IS_PAIR).tolist()
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,9 @@ class _Columns:
 
     names: list[int]
     streams: list[int]
-    groups: list[int]
+    comms: list[int]  # which of NCCL's streams a call runs on
     handles: list[int]
     batches: list[int]
-    peers: list[int]
     device: set[int]  # host waits for the whole device, not for one stream
     members: dict[int, list[int]] = field(default_factory=dict)  # batch -> its ops
 
@@ -75,31 +76,29 @@ class _Reader:
     def __init__(self, program: Program, sizes: Mapping[str, int], iterations: int) -> None:
         self.columns = _columns(program, sizes)
         self.length = len(program)
-        self.kind: list[int] = []
         self.op: list[int] = []
-        self.of_iteration: list[int] = []
+        self.begins: list[int] = []  # the first node of every iteration
         self.before: list[list[int]] = []
         self.node = [NOTHING] * (self.length * iterations)
         self.ready_of = [NOTHING] * (self.length * iterations)
         self.calls: list[int] = []
         self.ready: list[int] = []
         self.streams: dict[int, list[int]] = {}
-        self.comms: dict[tuple[int, int], list[int]] = {}
+        self.comms: dict[int, list[int]] = {}
         self.handles: dict[int, list[int]] = {}
-        self.host: list[int] = []
-        self.at = 0  # iteration
+        self.host = -1  # what the host has waited for last
 
     def read(self, iteration: int) -> None:
         """The next iteration."""
         columns, base = self.columns, iteration * self.length
-        talks = (IS_COLLECTIVE | IS_PAIR).tolist()
-        self.at, self.handles = iteration, {}
+        self.begins.append(len(self.op))
+        self.handles = {}
         for i, (name, stream) in enumerate(zip(columns.names, columns.streams, strict=True)):
             if name == _COMPUTE:
-                node = self._add(COMPUTE, i, self._queue(stream))
+                node = self._add(i, self._queue(stream))
                 self.streams[stream] = [node]
                 self.node[base + i] = node
-            elif talks[name]:
+            elif _TALKS[name]:
                 together = columns.members.get(columns.batches[i], [i])
                 if together[0] == i:  # the rest of a batch was issued with its first
                     self._call(stream, together, base)
@@ -111,37 +110,37 @@ class _Reader:
             elif name == _HOST:
                 self._host_wait(stream, i in columns.device)
 
-    def _add(self, kind: int, op: int, before: list[int]) -> int:
-        self.kind.append(kind)
+    def _add(self, op: int, before: list[int]) -> int:
+        """A node: a segment, or a JOIN if op is -1."""
         self.op.append(op)
-        self.of_iteration.append(self.at)
         self.before.append(before)
-        return len(self.kind) - 1
+        return len(self.op) - 1
 
     def _queue(self, stream: int) -> list[int]:
-        """What the next op on ``stream`` waits for."""
-        queue = self.streams.get(stream, [])
-        return [*queue, *(n for n in self.host if n not in queue)] if self.host else list(queue)
+        """What the next op on ``stream`` waits for; not to be changed."""
+        queue, host = self.streams.get(stream, []), self.host
+        return queue if host < 0 or host in queue else [*queue, host]
 
     def _call(self, stream: int, batch: list[int], base: int) -> None:
         """One call to NCCL: a collective, a message, or a batch of them."""
-        columns, first = self.columns, batch[0]
-        alone = columns.batches[first] < 0 and IS_PAIR[columns.names[first]]
-        comm = (columns.groups[first], columns.peers[first] if alone else -1)
-        before = dict.fromkeys([*self._queue(stream), *self.comms.get(comm, ())])
-        ready = self._add(JOIN, -1, list(before))
+        columns = self.columns
+        comm = columns.comms[batch[0]]
+        queue = self._queue(stream)
+        earlier = [n for n in self.comms.get(comm, ()) if n not in queue]
+        ready = self._add(-1, queue + earlier)
+        ends = []
         for i in batch:
             self.calls.append(base + i)
             self.ready.append(ready)
-            self.node[base + i], self.ready_of[base + i] = -1 - (base + i), ready
-        ends = [self.node[base + i] for i in batch]
-        end = ends[0] if len(ends) == 1 else self._add(JOIN, -1, ends)
-        self.comms[comm] = [end]
+            self.node[base + i], self.ready_of[base + i] = -1 - base - i, ready
+            ends.append(-1 - base - i)
+        end = ends if len(ends) == 1 else [self._add(-1, ends)]
+        self.comms[comm] = end
         for i in batch:
             if columns.handles[i] >= 0:
-                self.handles[columns.handles[i]] = [end]
+                self.handles[columns.handles[i]] = end
             else:
-                self.streams[stream] = [end]
+                self.streams[stream] = end
 
     def _host_wait(self, stream: int, device: bool) -> None:
         waits = list(self.streams.get(stream, ()))
@@ -149,16 +148,19 @@ class _Reader:
             for queue in [*self.streams.values(), *self.comms.values()]:
                 waits += queue
         if waits:
-            self.host = [self._add(JOIN, -1, list(dict.fromkeys([*waits, *self.host])))]
+            earlier = [self.host] if self.host >= 0 else []
+            self.host = self._add(-1, list(dict.fromkeys([*waits, *earlier])))
 
     def build(self) -> Issue:
         lengths = np.fromiter(map(len, self.before), dtype=np.int64, count=len(self.before))
+        op = np.array(self.op, dtype=np.int64)
+        counts = np.diff([*self.begins, len(op)])
         return Issue(
-            np.array(self.kind, dtype=np.uint8),
-            np.array(self.op, dtype=np.int64),
-            np.array(self.of_iteration, dtype=np.int32),
+            np.where(op < 0, JOIN, COMPUTE).astype(np.uint8),
+            op,
+            np.repeat(np.arange(len(counts), dtype=np.int32), counts),
             np.concatenate(([0], np.cumsum(lengths))),
-            np.array([p for b in self.before for p in b], dtype=np.int64),
+            np.array(list(chain.from_iterable(self.before)), dtype=np.int64),
             np.array(self.calls, dtype=np.int64),
             np.array(self.ready, dtype=np.int64),
             np.array(self.node, dtype=np.int64),
@@ -171,6 +173,8 @@ def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
     # 1 further and 1 back are the same pair in a group of two, and share its stream
     size_of = np.array([max(1, sizes.get(text, 1)) for text in strings], dtype=np.int64)
     waits = np.flatnonzero(ops["name"] == _HOST).tolist()
+    alone = IS_PAIR[ops["name"]] & (ops["batch"] < 0)
+    place = np.where(alone, 1 + ops["peer"] % size_of[ops["group"]], 0)
     batches = ops["batch"].tolist()
     members: dict[int, list[int]] = {}
     for i in np.flatnonzero(ops["batch"] >= 0).tolist():
@@ -178,10 +182,9 @@ def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
     return _Columns(
         ops["name"].tolist(),
         ops["stream"].tolist(),
-        ops["group"].tolist(),
+        (ops["group"].astype(np.int64) << 40 | place).tolist(),
         ops["handle"].tolist(),
         batches,
-        (ops["peer"] % size_of[ops["group"]]).tolist(),
         {i for i in waits if strings[ops["note"][i]] == "device"},
         members,
     )

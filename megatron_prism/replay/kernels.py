@@ -55,6 +55,9 @@ def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.nd
     n = len(start) - 1
     counts = np.bincount(before, minlength=n)
     first = np.concatenate(([0], np.cumsum(counts)))
+    if len(before) <= SMALL:  # sorting beats the interpreted loop, and loses to the compiled one
+        followers = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
+        return first, followers[np.argsort(before, kind="stable")]
     after = np.empty(len(before), dtype=np.int64)
     run(_transpose, [start, before], [first[:-1].copy(), after])
     return first, after
