@@ -19,6 +19,9 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     unit_time.py             the longest path through a schedule: forward 1, backward 2
     costs/                   how long ops take, and who says so
     replay/                  the timeline of the whole world
+    allocator.py             what the caching allocator would reserve, a model
+    memory.py                where memory peaks and what is alive there
+      memory_baseline.py       has it grown?  a baseline in a reviewable file
     report/                  the timeline as text, one HTML page, a trace
     stochastic.py            the distribution of the iteration time
     artefact.py              a folder of results that appears whole or not at all

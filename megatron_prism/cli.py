@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_prism
+from megatron_prism.cli_memory import ACTIONS, memory
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
@@ -152,6 +153,17 @@ COMMANDS = {
             PROGRAMS,
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
             JSON,
+        ),
+    ),
+    "memory": Command(
+        memory,
+        (
+            (("action",), {"choices": ACTIONS}),
+            (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
+            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to write"}),
+            FORCE,
+            JSON,
+            (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
         ),
     ),
     "calibrate": Command(

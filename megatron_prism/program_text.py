@@ -14,8 +14,9 @@
 A line is ``LABEL OP [GROUP] [DTYPE] [key=value …] [@file:line]``, in any spacing; ``#`` starts a
 comment.  The label is ``<microbatch><phase><chunk>`` (``2F0``, ``2F``), ``O`` for the optimizer,
 ``G`` for gradient synchronisation or ``-``.  ``n=`` is ``in=`` and ``out=`` at once.  ``alloc`` and
-``free`` lines stand where memory comes and goes; their ``note=`` says whose it is.  ``group NAME 0,1;2,3`` before the programs makes
-groups that do not follow from the world's sizes.  ``program_parse.parse(dump(p)) == p``, exactly.
+``free`` lines stand where memory comes and goes; their ``note=`` says whose it is.
+``group NAME 0,1;2,3`` before the programs makes groups that do not follow from the world's sizes.
+``program_parse.parse(dump(p)) == p``, exactly.
 """
 
 from __future__ import annotations

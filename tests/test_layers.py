@@ -34,13 +34,15 @@ ROWS = [
     "costs",
     "replay",
     "flight_recorder faults",
+    "allocator",
     "memory hang stochastic",  # the analyses never import each other
+    "memory_baseline",
     "report",
     "recipe_checks",
     "recipe_schema",
     "recipe testing",
     "cli_output",
-    "cli_world cli_programs cli_schedule cli_replay cli_predict",
+    "cli_world cli_programs cli_schedule cli_replay cli_predict cli_memory",
     "cli pytest_plugin _attach",
     "__main__",
 ]

@@ -44,7 +44,7 @@ def test_public_names():
 def test_commands():
     assert list(cli.COMMANDS) == [
         "run", "emulate", "capture", "show", "classes", "check", "schedule", "replay", "predict",
-        "calibrate", "world", "recipes"
+        "memory", "calibrate", "world", "recipes"
     ]  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def test_options_of_commands():
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--json"],
+        "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force"],
         "world": ["--json"],
         "recipes": ["--json"],

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from megatron_prism import programs
 from megatron_prism.plugin import job, job_report
+from megatron_prism.plugin.stock_capture import versions
 from megatron_prism.programs import Programs
 from megatron_prism.recipe_schema import Recipe
 from megatron_prism.slices import SliceStore, assemble
@@ -35,6 +36,7 @@ def source_of(recipe: Recipe) -> dict[str, str]:
         "recipe": recipe.name,
         "settings": hashlib.sha1(text.encode()).hexdigest()[:16],
         "megatron_core": importlib.metadata.version("megatron-core"),
+        **versions(),
         "tier": tier,
         "tokens_per_iteration": str(recipe.train.global_batch_size * recipe.model.seq_length),
     }

@@ -118,6 +118,7 @@ class Proof:
                 self._before = _fingerprint(optimizer)
         self.iterations.append(Iteration(len(self.iterations) + 1))
         if self.capture is not None:
+            self.capture.owners = (model, optimizer)
             self.capture.before(len(self.iterations), wanted, self)
         start = time.perf_counter_ns()
         yield

@@ -97,6 +97,7 @@ class RankJob:
         recorder = self.proof.recorder
         start = time.perf_counter()
         if recorder is not None:
+            recorder.owned_by(chunks, self.optimizer)
             recorder.start()
         with self.proof.iteration(self.optimizer, chunks):
             for chunk in chunks:

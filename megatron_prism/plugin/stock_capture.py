@@ -9,7 +9,9 @@ The slice is written when the job has trained.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from megatron_prism.errors import UsageError
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
 
-__all__ = ["KEPT", "StockCapture", "check_free"]
+__all__ = ["KEPT", "StockCapture", "check_free", "versions"]
 
 KEPT = 6  # iterations: one written down, the others timed
 
@@ -47,6 +49,7 @@ class StockCapture:
         self.num_iterations = 0  # that the slice is the median of
         self._recorder: Any = None
         self._recordings: list[Any] = []
+        self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def before(self, number: int, wanted: int, proof: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
@@ -59,6 +62,7 @@ class StockCapture:
         elif number >= max(2 if wanted > 2 else wanted, wanted - KEPT):
             if self._recorder is None:
                 self._install(proof)
+            self._recorder.owned_by(*self.owners)
             self._recorder.start(quick=bool(self._recordings))
 
     def _install(self, proof: Any) -> None:
@@ -94,11 +98,20 @@ class StockCapture:
         return self.store.path(self.rank)
 
 
+def versions() -> dict[str, str]:
+    """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
+    found = {"torch": importlib.metadata.version("torch")}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
+    return found
+
+
 def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices."""
     return {
         "arguments": hashlib.sha1(arguments.encode()).hexdigest()[:16],
         "megatron_core": megatron.partition(" ")[0],
+        **versions(),
         "tier": tier,
         "device": device,
     }

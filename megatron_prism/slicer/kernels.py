@@ -65,12 +65,16 @@ class Meter:
     def __init__(self) -> None:
         self._work = Work()
         self._names: dict[Any, str] = {}
-        self.memory: Callable[[int, int], None] | None = None
+        self.memory: Callable[[int, int, str], None] | None = None
+        self.note: Callable[[], str] | None = None  # whose a storage is that comes to be now
 
-    def moved(self, storage: int, num_bytes: int) -> None:
-        """A storage came to be, grew or (negative) went."""
-        if self.memory is not None and num_bytes:
-            self.memory(storage, num_bytes)
+    def moved(self, storage: int, num_bytes: int) -> str:
+        """A storage came to be, grew or (negative) went; returns whose it is, if that is known."""
+        if self.memory is None or not num_bytes:
+            return ""
+        note = self.note() if num_bytes > 0 and self.note is not None else ""
+        self.memory(storage, num_bytes, note)
+        return note
 
     def take(self) -> Work:
         """The work since the last call."""

@@ -21,12 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.program import Builder
 from megatron_prism.slicer.calls import Tracked, details
 from megatron_prism.slicer.kernels import Meter
+from megatron_prism.slicer.owners import Owners
 from megatron_prism.slicer.recordings import Recording, stamp
 from megatron_prism.tiers import work
 
 __all__ = ["Recorder"]
-
-_MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
 
 
 class Recorder:
@@ -54,7 +53,7 @@ class Recorder:
         self._quick = False
         self._times: list[Any] = []  # of each segment: ns, or the events around it
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
-        self._sites: dict[tuple[Any, int], str] = {}
+        self.owners = Owners()
         self._events: dict[int, int] = {}
 
     # -- an iteration -----------------------------------------------------------------------------
@@ -64,17 +63,24 @@ class Recorder:
         self._num_batches, self._quick, self.active = -1, quick, True
         if self.meter is not None:
             self.meter.take()
-            self.meter.memory = self._builder.memory
-            for storage, num_bytes in self._alive():
-                self._builder.memory(storage, num_bytes)
+            standing = self.owners.standing()
+            for storage, num_bytes, key, note in self._alive():
+                self._builder.memory(storage, num_bytes, standing.get(key, note))
+            self.meter.memory, self.meter.note = self._builder.memory, self.owners.note
+            self.owners.install()
         self._open()
+
+    def owned_by(self, models: Any, optimizer: Any) -> None:
+        """Whose memory it is: the rank's model chunks and its optimizer."""
+        self.owners = Owners(models, optimizer)
 
     def stop(self) -> Recording:
         """What was recorded since ``start``."""
         self._close()
         self.active = False
         if self.meter is not None:
-            self.meter.memory = None
+            self.meter.memory = self.meter.note = None
+            self.owners.remove()
         builder = None if self._quick else self._builder
         return Recording(self.rank, builder, self._times, self._trace)
 
@@ -212,19 +218,7 @@ class Recorder:
 
     def _site(self) -> str:
         """``core/tensor_parallel/mappings.py:31``: the innermost Megatron or TE frame."""
-        frame: Any = sys._getframe(3)
-        while frame is not None:
-            key = (frame.f_code, frame.f_lineno)
-            known = self._sites.get(key)
-            if known is None:
-                path = frame.f_code.co_filename.replace("\\", "/")
-                at = max((path.rfind(mark) for mark in _MARKS), default=-1)
-                known = "" if at < 0 else f"{path[at + 1 :].removeprefix('megatron/')}:{key[1]}"
-                self._sites[key] = known
-            if known:
-                return known
-            frame = frame.f_back
-        return ""
+        return self.owners.sites.find(sys._getframe(3))
 
     # -- what the watch reports -------------------------------------------------------------------
     def event_recorded(self, event: int, stream: Any) -> None:

@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self.labels: dict[str, Any] = {}
         self.meter: Any = None  # told of every call while a slice is captured
         self._alive: dict[int, tuple[int, int]] = {}  # address -> (bytes, running number)
+        self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
 
     # -- what cuda_stubs asks ---------------------------------------------------------------------
@@ -64,14 +65,18 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self.labels = before
 
-    def alive(self) -> list[tuple[int, int]]:
-        """(running number, bytes) of every storage that is alive now."""
-        return [(number, size) for size, number in self._alive.values()]
+    def alive(self) -> list[tuple[int, int, int, str]]:
+        """(running number, bytes, address, whose if known) of every storage that is alive now."""
+        return [
+            (number, size, key, self._notes.get(number, ""))
+            for key, (size, number) in self._alive.items()
+        ]
 
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, key: int) -> None:
         size, number = self._alive.pop(key)
         self.now -= size
+        self._notes.pop(number, None)
         if self.meter is not None:
             self.meter.moved(number, -size)
 
@@ -92,7 +97,9 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = (size, number)
         self.now += size - known
         if self.meter is not None and size != known:
-            self.meter.moved(number, size - known)
+            note = self.meter.moved(number, size - known)
+            if note:
+                self._notes[number] = note
         if self.now > self.high.bytes:
             self.high = Peak(self.now, dict(self.labels))
 

@@ -1,0 +1,261 @@
+"""``prism memory``: record, check, diff, explain and update the peaks of every class of ranks.
+
+In : programs that were captured, baselines.  Out: a page of text, JSON or GitHub annotations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_prism import units
+from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.errors import UsageError
+
+__all__ = ["ACTIONS", "memory"]
+
+ACTIONS = ("record", "check", "diff", "explain", "update")
+_KEYS = {
+    "record": ("alloc",),
+    "check": ("baseline", "tol", "limit", "headroom"),
+    "diff": (),
+    "explain": ("class", "top", "alloc"),
+    "update": ("baseline",),
+}
+_PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
+_SHOWN = 8  # origins of a growth
+
+
+def memory(args: argparse.Namespace) -> int:
+    """Every rank's peak memory, and a baseline that guards it.
+
+    prism memory record DIR -o memory.json [alloc=expandable_segments:True]
+    prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [--github]
+    prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
+    prism memory explain DIR [class=pp=0] [top=12]
+    prism memory update DIR baseline=memory.json
+
+    Exit status 1: a class grew beyond tol, appeared, vanished, or exceeds limit - headroom.
+    Allocated bytes are guarded; reserved is modelled and reported (limit is held against it).
+    """
+    places, settings = _words(args.action, args.settings)
+    return _RUN[args.action](args, places, settings)
+
+
+def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(paths, settings); a word whose part before = is one of our keys is a setting."""
+    places: list[str] = []
+    settings: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in _KEYS[action] and value:
+            settings[key] = value
+        elif equals and not Path(word).exists():
+            known = ", ".join(f"{k}=…" for k in _KEYS[action]) or "no settings"
+            raise UsageError(f"{word} is not understood by memory {action}", fix=f"use {known}")
+        else:
+            places.append(word)
+    if len(places) != _PLACES[action]:
+        wanted = "OLD NEW" if action == "diff" else "DIR"
+        raise UsageError(
+            f"prism memory {action} takes {_PLACES[action]} path(s), not {len(places)}",
+            fix=f"prism memory {action} {wanted}",
+        )
+    return places, settings
+
+
+def _measure(path: str, alloc: str = "") -> Any:
+    from megatron_prism import memory_baseline
+    from megatron_prism.slices import open_programs
+
+    return memory_baseline.measure(open_programs(path), alloc)
+
+
+def _size(settings: dict[str, str], key: str, default: int | None = 0) -> Any:
+    if key not in settings:
+        return default
+    size = units.parse_bytes(settings[key])
+    if size < 0:
+        raise UsageError(f"{key}={settings[key]} is below 0", fix=f"{key}=64MiB")
+    return size
+
+
+def _named(settings: dict[str, str], action: str) -> str:
+    if "baseline" not in settings:
+        raise UsageError(
+            f"prism memory {action} needs a baseline", fix=f"memory {action} DIR baseline=FILE"
+        )
+    return settings["baseline"]
+
+
+def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism import memory_baseline
+
+    if args.out is None:
+        raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
+    made = _measure(places[0], settings.get("alloc", ""))
+    memory_baseline.save(made, args.out, force=args.force)
+    _overview(made)
+    console().print(f"wrote {args.out}")
+    return 0
+
+
+def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism import memory_baseline
+
+    tol, limit, headroom = (_size(settings, "tol"), _size(settings, "limit", None),
+                            _size(settings, "headroom"))  # fmt: skip
+    if headroom and limit is None:
+        raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
+    path = _named(settings, "check")
+    before = memory_baseline.load(path)
+    after = _measure(places[0], before.job.get("alloc_conf", ""))
+    changes = memory_baseline.compare(
+        before, after, tol_bytes=tol, limit=None if limit is None else limit - headroom
+    )
+    return _report(args, changes, path)
+
+
+def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism import memory_baseline
+
+    old, new = map(_either, places)
+    changes = memory_baseline.compare(old, new, any_job=args.force)
+    for key in sorted({*old.job, *new.job}):
+        if old.job.get(key) != new.job.get(key) and not args.json:
+            print(f"{key}: {old.job.get(key, 'unknown')} -> {new.job.get(key, 'unknown')}")
+    return _report(args, changes, places[0])
+
+
+def _either(path: str) -> Any:
+    """A baseline, or programs that are measured now."""
+    from megatron_prism import memory_baseline
+
+    if Path(path).suffix == ".json":
+        return memory_baseline.load(path)
+    return _measure(path)
+
+
+def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism import memory_baseline
+
+    path = _named(settings, "update")
+    before = memory_baseline.load(path)  # a file that is no baseline is not replaced
+    after = _measure(places[0], before.job.get("alloc_conf", ""))
+    changes = memory_baseline.compare(before, after, any_job=True)
+    _report(args, changes, path)
+    memory_baseline.save(after, path, force=True)
+    if not args.json:
+        print(f"updated {path}")
+    return 0
+
+
+def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    top = settings.get("top", "12")
+    if not top.isdigit():
+        raise UsageError(f"top={top} is no number", fix="top=12")
+    made = _measure(places[0], settings.get("alloc", ""))
+    chosen = settings.get("class")
+    if chosen is not None and chosen not in made.classes:
+        raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
+    names = list(made.classes) if chosen is None else [chosen]
+    if args.json:
+        print_json({name: made.classes[name] for name in names})
+        return 0
+    _overview(made)
+    for name in names:
+        one, at = made.classes[name], made.classes[name]["at"]
+        print(f"\n{name}: {_exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
+        kinds = ", ".join(
+            f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v
+        )
+        print(f"  {kinds}")
+        rows = [
+            (f"{h['num_bytes']:,}", str(h["count"]), h["kind"], h["site"], h["module"])
+            for h in one["top"][: int(top)]
+        ]
+        print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
+    return 0
+
+
+def _exact(num_bytes: int) -> str:
+    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
+
+
+def _overview(made: Any) -> None:
+    from megatron_prism.memory_baseline import PROVENANCE
+
+    rows = [
+        (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
+         units.format_bytes(one["peak_reserved"]), "unknown", one["at"]["step"], one["ranks"])
+        for name, one in made.classes.items()
+    ]  # fmt: skip
+    head = ("class", "ranks", "allocated", "reserved", "device", "peak in", "which")
+    print_table(head, rows)
+    for level, source in PROVENANCE.items():
+        print(f"  {level:<15} {source}")
+
+
+def _report(args: argparse.Namespace, changes: list[Any], path: str) -> int:
+    failed = [change for change in changes if change.fails]
+    if args.json:
+        print_json([asdict(change) for change in changes])
+        return 1 if failed else 0
+    for change in changes:
+        if change.what != "same":
+            print(describe(change))
+            if args.github and change.fails:
+                print(annotation(change, path))
+    if any(change.what == "shrunk" for change in changes) and not failed:
+        print(f"smaller than {path}: prism memory update keeps it that way")
+    print(f"{len(failed)} failures" if failed else "no class grew")
+    return 1 if failed else 0
+
+
+def describe(change: Any) -> str:
+    """A few lines about one class."""
+    head = f"{change.name} (ranks {change.ranks}): {change.what}"
+    if change.what == "appeared":
+        return f"{head}: {_exact(change.after)}, and the baseline has no such class"
+    if change.what == "vanished":
+        return f"{head}: the baseline has {_exact(change.before)}"
+    grown = change.after - change.before
+    if change.what == "over":
+        return (
+            f"{head} the limit: reserved {_exact(change.after)} (modelled), "
+            f"{_exact(grown)} above {_exact(change.before)}"
+        )
+    lines = [f"{head} {grown:+,} B: {_exact(change.before)} -> {_exact(change.after)}"]
+    if change.moved:
+        lines.append(f"  peak moved: {change.moved}")
+    if change.by_kind:
+        lines.append("  " + ", ".join(f"{k} {v:+,} B" for k, v in change.by_kind.items()))
+    lines += [
+        f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}"
+        for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def annotation(change: Any, path: str) -> str:
+    """``::error file=…,line=…::``: what GitHub shows beside the line that grew."""
+    site = next((g.site for g in change.origins if g.num_bytes > 0 and g.site), "")
+    file, _, line = site.rpartition(":")
+    if file.startswith(("core/", "training/")):
+        file = f"megatron/{file}"
+    place = f"file={file},line={line}" if line.isdigit() else f"file={path}"
+    text = describe(change).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::error {place},title=prism memory {json.dumps(change.name)[1:-1]}::{text}"
+
+
+_RUN = {
+    "record": _record,
+    "check": _check,
+    "diff": _diff,
+    "explain": _explain,
+    "update": _update,
+}

@@ -1,0 +1,269 @@
+"""Has a rank's peak grown?  The baseline of a job's memory: written, read, compared.
+
+In : ClassMemory of every class, and where they are from.  Out: JSON that a person reviews (sorted
+keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of
+allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated; reserved is
+reported and not guarded, since it is modelled.  Baselines of another job, version or tier are never
+compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_prism import allocator
+from megatron_prism.errors import UsageError
+from megatron_prism.memory import KINDS, ClassMemory, analyse
+from megatron_prism.ops import CODED
+from megatron_prism.programs import Programs
+
+__all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "save"]
+
+SCHEMA = "prism.mem-baseline/1"
+TOP = 48  # origins that a class lists; what is smaller is summed up
+PROVENANCE = {
+    "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
+    "peak_reserved": "modelled: the caching allocator's rules, one stream",
+    "device": "unknown: context, workspaces and NCCL are not modelled",
+}
+_NUMBERS = ("count", "peak_allocated", "peak_reserved")
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """job: what decides the numbers (arguments, versions, tier); classes: name -> its figures."""
+
+    job: Mapping[str, str]
+    classes: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes that one origin holds more (or fewer) at the peak than before."""
+
+    kind: str
+    module: str
+    site: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One class against its baseline.
+
+    what    : grown, shrunk, same, appeared, vanished, over (its limit)
+    before  : peak of allocated bytes in the baseline, None if the class appeared
+    by_kind : bytes per kind, after - before, where they differ
+    origins : the same per origin, largest growth first
+    moved   : "1B2 -> O" if the peak is at another step
+    """
+
+    what: str
+    name: str
+    ranks: str
+    before: int | None
+    after: int | None
+    by_kind: Mapping[str, int]
+    origins: tuple[Growth, ...]
+    moved: str = ""
+
+    @property
+    def fails(self) -> bool:
+        return self.what in ("grown", "appeared", "vanished", "over")
+
+
+def measure(programs: Programs, alloc_conf: str = "") -> Baseline:
+    """The figures of ``programs``.  UsageError if they recorded no memory or did not train."""
+    settings = allocator.Settings.parse(alloc_conf)
+    optimizer = CODED["phase"].index("optimizer")
+    for program in programs.programs:
+        if not (program.ops["phase"] == optimizer).any():
+            raise UsageError(
+                f"rank {program.rank} made no optimizer step: such a run is no baseline",
+                fix="capture a whole iteration: prism capture RECIPE -o DIR",
+            )
+    world = programs.world
+    job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
+    return Baseline(job, {one.name: _figures(one) for one in analyse(programs, settings)})
+
+
+def _figures(one: ClassMemory) -> dict[str, Any]:
+    top, op = one.peak, one.peak.op
+    listed = [asdict(h) for h in top.holdings[:TOP]]
+    left = sum(h.num_bytes for h in top.holdings[TOP:])
+    return {
+        "ranks": one.ranks,
+        "count": one.count,
+        "peak_allocated": top.num_bytes,
+        "peak_reserved": one.reserved,
+        "at": {
+            "step": op.label,
+            "phase": op.phase,
+            "microbatch": op.microbatch,
+            "chunk": op.chunk,
+            "op": op.name,
+            "site": top.site,
+        },
+        "by_category": top.by_kind,
+        "top": listed,
+        "smaller": left,
+    }
+
+
+def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write it, whole or not at all; UsageError if the place is taken."""
+    path = Path(path)
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
+    value = {"schema": SCHEMA, "provenance": PROVENANCE, **asdict(baseline)}
+    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(work, path)
+    except OSError as error:
+        work.unlink(missing_ok=True)
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", fix="name a place you may write to"
+        ) from error
+    return path
+
+
+# -- reading --------------------------------------------------------------------------------------
+def load(path: str | os.PathLike[str]) -> Baseline:
+    """What ``save`` wrote.  UsageError for anything else."""
+    fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the baseline {path}: {error.strerror}",
+            fix=f"prism memory record PROGRAMS -o {path}",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no JSON: {error}", fix=fix) from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise UsageError(f"{path} is no {SCHEMA}, its schema is {schema!r}", fix=fix)
+    try:
+        _check(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged: {error}", fix=fix) from error
+    return Baseline(value["job"], value["classes"])
+
+
+def _check(value: dict[str, Any]) -> None:
+    """ValueError and its kin unless the figures add up."""
+    if not value["classes"] or not all(isinstance(v, str) for v in value["job"].values()):
+        raise ValueError("it has no classes, or no job")
+    for name, one in value["classes"].items():
+        kinds = one["by_category"]
+        numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
+        numbers += [entry["num_bytes"] for entry in one["top"]]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
+        texts = [one["ranks"], one["at"]["step"], one["at"]["site"]]
+        texts += [entry[key] for entry in one["top"] for key in ("kind", "module", "site")]
+        if not all(isinstance(text, str) for text in texts) or set(kinds) != set(KINDS):
+            raise ValueError(f"class {name}: its texts or categories are not ours")
+        whole = one["peak_allocated"]
+        listed = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
+        if sum(kinds.values()) != whole or listed != whole:
+            raise ValueError(f"class {name}: its parts do not add up to {whole}")
+
+
+# -- comparing ------------------------------------------------------------------------------------
+def compare(
+    before: Baseline,
+    after: Baseline,
+    *,
+    tol_bytes: int = 0,
+    limit: int | None = None,
+    any_job: bool = False,
+) -> list[Change]:
+    """Every class of both, in the order of their ranks.
+
+    tol_bytes : growth that is still no failure
+    limit     : bytes that reserved memory may not exceed
+    any_job   : compare although arguments, versions or tier differ; else UsageError
+    """
+    if not any_job:
+        _same_job(before.job, after.job)
+    found = []
+    names = dict.fromkeys([*after.classes, *before.classes])
+    for name in names:
+        old, new = before.classes.get(name), after.classes.get(name)
+        one = _change(name, old, new, tol_bytes)
+        found.append(one)
+        if new is not None and limit is not None and new["peak_reserved"] > limit:
+            found.append(Change("over", name, new["ranks"], limit, new["peak_reserved"], {}, ()))
+    return found
+
+
+def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    differ = [
+        f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+    if differ:
+        raise UsageError(
+            f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}",
+            fix="prism memory update PROGRAMS baseline=FILE takes the new one, prism memory diff "
+            "A B --force shows both",
+        )
+
+
+def _change(
+    name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, tol_bytes: int
+) -> Change:
+    if old is None or new is None:
+        there = new if old is None else old
+        assert there is not None
+        size = there["peak_allocated"]
+        if old is None:
+            return Change("appeared", name, there["ranks"], None, size, {}, ())
+        return Change("vanished", name, there["ranks"], size, None, {}, ())
+    first, second = old["peak_allocated"], new["peak_allocated"]
+    what = "same" if first == second else "shrunk" if second < first else "grown"
+    if what == "grown" and second - first <= tol_bytes:
+        what = "tolerated"
+    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
+    steps = old["at"]["step"], new["at"]["step"]
+    moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
+    if old["count"] != new["count"]:
+        moved += f"{'; ' if moved else ''}{old['count']} -> {new['count']} ranks"
+    return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
+
+
+def _origins(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Growth, ...]:
+    """What each origin holds more; a line that only moved within its file is the same origin."""
+    exact: dict[tuple[str, str, str], int] = {}
+    for sign, side in ((-1, old), (1, new)):
+        for h in side["top"]:
+            key = (h["kind"], h["module"], h["site"])
+            exact[key] = exact.get(key, 0) + sign * h["num_bytes"]
+    total: dict[tuple[str, str, str], tuple[int, int, str]] = {}
+    for (kind, module, site), size in exact.items():
+        key = (kind, module, re.sub(r":\d+$", "", site))
+        whole, most, shown = total.get(key, (0, -1, site))
+        if size > most:
+            most, shown = size, site
+        total[key] = (whole + size, most, shown)
+    rest = new["smaller"] - old["smaller"]
+    found = [Growth(k, m, shown, size) for (k, m, _), (size, _, shown) in total.items() if size]
+    found += [Growth("other", "smaller ones", "", rest)] if rest else []
+    return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
+
+
+def summary(changes: Sequence[Change]) -> dict[str, int]:
+    """How many classes of each kind of change."""
+    return {what: sum(c.what == what for c in changes) for what in dict.fromkeys(
+        c.what for c in changes)}  # fmt: skip
