@@ -24,6 +24,7 @@ from megatron_prism.world import AXES, World
 
 __all__ = ["SliceStore", "assemble", "open_programs", "stand_in_for"]
 
+WORLD = "world.prism"  # the slices of a folder joined
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 
 
@@ -52,8 +53,8 @@ class SliceStore:
                 f"cannot write to {self.folder}: {error.strerror}", fix="name another with -o DIR"
             ) from error
         if force:
-            for path in self.folder.glob("slice-*.prism"):
-                path.unlink()
+            for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
+                path.unlink(missing_ok=True)
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             raise UsageError(
@@ -87,13 +88,14 @@ class SliceStore:
         """Keep a finished slice."""
         everyone = np.zeros(self.world.size, dtype=np.int32)
         one = Programs(self.world, (program,), everyone, source=self.source)
+        (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
         programs.save(one, self.path(program.rank), force=True)
 
 
 def _ours(path: Path) -> bool:
     """Slices, the world made of them, and what a killed writer left behind."""
     name = path.name
-    return bool(_NAME.fullmatch(name)) or name == "world.prism" or name.startswith(".")
+    return bool(_NAME.fullmatch(name)) or name == WORLD or name.startswith(".")
 
 
 def assemble(folder: str | os.PathLike[str]) -> Programs:
@@ -144,7 +146,7 @@ def open_programs(path: str | os.PathLike[str]) -> Programs:
     """
     place = Path(path)
     if place.is_dir():
-        whole = place / "world.prism"
+        whole = place / WORLD
         return programs.load(whole) if whole.exists() else assemble(place)
     try:
         start = place.read_bytes()[:64]
@@ -153,7 +155,7 @@ def open_programs(path: str | os.PathLike[str]) -> Programs:
     if start.startswith(b"PK"):
         return programs.load(place)
     try:
-        text = place.read_text(encoding="utf-8")
+        text = place.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except UnicodeDecodeError as error:
         raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
     return parse(text, str(place))

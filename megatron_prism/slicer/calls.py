@@ -88,7 +88,8 @@ def details(group: Any, op: str, args: Sequence[Any], kwargs: Any) -> dict[str, 
     if op in ("broadcast", "reduce", "gather", "scatter"):
         fields["root"] = int(getattr(opts, "rootRank", 0))
     if op in ("send", "recv"):
-        peer = next((a for a in args[1:2] if isinstance(a, int)), group.rank() + 1)
+        # (tensors, peer, tag); a receive from any source has no peer: the next rank stands for it
+        peer = args[1] if len(args) > 2 else group.rank() + 1
         fields["peer"] = _nearest(peer - group.rank(), group.size())
     if op == "all_to_all":
         fields["splits"] = _splits(group, args)

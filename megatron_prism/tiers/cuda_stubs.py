@@ -143,9 +143,11 @@ def _stream_context(stream: Any) -> Iterator[Any]:
     if watcher is not None:
         watcher.cut()
     with stream:
-        yield stream
-        if watcher is not None:
-            watcher.cut()
+        try:
+            yield stream
+        finally:
+            if watcher is not None:
+                watcher.cut()
 
 
 def _set_stream(stream: Any) -> None:
