@@ -7,6 +7,7 @@
     │   ├── WorldError         exit 2   sizes, ranks and selectors that do not fit
     │   ├── RecipeError        exit 2   a recipe or one of its key=value overrides
     │   ├── ProgramError       exit 2   a program, or a file of programs, that cannot be read
+    │   ├── DumpError          exit 2   a Flight Recorder dump that is foreign, cut or hostile
     │   └── UnitError          exit 2   text that is no duration, size, rate or count
     ├── UnsupportedError       exit 1   fine, but not with this version or machine
     └── NotTrainedError        exit 1   the emulated job came back without having trained
@@ -19,6 +20,7 @@ traceback.
 from __future__ import annotations
 
 __all__ = [
+    "DumpError",
     "NotTrainedError",
     "PrismError",
     "ProgramError",
@@ -65,6 +67,10 @@ class RecipeError(UsageError):
 
 class ProgramError(UsageError):
     """A program with a mistake in it, a foreign or truncated file, programs that do not fit."""
+
+
+class DumpError(UsageError):
+    """A Flight Recorder dump that is foreign, truncated, damaged, or tries to run code."""
 
 
 class UnitError(UsageError, ValueError):

@@ -33,7 +33,10 @@ ROWS = [
     "topology graph unit_time",
     "costs",
     "replay",
-    "flight_recorder faults",
+    "flight_dump diagnosis",
+    "flight_recorder quiescence faults hang_graph",
+    "flight_export outstanding",
+    "votes",
     "allocator",
     "memory hang stochastic",  # the analyses never import each other
     "memory_baseline",
@@ -42,7 +45,7 @@ ROWS = [
     "recipe_schema",
     "recipe testing",
     "cli_output",
-    "cli_world cli_programs cli_schedule cli_replay cli_predict cli_memory",
+    "cli_world cli_programs cli_hang cli_schedule cli_replay cli_predict cli_memory",
     "cli pytest_plugin _attach",
     "__main__",
 ]

@@ -1,0 +1,86 @@
+"""How is a verdict on a hang written down?  Culprits, victims, evidence, confidence, what lacks.
+
+Plain values with a text form (one line first, then the picture) and a JSON form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["SCHEMA", "Blamed", "Diagnosis", "Waiting"]
+
+SCHEMA = "prism.diagnosis/1"
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call or the
+    field in which its call differs."""
+
+    rank: int
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A victim: its oldest outstanding call and the ranks it waits for."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    op: str
+    group: str
+    seq: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """verdict: healthy, mismatch, device stuck, host stuck, missing dump, order, deadlock,
+    undetermined; group, op and seq are those of the first call that cannot end."""
+
+    verdict: str
+    culprits: tuple[Blamed, ...] = ()
+    victims: tuple[Waiting, ...] = ()
+    group: str = ""
+    op: str = ""
+    seq: int = -1
+    confidence: str = "certain"
+    evidence: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 no fault, 1 a fault, 3 several explanations remain."""
+        if self.verdict == "healthy":
+            return 0
+        return 3 if self.verdict == "undetermined" else 1
+
+    def to_json(self) -> dict[str, object]:
+        """``prism.diagnosis/1``."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def __str__(self) -> str:
+        """One line first, then the picture."""
+        lines = [self.headline()]
+        for title, rows in (("evidence", self.evidence), ("waits", self.chain),
+                            ("missing", self.missing)):  # fmt: skip
+            lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
+        if self.verdict != "healthy":
+            lines.append(f"\nconfidence: {self.confidence}")
+        return "\n".join(lines)
+
+    def headline(self) -> str:
+        """The verdict in one line."""
+        if self.verdict == "healthy":
+            return "HEALTHY: nobody waits for anybody"
+        where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
+        if not self.culprits:
+            return f"{self.verdict.upper()} at {where}; {len(self.victims)} ranks wait"
+        ranks = format_ranks([c.rank for c in self.culprits])
+        several = "ranks" if len(self.culprits) > 1 else "rank"
+        kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
+        tail = f"{len(self.victims)} victims"
+        return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"

@@ -1,0 +1,79 @@
+"""What is in a Flight Recorder dump?  The values that the reader makes and the analyses read.
+
+``pg_status`` and entries count from 1; sequence numbers are per group, as ProcessGroupNCCL counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Dump", "DumpSet", "Entry", "Group", "Status"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One process group: its name, Megatron's group_desc, its global ranks in group order."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Last call of a group that this rank enqueued, saw start (-1: unknown) and saw complete."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One call.  ``op`` is a name of ``collectives.TABLE`` or the recorder's own word.
+
+    seq : place among the group's collectives, or for sends and receives among those
+    to  : group rank of the other side of a send or receive, else -1
+    ``numbers`` are the elements of (inputs, outputs), ``dtypes`` the recorder's words
+    """
+
+    record: int
+    group: str
+    desc: str
+    op: str
+    seq: int
+    calls: int  # collectives of the group up to here, also for sends and receives
+    to: int
+    numbers: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, ...]
+    state: str
+    done: bool
+    site: str
+    timeout_ms: int
+    created_ns: int
+
+    @property
+    def pair(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.to >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """One rank's dump; ``notes`` says what it lacks."""
+
+    rank: int
+    version: str
+    groups: Mapping[str, Group]
+    status: Mapping[str, Status]
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DumpSet:
+    """The dumps of a folder by rank, and files that could not be read (rank -> why)."""
+
+    dumps: Mapping[int, Dump]
+    unreadable: Mapping[int, str] = field(default_factory=dict)

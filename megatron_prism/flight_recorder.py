@@ -1,0 +1,253 @@
+"""What did every rank's Flight Recorder hold when the job hung?  A folder of dumps as values.
+
+In : a folder with one dump per rank, as torch (any prefix), Megatron and NVRx name them: the file
+name ends in the rank, perhaps with ``.json`` or ``.pkl``.  Pickles are read by an unpickler that
+builds nothing but containers, text and numbers; whatever else a file asks for is refused.  Out:
+``DumpSet``.  Formats 2.0 to 2.10, pickle and JSON, with or without history, stacks and pg_status.
+
+``pg_status`` is keyed by pg_id, a rank's own count of its groups; entries say which group that is,
+and where none does, ids and names in ascending order belong together (true of all dumps we know,
+if there are as many of each; otherwise the status of those groups is left out and said so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.collectives import TABLE
+from megatron_prism.errors import DumpError
+from megatron_prism.flight_dump import Dump, DumpSet, Entry, Group, Status
+
+__all__ = ["parse", "read"]
+
+_FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
+_LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
+_NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
+_NAMES |= {method: row.name for row in TABLE for method in row.methods}
+_NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
+           "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
+           "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
+           "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
+FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
+
+
+def read(folder: str | os.PathLike[str]) -> DumpSet:
+    """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
+    files = _files(Path(folder))
+    dumps, broken = {}, {}
+    with _bounded_memory(max(file.stat().st_size for file in files.values())):
+        for rank, file in sorted(files.items()):
+            try:
+                dumps[rank] = parse(_bytes(file), rank, str(file))
+            except _HostileError:
+                raise
+            except DumpError as error:
+                broken[rank] = error.message
+    if not dumps:
+        raise DumpError(next(iter(broken.values())), fix=FIX)
+    return DumpSet(dumps, broken)
+
+
+class _HostileError(DumpError):
+    """It tried to run code: nothing else of the folder is read."""
+
+
+def _files(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        raise DumpError(f"there is no folder {folder}", fix=FIX)
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = _FILE.search(path.name)
+        if not match or not path.is_file() or path.name.startswith(".prism"):
+            continue
+        rank = int(match[1])
+        if rank in found:
+            raise DumpError(
+                f"{found[rank].name} and {path.name} in {folder} are both of rank {rank}",
+                fix="keep the dumps of one hang per folder",
+            )
+        found[rank] = path
+    if not found:
+        raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=FIX)
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise DumpError(f"{path} has more than {_LIMIT >> 20} MiB: no dump of one rank")
+        return path.read_bytes()
+    except OSError as error:
+        raise DumpError(f"cannot read {path}: {error.strerror}", fix=FIX) from error
+
+
+@contextlib.contextmanager
+def _bounded_memory(size: int) -> Iterator[None]:
+    """A damaged pickle may ask for 64 GiB in one opcode (LONG_BINPUT): make that a MemoryError."""
+    try:
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        limit = now + (3 << 30) + 64 * size
+        if before[0] != resource.RLIM_INFINITY:
+            limit = min(limit, before[0])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    except (ImportError, OSError, ValueError):  # not Linux: no bound, the rest is as safe
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise _HostileError(
+            f"asks for {module}.{name}, which no dump needs; nothing was executed",
+            fix="do not open this file with anything else",
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise _HostileError("asks for an object from outside; nothing was executed")
+
+
+def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
+    """One dump out of the bytes of its file.  DumpError for anything that is none."""
+    try:
+        head = data[:64].lstrip()[:1]
+        value = json.loads(data) if head in (b"{", b"[") else _Unpickler(io.BytesIO(data)).load()
+        return _dump(value, rank)
+    except DumpError as error:
+        raise type(error)(f"{where}: {error.message}", fix=error.fix or FIX) from error
+    except Exception as error:  # damaged pickles raise almost anything
+        text = str(error)[:200] or type(error).__name__
+        raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
+
+
+def _dump(value: Any, rank: int) -> Dump:
+    top = _typed(value, dict, "the file")
+    version = top.get("version")
+    if not isinstance(version, str) or not re.fullmatch(r"2\.\d{1,3}", version):
+        raise DumpError(f"has version {str(version)[:20]!r}; versions 2.0 to 2.10 are read")
+    notes = []
+    groups = {str(n): _group(str(n), g) for n, g in _table(top, "pg_config").items()}
+    raw = [_typed(e, dict, "an entry") for e in _typed(top.get("entries") or [], list, "entries")]
+    entries = tuple(_entry(e, i) for i, e in enumerate(raw))
+    if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
+        entries = tuple(sorted(entries, key=lambda e: e.record))
+    status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
+    names = _names_of_ids(status, groups, raw)
+    if status and len(names) < len(status):
+        notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
+    if not status:
+        notes.append("no pg_status")
+    known = {names[i]: s for i, s in status.items() if i in names}
+    return Dump(rank, version, groups, known, entries, tuple(notes))
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise DumpError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:
+    found = _typed(top.get(key) or {}, dict, key)
+    return {k: _typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
+
+
+def _int(value: Any, what: str, default: int = -1) -> int:
+    if value is None:
+        return default
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        raise DumpError(f"{what} is no number")
+    return int(value)
+
+
+def _group(name: str, config: dict[Any, Any]) -> Group:
+    ranks = config.get("ranks", [])
+    if isinstance(ranks, str):
+        ranks = re.findall(r"-?\d{1,9}", ranks)
+    members = tuple(_int(r, f"a rank of group {name:.20}") for r in _typed(ranks, list, "ranks"))
+    if len(set(members)) != len(members) or any(r < 0 for r in members):
+        raise DumpError(f"group {name:.20} has members that cannot be")
+    return Group(name, str(config.get("desc", ""))[:200], members)
+
+
+def _status(row: dict[Any, Any]) -> Status:
+    words = ("enqueued", "started", "completed")
+    return Status(*(_int(row.get(f"last_{w}_collective"), f"last_{w}_collective") for w in words))
+
+
+def _names_of_ids(
+    status: Mapping[str, Status], groups: Mapping[str, Group], raw: list[dict[Any, Any]]
+) -> dict[str, str]:
+    """pg_id -> name of the group."""
+    known = {str(e.get("pg_id")): str(e["process_group"][0]) for e in raw}
+    ids = [i for i in status if i not in known]
+    names = [name for name in groups if name not in set(known.values())]
+    if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
+        known |= zip(sorted(ids, key=int), sorted(names, key=int), strict=True)
+    elif set(ids) <= set(names) and not known:
+        known |= {i: i for i in ids}
+    return {i: name for i, name in known.items() if i in status}
+
+
+_PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+def _entry(row: dict[Any, Any], number: int) -> Entry:
+    group = row.get("process_group")
+    if not isinstance(group, tuple | list) or len(group) != 2:
+        raise DumpError(f"entry {number} has no process_group (name, description)")
+    word = str(row.get("profiling_name", ""))[:200].rpartition(":")[2]
+    pair = _PAIR.match(word)
+    calls = _int(row.get("collective_seq_id", row.get("seq_id")), f"entry {number}: its sequence")
+    seq = _int(row.get("p2p_seq_id"), f"entry {number}: p2p_seq_id") if pair else calls
+    state = str(row.get("state", ""))[:20]
+    frames = row.get("frames") or []
+    first = frames[0] if isinstance(frames, list) and frames else None
+    site = f"{first.get('filename')}:{first.get('line')}" if isinstance(first, dict) else ""
+    return Entry(
+        _int(row.get("record_id", row.get("id")), f"entry {number}: record_id", number),
+        str(group[0]),
+        str(group[1])[:200],
+        pair[1] if pair else _NAMES.get(word, word),
+        seq,
+        calls,
+        int(pair[4][:9]) if pair else -1,
+        (_numbers(row.get("input_sizes")), _numbers(row.get("output_sizes"))),
+        tuple(map(str, (*(row.get("input_dtypes") or ()), *(row.get("output_dtypes") or ())))),
+        state,
+        bool(row.get("retired")) or state == "completed",
+        site[:300],
+        _int(row.get("timeout_ms"), f"entry {number}: timeout_ms"),
+        _int(row.get("time_created_ns"), f"entry {number}: time_created_ns"),
+    )
+
+
+def _numbers(sizes: Any) -> tuple[int, ...]:
+    """Elements of each tensor."""
+    found = []
+    for shape in _typed(sizes or [], list, "sizes"):
+        count = 1
+        for side in _typed(shape, list, "a size"):
+            count *= _int(side, "a size")
+        found.append(count if abs(count) < 1 << 63 else -1)
+    return tuple(found)

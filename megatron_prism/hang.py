@@ -1,0 +1,290 @@
+"""Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
+
+In : Flight Recorder dumps (``of_dumps``).  Out: Diagnosis.  What decides, strongest first:
+
+1. a call that all members entered and in which one of them differs, by majority
+2. a call that the others completed and one rank did not: its device, or its watchdog, is stuck
+3. a rank that others wait for and that waits for nobody, or that stopped where its siblings with
+   the same calls outstanding went on: its host is stuck
+4. a rank without a dump at which the waits end
+5. siblings that issued their calls in different orders: the fewest that explain it
+6. otherwise nobody is named: the cycle of waits is shown, or the call that nobody leaves
+
+A culprit is never also a victim.  Who is late because he waits for someone else is no culprit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
+from megatron_prism.flight_dump import DumpSet, Entry
+from megatron_prism.outstanding import State
+from megatron_prism.selectors import format_ranks
+from megatron_prism.votes import Odd, mismatches, order_conflicts
+
+__all__ = ["of_dumps"]
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+def of_dumps(found: DumpSet) -> Diagnosis:
+    """The verdict from dumps alone."""
+    return _Judge(found).verdict()
+
+
+class _Judge:
+    def __init__(self, found: DumpSet) -> None:
+        self.found, self.state = found, State(found)
+        self.evidence: list[str] = []
+        self.first: Entry | None = None
+
+    def verdict(self) -> Diagnosis:
+        state = self.state
+        if not any(state.outstanding.values()) and not state.lates:
+            return self._idle()
+        odds = [odd for odd in mismatches(state) if self._pending(odd)]
+        entered = [odd for odd in odds if self._all_came(odd.entry)]
+        steps: tuple[Callable[[], list[Blamed]], ...] = (
+            lambda: self._odd(entered),
+            self._stuck,
+            lambda: self._ordered(odds),
+            lambda: self._odd(odds),
+            self._never_started,
+        )
+        for step in steps:
+            culprits = step()
+            if culprits:
+                return self._result(culprits[0].kind, culprits)
+        return self._nobody(odds)
+
+    # -- 1: signatures ----------------------------------------------------------------------------
+    def _pending(self, odd: Odd) -> bool:
+        if odd.entry.pair:
+            return True
+        waits = (e for calls in self.state.outstanding.values() for e in calls)
+        return any((e.group, e.seq, e.pair) == (odd.entry.group, odd.entry.seq, False)
+                   for e in waits)  # fmt: skip
+
+    def _all_came(self, entry: Entry) -> bool:
+        state = self.state
+        return entry.pair or all(
+            r not in state.dumps or state.arrived(r, entry) for r in state.groups[entry.group].ranks
+        )
+
+    def _odd(self, odds: Iterable[Odd]) -> list[Blamed]:
+        for odd in odds:
+            if odd.ranks:
+                self.first = odd.entry
+                self.evidence.append(f"{_call(odd.entry)}: {odd.text}")
+                return [Blamed(rank, odd.kind, odd.text) for rank in odd.ranks]
+        return []
+
+    # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
+    def _stuck(self) -> list[Blamed]:
+        found = {b.rank: b for step in (self._gone, self._hosts, self._devices) for b in step()}
+        return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
+
+    def _devices(self) -> Iterable[Blamed]:
+        """Complete-late: the others saw the end of a call that needs everybody."""
+        state = self.state
+        for name, group in state.groups.items():
+            done = {
+                r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed
+            }
+            last = max(done.values(), default=-1)
+            for rank, mine in done.items():
+                if mine >= last or name in state.pairs or state.enqueued[name, rank] < last:
+                    continue
+                calls = [e for e in state.outstanding[rank]
+                         if e.group == name and mine < e.seq <= last]  # fmt: skip
+                joint = [e for e in calls if e.op not in _ROOTED]
+                if joint:
+                    why = f"{_call(joint[0])} ended on the others (up to #{last}), not on it"
+                    self._note(joint[0], f"rank {rank}: {why}")
+                    yield Blamed(rank, "device stuck", why)
+
+    def _hosts(self) -> list[Blamed]:
+        """Enqueue-late, and not because of its own waits."""
+        state, found = self.state, {}
+        for (_, rank), entry in state.lates.items():
+            if rank in found or rank not in state.dumps:
+                continue
+            if not state.outstanding[rank]:
+                found[rank] = (entry, "it waits for nobody")
+            elif self._passed(rank):
+                found[rank] = (entry, "ranks with the same calls outstanding went on")
+        idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
+        extra = self._extra(idle)
+        if extra:
+            return extra
+        for rank, (entry, why) in found.items():
+            self._note(entry, f"rank {rank} never came to {_call(entry)}; {why}")
+        return [Blamed(r, "host stuck", f"never came to {_call(e)}; {why}")
+                for r, (e, why) in found.items()]  # fmt: skip
+
+    def _extra(self, idle: set[int]) -> list[Blamed]:
+        """A few who wait in a call that most, done with all of theirs, never make."""
+        state = self.state
+        calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
+        came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
+                if r in state.dumps and state.arrived(r, e)}  # fmt: skip
+        if not came or len(idle) <= len(came) or 2 * len(idle) <= len(state.dumps):
+            return []
+        for rank, entry in came.items():
+            self._note(entry, f"rank {rank} waits in {_call(entry)}, which nobody else makes")
+        return [Blamed(r, "extra call", f"makes {_call(e)} alone") for r, e in came.items()]
+
+    def _passed(self, rank: int) -> bool:
+        """Whether a sibling, with all that ``rank`` waits for outstanding too, issued more."""
+        state = self.state
+        mine, counts = _open(state, rank), _counts(state, rank)
+        for other in state.siblings[state.role.get(rank, 0)]:
+            if other != rank and mine <= _open(state, other):
+                theirs = _counts(state, other)
+                common = counts.keys() & theirs.keys()
+                if all(theirs[k] >= counts[k] for k in common) and any(
+                    theirs[k] > counts[k] for k in common
+                ):
+                    return True
+        return False
+
+    def _gone(self) -> list[Blamed]:
+        """Ranks without a dump at which waits end."""
+        state, found = self.state, {}
+        for rank in state.outstanding:
+            why, others = state.waits(rank)
+            head = state.head(rank)
+            lost = [r for r in others if r not in state.dumps]
+            if head is not None and lost and why:
+                found.update((r, head) for r in lost if r not in found)
+        for rank, entry in found.items():
+            self._note(entry, f"rank {rank} left no dump, and {_call(entry)} waits for it")
+        return [Blamed(r, "missing dump", f"left no dump; {_call(e)} waits for it")
+                for r, e in found.items()]  # fmt: skip
+
+    # -- 5, 6: no source --------------------------------------------------------------------------
+    def _ordered(self, odds: list[Odd]) -> list[Blamed]:
+        odd, about = order_conflicts(self.state)
+        among = {r for o in odds for r in o.among}
+        if odd and (not among or not among.isdisjoint(odd)):
+            ranks = sorted(odd if not among else among & set(odd))
+            text = f"issues {about} otherwise than its siblings"
+            self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
+            if odds:
+                self.first = odds[0].entry
+            return [Blamed(r, "order", text) for r in ranks]
+        return []
+
+    def _never_started(self) -> list[Blamed]:
+        """Everybody entered; with timing on, who has not even started it on the device?"""
+        state, votes = self.state, defaultdict(dict)
+        for rank in state.outstanding:
+            head = state.head(rank)
+            if head and not head.pair:
+                votes[head.group, head.seq][rank] = head
+        for calls in votes.values():
+            idle = [r for r, e in calls.items() if e.state == "scheduled"]
+            busy = [r for r, e in calls.items() if e.state == "started"]
+            if busy and idle and len(idle) < len(busy):
+                entry = calls[idle[0]]
+                self._note(entry, f"{_call(entry)} started on {len(busy)} ranks, not on {idle}")
+                return [Blamed(r, "device stuck", f"never started {_call(entry)}") for r in idle]
+        return []
+
+    def _nobody(self, odds: list[Odd]) -> Diagnosis:
+        self.evidence += [f"{_call(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
+        if odds:
+            self.first = odds[0].entry
+        cycle = self._cycle()
+        if cycle:
+            ranks = ", ".join(map(str, cycle))
+            self.evidence.append(f"ranks {ranks} wait for each other in a circle")
+        else:
+            self.evidence.append(
+                "every member entered the call and none left it: a device, the network or NCCL"
+            )
+        return self._result("deadlock" if cycle and not odds else "undetermined", [], cycle)
+
+    def _cycle(self) -> list[int]:
+        """The smallest circle of ranks in which each waits for the next."""
+        state = self.state
+        edges = {r: [o for o in state.waits(r)[1] if o in state.dumps] for r in state.outstanding}
+        best: list[int] = []
+        for start in list(edges)[:2048]:
+            paths, seen = [[start]], {start}
+            while paths and (not best or len(paths[0]) < len(best)):
+                path = paths.pop(0)
+                for other in edges[path[-1]]:
+                    if other == start:
+                        best, paths = path, []
+                        break
+                    if other not in seen:
+                        seen.add(other)
+                        paths.append([*path, other])
+            if len(best) == 2:
+                break
+        return best
+
+    # -- results ----------------------------------------------------------------------------------
+    def _note(self, entry: Entry, text: str) -> None:
+        if self.first is None or 0 <= entry.created_ns < self.first.created_ns:
+            self.first = entry
+        if text not in self.evidence:
+            self.evidence.append(text)
+
+    def _idle(self) -> Diagnosis:
+        missing = self.state.lacks()
+        lost = self.state.missing
+        if lost or self.found.unreadable:
+            self.evidence.append("no call is outstanding in the dumps that are there")
+            return Diagnosis("undetermined", (), (), confidence="possible",
+                             evidence=tuple(self.evidence), missing=missing)  # fmt: skip
+        return Diagnosis("healthy", missing=missing)
+
+    def _result(self, verdict: str, culprits: list[Blamed], cycle: Iterable[int] = ()) -> Diagnosis:
+        state, blamed = self.state, {c.rank for c in culprits}
+        victims, chain = [], []
+        for rank in sorted(state.outstanding):
+            head = state.head(rank)
+            if head is None or rank in blamed:
+                continue
+            why, others = state.waits(rank)
+            victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
+            if len(chain) < 10 and (rank in cycle or blamed & set(others)):
+                shown = format_ranks(sorted(others))
+                chain.append(f"rank {rank} in {_call(head)}: rank {shown} {why}")
+        first = self.first or next(filter(None, map(state.head, sorted(state.outstanding))), None)
+        signature = {"operation", "dtype", "shape", "splits", "coalescing"}
+        sure = {"device stuck", "order"} | signature
+        confidence = "possible" if not culprits or verdict == "missing dump" else "likely"
+        if verdict in sure and not state.missing:
+            confidence = "certain"
+        return Diagnosis(
+            "mismatch" if verdict in signature | {"extra call"} else verdict,
+            tuple(sorted(culprits, key=lambda c: c.rank)),
+            tuple(victims),
+            first.desc if first else "",
+            first.op if first else "",
+            first.seq if first else -1,
+            confidence,
+            tuple(self.evidence[:20]),
+            tuple(chain),
+            self.state.lacks(),
+        )
+
+
+def _open(state: State, rank: int) -> set[tuple[str, bool, int]]:
+    return {(e.desc, e.pair, e.seq) for e in state.outstanding[rank]}
+
+
+def _counts(state: State, rank: int) -> dict[str, int]:
+    return {g.desc: state.enqueued[n, rank] for n, g in state.groups.items()
+            if (n, rank) in state.enqueued}  # fmt: skip
+
+
+def _call(entry: Entry) -> str:
+    what = f"{entry.op} to group rank {entry.to}" if entry.pair else entry.op
+    where = f" at {entry.site}" if entry.site else ""
+    return f"{what} #{entry.seq} of {entry.desc}{where}"

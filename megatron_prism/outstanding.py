@@ -1,0 +1,192 @@
+"""Which calls are outstanding, on which rank, and who has not come to them?
+
+In : the dumps of a job that stands still.  Out: ``State``, the questions that a verdict asks.  Two
+ranks are *siblings* when they stand at the same place of their pipeline: they run the same program,
+so what one of them did tells what the other should have done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+from megatron_prism.flight_dump import DumpSet, Entry, Group
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["State"]
+
+_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+_MOST = 64  # outstanding calls made up from counters where a dump has no entries
+
+
+def _unnamed(group: Group, seq: int) -> Entry:
+    """A call of which only its number is known."""
+    nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    last = 1 << 62  # after everything that is recorded
+    return Entry(
+        last, group.name, group.desc, "call", seq, seq, -1, nothing, (), "", False, "", -1, -1
+    )
+
+
+class State:
+    """Where every rank stands.
+
+    groups      : name -> Group with two or more members
+    outstanding : rank -> its outstanding calls in the order of issue
+    enqueued    : (group, rank) -> how many collectives it has issued
+    completed   : (group, rank) -> how many of them it saw complete
+    missing     : ranks that are in some group but left no dump
+    role        : rank -> its place in its pipeline
+    """
+
+    def __init__(self, found: DumpSet) -> None:
+        self.dumps, self.unreadable = found.dumps, found.unreadable
+        self.groups: dict[str, Group] = {}
+        self.notes: list[str] = []
+        self.enqueued: dict[tuple[str, int], int] = {}
+        self.completed: dict[tuple[str, int], int] = {}
+        self.outstanding: dict[int, list[Entry]] = {}
+        self._collect_groups()
+        self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
+        self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
+        for rank, dump in self.dumps.items():
+            self._count(rank)
+            self.outstanding[rank] = self._pending(rank, dump.entries)
+        members = {r for g in self.groups.values() for r in g.ranks}
+        self.missing = sorted(members - set(self.dumps))
+        self.role = {r: i for g in self.groups.values() if g.desc == _PIPELINE
+                     for i, r in enumerate(g.ranks)}  # fmt: skip
+        self.siblings: dict[int, list[int]] = defaultdict(list)
+        for rank in self.dumps:
+            self.siblings[self.role.get(rank, 0)].append(rank)
+
+    def _collect_groups(self) -> None:
+        seen: dict[str, Counter[Group]] = defaultdict(Counter)
+        for dump in self.dumps.values():
+            for name, group in dump.groups.items():
+                if group.ranks:
+                    seen[name][group] += 1
+        for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
+            for entry in dump.entries:
+                if entry.group not in seen and entry.group not in dump.groups:
+                    seen[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
+        for name, versions in seen.items():
+            if len(versions) > 1 and all(len(g.ranks) == 1 for g in versions):
+                ranks = sorted(g.ranks[0] for g in versions)
+                self.groups[name] = Group(name, next(iter(versions)).desc, tuple(ranks))
+                self.notes.append(f"the members of group {name} are known from its calls only")
+            else:
+                self.groups[name] = versions.most_common(1)[0][0]
+                if len(versions) > 1:
+                    self.notes.append(f"dumps disagree about who is in group {name}")
+        self.groups = {n: g for n, g in self.groups.items() if len(g.ranks) > 1}
+
+    def _count(self, rank: int) -> None:
+        dump = self.dumps[rank]
+        for name, status in dump.status.items():
+            if name not in self.pairs:  # there the counters also count sends and receives
+                self.enqueued[name, rank] = status.enqueued
+                self.completed[name, rank] = status.completed
+        for entry in dump.entries:
+            if entry.group in self.pairs or entry.group not in dump.status:
+                key = (entry.group, rank)
+                self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
+                if entry.done and not entry.pair:
+                    self.completed[key] = max(self.completed.get(key, -1), entry.seq)
+
+    def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
+        found = [
+            e
+            for e in entries
+            if not e.done
+            and e.op != "coalesced"
+            and e.group in self.groups
+            and (e.pair or e.seq > self.completed.get((e.group, rank), -1))
+        ]
+        has = {e.group for e in found}
+        for name, group in self.groups.items():
+            last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
+            if name in has or name in self.pairs or rank not in group.ranks:
+                continue
+            waits = range(max(done, last - _MOST) + 1, last + 1)
+            found += [_unnamed(group, seq) for seq in waits]
+        return found
+
+    # -- questions --------------------------------------------------------------------------------
+    def head(self, rank: int) -> Entry | None:
+        """The oldest outstanding call of ``rank``."""
+        calls = self.outstanding.get(rank)
+        return calls[0] if calls else None
+
+    def other(self, rank: int, entry: Entry) -> int:
+        """The global rank at the other side of a send or receive; -1 if it is not known."""
+        ranks = self.groups[entry.group].ranks
+        return ranks[entry.to] if entry.to < len(ranks) else -1
+
+    def mate(self, rank: int, entry: Entry) -> Entry | None:
+        """The other side's outstanding counterpart of a send or receive."""
+        peer = self.other(rank, entry)
+        back = "recv" if entry.op == "send" else "send"
+        mine = [e for e in self.outstanding[rank] if (e.group, e.op, e.to) ==
+                (entry.group, entry.op, entry.to)]  # fmt: skip
+        theirs = [e for e in self.outstanding.get(peer, ()) if e.pair and e.group == entry.group
+                  and e.op == back and self.other(peer, e) == rank]  # fmt: skip
+        at = mine.index(entry)
+        return theirs[at] if at < len(theirs) else None
+
+    def arrived(self, rank: int, entry: Entry) -> bool:
+        """Whether ``rank`` has issued its part of the collective ``entry``."""
+        return self.enqueued.get((entry.group, rank), -1) >= entry.seq
+
+    @cached_property
+    def lates(self) -> Mapping[tuple[str, int], Entry]:
+        """(group, rank that has not come) -> the first call at which others wait for it."""
+        found: dict[tuple[str, int], Entry] = {}
+        calls = {(e.group, e.seq): e for c in self.outstanding.values() for e in c if not e.pair}
+        for (name, _), entry in sorted(calls.items(), key=lambda call: call[0]):
+            for rank in self.groups[name].ranks:
+                if (name, rank) not in found and not self.arrived(rank, entry):
+                    found[name, rank] = entry
+        return found
+
+    def waits(self, rank: int) -> tuple[str, list[int]]:
+        """(why, for whom) the oldest outstanding call of ``rank`` waits."""
+        head = self.head(rank)
+        if head is None:
+            return "", []
+        if head.pair:
+            peer = self.other(rank, head)
+            mate = self.mate(rank, head)
+            if mate is None:
+                return "has not posted its side", [peer]
+            first = self.head(peer)
+            behind = first is not None and first.record < mate.record
+            return ("has it queued behind another call", [peer]) if behind else ("", [])
+        others = [r for r in self.groups[head.group].ranks if r != rank]
+        absent = [r for r in others if r in self.dumps and not self.arrived(r, head)]
+        if absent:
+            return "has not come", absent
+        lost = [r for r in others if r not in self.dumps]
+        if lost:
+            return "left no dump", lost
+        behind = [r for r in others if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
+                  (head.group, head.seq, False)]  # fmt: skip
+        return ("has it queued behind another call", behind) if behind else ("", [])
+
+    def lacks(self) -> tuple[str, ...]:
+        """What the dumps do not hold, and which variable to set next time."""
+        found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
+        if self.missing:
+            found.append(f"dumps of ranks {format_ranks(self.missing)}")
+        found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
+        found += sorted({note for dump in dumps for note in dump.notes})
+        if not any(e.done for d in dumps for e in d.entries):
+            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
+                         "(Megatron: --flight-recorder-include-only-active)")  # fmt: skip
+        if not any(e.site for d in dumps for e in d.entries):
+            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1 "
+                         "(Megatron: --flight-recorder-include-stack-trace)")  # fmt: skip
+        if not any(e.state == "started" for d in dumps for e in d.entries):
+            found.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
+        return tuple(found)

@@ -1,0 +1,238 @@
+"""Whose call is the odd one?  Majorities inside a group, then among siblings.
+
+In : State.  Out: per odd rank, what it did and what the others did.  A vote without a majority
+names nobody: in a group of two it is the siblings, ranks with the same program in other groups,
+that decide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_prism.flight_dump import Entry
+from megatron_prism.outstanding import State
+
+__all__ = ["Odd", "mismatches", "order_conflicts"]
+
+_SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A call in which ranks differ.
+
+    kind  : operation, dtype, shape, splits
+    entry : the call as the majority makes it (or one of those who differ)
+    ranks : the odd ones; empty if no vote decided, then ``among`` says between whom
+    """
+
+    kind: str
+    entry: Entry
+    ranks: tuple[int, ...]
+    among: tuple[int, ...]
+    text: str
+
+
+def mismatches(state: State) -> list[Odd]:
+    """The first call of every group in which its members differ; earliest first."""
+    calls: dict[str, dict[int, dict[int, list[Entry]]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, dump in state.dumps.items():
+        for entry in dump.entries:
+            if not entry.pair and entry.op != "coalesced" and entry.group in state.groups:
+                calls[entry.group][entry.seq].setdefault(rank, []).append(entry)
+    found = []
+    for by_seq in calls.values():
+        odd = next(filter(None, (_compare(state, by_seq[seq]) for seq in sorted(by_seq))), None)
+        if odd is not None:
+            found.append(odd)
+    found += _messages(state)
+    return sorted(found, key=lambda odd: odd.entry.created_ns)
+
+
+def _signature(entries: list[Entry]) -> tuple[object, ...]:
+    return tuple((e.op, e.dtypes, e.numbers if e.op in _SIZED else ()) for e in entries)
+
+
+def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
+    signatures = {rank: _signature(entries) for rank, entries in calls.items()}
+    votes = Counter(signatures.values())
+    if len(votes) == 1:
+        return _totals(state, calls)
+    usual, count = votes.most_common(1)[0]
+    if 2 * count <= len(calls):  # no majority here: ask the siblings
+        first = next(iter(calls.values()))[0]
+        votes += Counter(_elsewhere(state, first, set(calls), set(votes)))
+        usual, count = votes.most_common(1)[0]
+        if [n for _, n in votes.most_common(2)] == [count, count]:
+            texts = {r: _text(e) for r, e in calls.items()}
+            kind = _kind(*list(votes)[:2])
+            return Odd(kind, first, (), tuple(calls), _differ(texts))
+    odd = tuple(r for r, s in signatures.items() if s != usual)
+    model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
+    texts = {odd[0]: _text(calls[odd[0]])}
+    text = f"{_differ(texts)}, {count} others {_text(model)}"
+    return Odd(_kind(signatures[odd[0]], usual), model[0], odd, tuple(calls), text)
+
+
+def _elsewhere(
+    state: State, like: Entry, here: set[int], known: set[tuple[object, ...]]
+) -> Iterator[tuple[object, ...]]:
+    """What siblings of the ranks ``here`` call at this place of their own groups."""
+    roles = {state.role.get(rank, 0) for rank in here}
+    for role in roles:
+        for rank in state.siblings[role]:
+            if rank in here:
+                continue
+            entries = [e for e in state.dumps[rank].entries if e.desc == like.desc
+                       and e.seq == like.seq and not e.pair and e.op != "coalesced"]  # fmt: skip
+            if entries and (found := _signature(entries)) in known:
+                yield found
+
+
+def _kind(a: tuple[object, ...], b: tuple[object, ...]) -> str:
+    if len(a) != len(b):
+        return "coalescing"
+    for x, y in zip(a, b, strict=True):
+        for name, p, q in zip(("operation", "dtype", "shape"), x, y, strict=True):  # type: ignore
+            if p != q:
+                return name
+    return "shape"
+
+
+def _text(entries: list[Entry]) -> str:
+    e = entries[0]
+    sizes = "+".join(map(str, e.numbers[0])) or "nothing"
+    return f"{e.op} {sizes} {e.dtypes[0] if e.dtypes else ''}".rstrip()
+
+
+def _differ(texts: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} calls {text}" for rank, text in sorted(texts.items())[:4])
+
+
+def _totals(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
+    """An all-to-all in which all together send more or less than all together receive."""
+    entries = {rank: e[0] for rank, e in calls.items()}
+    first = next(iter(entries.values()))
+    if first.op != "all_to_all" or len(calls) < len(state.groups[first.group].ranks):
+        return None
+    sums = {r: (sum(e.numbers[0]), sum(e.numbers[1])) for r, e in entries.items()}
+    if sum(a for a, _ in sums.values()) == sum(b for _, b in sums.values()):
+        return None
+    uneven = tuple(r for r, (a, b) in sums.items() if a != b)
+    text = "; ".join(f"rank {r} sends {sums[r][0]}, expects {sums[r][1]}" for r in uneven[:4])
+    alone = len(uneven) == 1 and len(sums) > 2
+    return Odd("splits", first, uneven if alone else (), tuple(sums), text)
+
+
+def _messages(state: State) -> Iterator[Odd]:
+    """Sends and receives at the head of both sides that do not fit."""
+    for rank in state.outstanding:
+        send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
+        mate = state.mate(rank, send) if send else None
+        if send is None or mate is None:
+            continue
+        a, b = (sum(send.numbers[0]), send.dtypes[:1]), (sum(mate.numbers[1]), mate.dtypes[:1])
+        if a == b:
+            continue
+        peer = state.other(rank, send)
+        votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
+        odd = tuple(r for agrees, r in votes if not agrees)
+        text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
+        kind = "dtype" if a[0] == b[0] else "shape"
+        yield Odd(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+
+
+def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:
+    """Whether most siblings' messages of that kind and direction look like this."""
+    seen: Counter[object] = Counter()
+    for other in state.siblings[state.role.get(rank, 0)]:
+        if other != rank:
+            for e in state.dumps[other].entries:
+                if (e.desc, e.op, e.to) == (entry.desc, entry.op, entry.to):
+                    seen[sum(e.numbers[side]), e.dtypes[:1]] += 1
+    mine = Counter(
+        (sum(e.numbers[side]), e.dtypes[:1])
+        for e in state.dumps[rank].entries
+        if (e.desc, e.op, e.to) == (entry.desc, entry.op, entry.to) and e != entry
+    )
+    seen += mine
+    return not seen or seen.most_common(1)[0][0] == size
+
+
+def order_conflicts(state: State) -> tuple[dict[int, int], str]:
+    """Fewest ranks whose removal leaves siblings that issued their calls in one order.
+
+    (rank -> with how many siblings it is at odds, what about); empty if that is no single choice.
+    """
+    odd: dict[int, int] = {}
+    about = ""
+    for ranks in state.siblings.values():
+        kinds: dict[_Issued, list[int]] = defaultdict(list)
+        issued = {rank: _issued(state, rank) for rank in ranks}
+        for rank in ranks:
+            kinds[issued[rank]].append(rank)
+        heads = [group[0] for group in kinds.values()]
+        weight = {group[0]: len(group) for group in kinds.values()}
+        at_odds: dict[int, set[int]] = defaultdict(set)
+        for i, a in enumerate(heads[:64]):
+            for b in heads[:i]:
+                what = _conflict(issued[a], issued[b])
+                if what:
+                    at_odds[a].add(b)
+                    at_odds[b].add(a)
+                    about = about or what
+        while any(at_odds.values()):
+            score = {r: sum(weight[x] for x in s) / weight[r] for r, s in at_odds.items() if s}
+            best = max(score.values())
+            worst = [r for r, s in score.items() if s == best]
+            if len(worst) > 1:
+                return {}, about
+            group = next(g for g in kinds.values() if g[0] == worst[0])
+            odd |= dict.fromkeys(group, int(best * len(group)))
+            for other in at_odds.pop(worst[0]):
+                at_odds[other].discard(worst[0])
+    return odd, about
+
+
+@dataclass(frozen=True)
+class _Issued:
+    """What a rank issued: order of (description, kind, sequence), its messages, its counters."""
+
+    order: tuple[tuple[tuple[str, str, int], int], ...]
+    messages: tuple[tuple[tuple[str, int], tuple[tuple[str, int], ...]], ...]
+    counts: tuple[tuple[str, int], ...]
+
+
+def _issued(state: State, rank: int) -> _Issued:
+    order: dict[tuple[str, str, int], int] = {}
+    messages: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+    for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
+        order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
+        if e.pair:
+            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), (e.op, e.to))
+    counts = {
+        group.desc: state.enqueued[name, rank]
+        for name, group in state.groups.items()
+        if (name, rank) in state.enqueued and name not in state.pairs
+    }
+    return _Issued(tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())))
+
+
+def _conflict(one: _Issued, other: _Issued) -> str:
+    """Two calls which siblings made in different orders, or a message that only one of them has."""
+    messages = dict(other.messages)
+    for (desc, seq), mine in one.messages:
+        theirs = messages.get((desc, seq), mine)
+        if sorted(mine) != sorted(theirs):
+            return f"{desc} message #{seq}: {mine[0][0]} or {theirs[0][0]}"
+    order = dict(other.order)
+    common = [key for key, _ in one.order if key in order]
+    for x, y in zip(common, common[1:], strict=False):
+        if order[x] > order[y]:
+            return f"{x[0]} #{x[2]} and {y[0]} #{y[2]}"
+    counts = dict(other.counts)
+    ahead = [desc for desc, n in one.counts if n > counts.get(desc, n)]
+    behind = [desc for desc, n in one.counts if n < counts.get(desc, n)]
+    return f"{ahead[0]} and {behind[0]}" if ahead and behind else ""
