@@ -93,7 +93,6 @@ def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> Non
     from megatron_prism.program_text import format_op
 
     program = programs.of(rank)
-    print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
     ops = list(program)
     wanted = range(len(ops))
     if around is not None:
@@ -104,6 +103,7 @@ def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> Non
                 f"rank {rank} has no step {around}", fix=f"there are {', '.join(labels[:8])} …"
             )
         wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
+    print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
     for index in wanted:
         if group is None or ops[index].group == group:
             line = format_op(ops[index])

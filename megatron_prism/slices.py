@@ -52,15 +52,15 @@ class SliceStore:
             raise UsageError(
                 f"cannot write to {self.folder}: {error.strerror}", fix="name another with -o DIR"
             ) from error
-        if force:
-            for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
-                path.unlink(missing_ok=True)
         strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
         if strange:
             raise UsageError(
                 f"{self.folder} holds things that are no slices: {', '.join(sorted(strange)[:3])}",
                 fix="name an empty or a new folder with -o DIR",
             )
+        if force:
+            for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
+                path.unlink(missing_ok=True)
         for rank in self.ranks():
             self.check(programs.load(self.path(rank)), self.path(rank))
 

@@ -1,0 +1,348 @@
+"""Slices: what is finished is kept, what is another job's is refused; commands that read them."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from megatron_prism import cli, programs
+from megatron_prism.errors import ProgramError, UsageError
+from megatron_prism.ops import Op
+from megatron_prism.program import Program
+from megatron_prism.program_text import dump
+from megatron_prism.programs import Programs
+from megatron_prism.slices import SliceStore, assemble, open_programs, stand_in_for
+from megatron_prism.world import World
+
+TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
+HAS_MEGATRON = bool(importlib.util.find_spec("megatron"))
+WORLD = World(8, tp=2, pp=2)
+SOURCE = {"megatron_core": "0.16.1", "tier": "meta", "settings": "abc"}
+
+
+def program(rank, ns=100, **changes):
+    first = rank < 4
+    other = Op("send", PP, "bf16", num_in=4, peer=1) if first else Op(
+        "recv", PP, "bf16", num_out=4, peer=-1
+    )  # fmt: skip
+    reduce = {"num_in": 4, "num_out": 4, "reduce": "sum", **changes}
+    label = {"phase": "forward", "microbatch": 0}
+    ops = [Op("compute", ns=ns, **label), Op("all_reduce", TP, "bf16", **reduce, **label), other]
+    return Program.from_ops(rank, ops)
+
+
+def store_in(folder, ranks=(0, 4), source=SOURCE, world=WORLD):
+    store = SliceStore(folder, world, source)
+    store.prepare(False)
+    for rank in ranks:
+        store.put(program(rank))
+    return store
+
+
+# -- the store ------------------------------------------------------------------------------------
+def test_finished_slices_are_kept(tmp_path):
+    store_in(tmp_path / "a" / "b", (0,))
+    again = SliceStore(tmp_path / "a" / "b", WORLD, SOURCE)
+    again.prepare(False)
+    assert again.ranks() == [0]
+    again.put(program(4))
+    assert again.ranks() == [0, 4]
+    assert programs.load(again.path(4)).programs == (program(4),)
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "says"),
+    [
+        ({**SOURCE, "settings": "xyz"}, WORLD, "settings abc, not xyz"),
+        ({**SOURCE, "megatron_core": "0.19.2"}, WORLD, "megatron_core 0.16.1, not 0.19.2"),
+        ({**SOURCE, "seed": "1"}, WORLD, "seed unknown, not 1"),
+        (SOURCE, World(16, tp=2, pp=2), "a world of 8 ranks"),
+    ],
+)
+def test_slices_of_another_job_are_refused_by_what_differs(tmp_path, source, world, says):
+    store_in(tmp_path)
+    with pytest.raises(UsageError, match="slice-000000.prism is a slice of another job") as caught:
+        SliceStore(tmp_path, world, source).prepare(False)
+    assert says in caught.value.message
+    assert "--force" in caught.value.fix
+    assert SliceStore(tmp_path, WORLD, SOURCE).ranks() == [0, 4]
+
+
+def test_force_drops_the_old_slices_and_their_world(tmp_path):
+    store_in(tmp_path)
+    programs.save(assemble(tmp_path), tmp_path / "world.prism")
+    other = SliceStore(tmp_path, WORLD, {**SOURCE, "settings": "xyz"})
+    other.prepare(True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_slice_outdates_the_world_that_was_made_without_it(tmp_path):
+    store = store_in(tmp_path)
+    programs.save(assemble(tmp_path), tmp_path / "world.prism")
+    store.put(program(1, ns=7))
+    assert open_programs(tmp_path).of(1)[0].ns == 7
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_with_other_things_is_left_alone(tmp_path, force):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"no slices: thesis\.txt"):
+        SliceStore(tmp_path, WORLD, SOURCE).prepare(force)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_force_drops_nothing_from_a_folder_that_it_refuses(tmp_path):
+    store = store_in(tmp_path)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError):
+        store.prepare(True)
+    assert store.ranks() == [0, 4]
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        SliceStore(tmp_path / "file" / "x", WORLD, SOURCE).prepare(False)
+
+
+def test_what_a_killed_writer_left_is_no_slice(tmp_path):
+    store = store_in(tmp_path)
+    (tmp_path / ".slice-000004.prism.123-abcd").write_bytes(b"PK half of it")
+    store.prepare(False)
+    assert store.ranks() == [0, 4]
+    assert len(assemble(tmp_path).programs) == 2
+
+
+def test_a_truncated_slice_is_named(tmp_path):
+    store = store_in(tmp_path)
+    whole = store.path(4).read_bytes()
+    store.path(4).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ProgramError, match="slice-000004.prism"):
+        store.prepare(False)
+
+
+# -- worlds ---------------------------------------------------------------------------------------
+def test_captured_ranks_run_their_own_and_the_others_the_nearest():
+    world = World(16, tp=2, pp=2, cp=2)
+    captured = [0, 1, 8, 14]
+    of = stand_in_for(world, captured)
+    assert [of[rank] for rank in captured] == [0, 1, 2, 3]
+    for rank in range(16):
+        mine = world.coordinates(rank)
+        assert world.coordinates(captured[of[rank]]).pp == mine.pp
+        if rank not in captured:
+            alike = [
+                sum(a == b for a, b in zip(mine, world.coordinates(c), strict=True))
+                for c in captured
+                if world.coordinates(c).pp == mine.pp
+            ]
+            chosen = world.coordinates(captured[of[rank]])
+            assert sum(a == b for a, b in zip(mine, chosen, strict=True)) == max(alike)
+    assert of[3] == 1  # tp 1, as rank 1 is
+
+
+def test_ties_go_to_the_lowest():
+    assert stand_in_for(World(4), [1, 2]).tolist() == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("missing", [0, 4])
+def test_a_missing_stage_is_named(tmp_path, missing):
+    store_in(tmp_path, (4 - missing,))
+    with pytest.raises(ProgramError, match=f"stages {missing // 4} have no slice"):
+        assemble(tmp_path)
+
+
+def test_slices_of_two_jobs_make_no_world(tmp_path):
+    store_in(tmp_path, (0,))
+    SliceStore(tmp_path, WORLD, {**SOURCE, "tier": "cpu"}).put(program(4))
+    with pytest.raises(UsageError, match="tier cpu, not meta"):
+        assemble(tmp_path)
+
+
+def test_an_empty_folder_holds_no_slices(tmp_path):
+    with pytest.raises(ProgramError, match="holds no slices") as caught:
+        open_programs(tmp_path)
+    assert "prism capture" in caught.value.fix
+
+
+def test_programs_are_opened_wherever_they_are(tmp_path):
+    store_in(tmp_path / "d")
+    made = open_programs(tmp_path / "d")
+    assert made.program_of.tolist() == [0] * 4 + [1] * 4
+    assert dict(made.source) == SOURCE
+    programs.save(made, tmp_path / "w.prism")
+    (tmp_path / "w.txt").write_text(dump(made))
+    assert open_programs(tmp_path / "w.prism") == made
+    assert open_programs(tmp_path / "w.txt") == made
+    (tmp_path / "d" / "world.prism").write_bytes((tmp_path / "w.prism").read_bytes())
+    assert open_programs(tmp_path / "d") == made
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"PK\x03\x04 and no more", "foreign or damaged"),
+        (b"\xff\xfe\x00garbage", "neither programs nor text"),
+        (b"", "prism-program"),
+        (b"hello\n", "prism-program"),
+        (None, "cannot read"),
+    ],
+)
+def test_garbage_is_refused(tmp_path, content, says):
+    path = tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ProgramError, match=says):
+        open_programs(path)
+
+
+# -- commands -------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path):
+    store_in(tmp_path / "slices")
+    return str(tmp_path / "slices")
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Rank 5 reduces with another operator."""
+    of = np.array([0] * 4 + [1, 2, 1, 1])
+    bad = program(5, reduce="max")
+    made = Programs(WORLD, (program(0), program(4), bad), of, source=SOURCE)
+    return str(programs.save(made, tmp_path / "broken.prism"))
+
+
+def prism(*words, capsys):
+    status = cli.main(words)
+    return status, *capsys.readouterr()
+
+
+def test_show_counts_ops(folder, capsys):
+    status, out, _ = prism("show", folder, capsys=capsys)
+    assert status == 0
+    assert "0-3" in out
+    assert "1 send" in out
+    assert "megatron_core  0.16.1" in out
+
+
+def test_show_ops_of_ranks(folder, capsys):
+    status, out, _ = prism("show", folder, "rank=5", f"group={TP}", capsys=capsys)
+    assert status == 0
+    assert out.startswith("rank 5 (captured as rank 4)\n")
+    assert len(out.splitlines()) == 2
+    status, out, _ = prism("show", folder, "rank=0", "around=0F", capsys=capsys)
+    assert out.startswith("rank 0\n")
+    assert len(out.splitlines()) == 4
+
+
+def test_show_as_text_is_what_all_commands_read(folder, tmp_path, capsys):
+    _, out, _ = prism("show", folder, "--text", capsys=capsys)
+    (tmp_path / "w.txt").write_text(out)
+    assert open_programs(tmp_path / "w.txt") == open_programs(folder)
+    assert prism("check", str(tmp_path / "w.txt"), capsys=capsys)[0] == 0
+
+
+def test_classes_say_why(folder, broken, capsys):
+    status, out, _ = prism("classes", folder, capsys=capsys)
+    assert (status, "its program" in out) == (0, True)
+    status, out, _ = prism("classes", broken, "--json", capsys=capsys)
+    rows = json.loads(out)["classes"]
+    assert status == 0
+    assert sum(row["count"] for row in rows) == 8
+    assert {row["ranks"]: row["captured_as"] for row in rows}["5"] == 5
+    assert any("class" in row["reason"] for row in rows)
+
+
+def test_check_is_status_1_for_a_mismatch(folder, broken, capsys):
+    status, out, _ = prism("check", folder, capsys=capsys)
+    assert (status, "every call is matched" in out) == (0, True)
+    assert prism("check", folder, "--json", capsys=capsys)[:2] == (0, "[]\n")
+    status, out, _ = prism("check", broken, capsys=capsys)
+    assert status == 1
+    assert "<-- here" in out
+    assert out.endswith("1 mismatches\n")
+    status, out, _ = prism("check", broken, "--json", capsys=capsys)
+    (found,) = json.loads(out)
+    assert status == 1
+    assert (found["kind"], found["group"], found["ranks"]) == ("reduce op", TP, [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["show", "nowhere"], "cannot read nowhere"),
+        (["classes", "nowhere"], "cannot read nowhere"),
+        (["check", "nowhere"], "cannot read nowhere"),
+        (["show", "FOLDER", "rnk=0"], "rnk=0 is not understood"),
+        (["show", "FOLDER", "rank=9"], "0 to 7"),
+        (["show", "FOLDER", "rank=0", "around=7F"], "rank 0 has no step 7F"),
+        (["capture", "tiny-gpt_1cpu"], "fix: -o DIR"),
+        (["capture", "tiny-gpt", "-o", "x"], "did you mean tiny-gpt_1cpu"),
+        (["capture", "tiny-gpt_1cpu", "-o", __file__], "cannot write to"),
+        (["capture", "tiny-gpt_1cpu", "-o", "FOLDER"], "is a slice of another job"),
+    ],
+)
+def test_bad_usage_is_status_2_with_a_fix(folder, words, says, capsys):
+    if words[0] == "capture" and not HAS_MEGATRON:
+        pytest.skip("needs megatron-core")
+    words = [folder if word == "FOLDER" else word for word in words]
+    status, out, err = prism(*words, capsys=capsys)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert "fix: " in err
+
+
+# the last stage has almost all layers, so that the first is finished long before it
+UNEVEN = """
+    prism.tier=meta prism.transformer_impl=local_flash train.data=mock train.iterations=1
+    train.global_batch_size=4 train.micro_batch_size=1 parallel.world_size=2 parallel.pp=2
+    model.hidden_size=32 model.ffn_hidden_size=64 model.seq_length=16 model.num_layers=41
+    parallel.num_layers_in_first_pipeline_stage=1 parallel.num_layers_in_last_pipeline_stage=40
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")
+def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["capture", "tiny-gpt_1cpu", *UNEVEN, "-o", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_prism", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    first, second = out / "slice-000000.prism", out / "slice-000001.prism"
+    deadline = time.monotonic() + 120
+    while not first.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert first.exists()
+    assert not second.exists()
+    assert not (out / "world.prism").exists()
+    before = first.stat()
+    with pytest.raises(ProgramError, match="stages 1 have no slice"):
+        assemble(out)
+    status, shown, talked = prism(*words, capsys=capsys)
+    assert status == 0
+    assert "1 slices are there already" in shown + talked
+    assert "stage 1:" in shown + talked
+    assert "stage 0:" not in shown + talked
+    after = first.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert second.exists()
+    assert prism("check", str(out), capsys=capsys)[0] == 0
+    status, shown, talked = prism(*words, capsys=capsys)  # nothing is left to do
+    assert (status, "2 slices are there already" in shown + talked) == (0, True)
+    other = [*words, "train.lr=0.001"]
+    status, _, talked = prism(*other, capsys=capsys)
+    assert (status, "is a slice of another job: settings" in talked) == (2, True)
+    assert first.stat().st_ino == before.st_ino
