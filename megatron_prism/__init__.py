@@ -22,6 +22,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     allocator.py             what the caching allocator would reserve, a model
     memory.py                where memory peaks and what is alive there
       memory_baseline.py       has it grown?  a baseline in a reviewable file
+    quiescence.py            where every rank stands when nothing moves any more
+    flight_export.py         the same as Flight Recorder dumps
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
     hang.py                  who made it hang, by majorities and waits (outstanding.py, votes.py)
       diagnosis.py             the verdict as values, text and JSON

@@ -79,7 +79,7 @@ _KNOWN = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment.  ``before`` and ``after`` are its neighbours there."""
 

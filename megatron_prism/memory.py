@@ -191,9 +191,10 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
     for axis in AXES:
         place = np.asarray(world._along(axis, everyone))
         values = np.unique(place[chosen])
-        if values.size < np.unique(place).size:
+        narrower = alike & np.isin(place, values)
+        if narrower.sum() < alike.sum():
             words.append(f"{axis}={format_ranks(values.tolist())}")
-            alike &= np.isin(place, values)
+            alike = narrower
     if int(alike.sum()) == chosen.size:
         return ";".join(words)
     return f"ranks={format_ranks(chosen.tolist())}"

@@ -1,0 +1,206 @@
+"""What would the Flight Recorder have written?  Dumps of a standstill, one per rank.
+
+In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files
+that torch's own ``torchfrtrace`` and ``flight_recorder.read`` read alike.  The counters, states and
+names are ProcessGroupNCCL's; clocks count issued calls, since a standstill knows no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.collectives import BY_NAME
+from megatron_prism.errors import UsageError
+from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
+from megatron_prism.quiescence import Standstill
+
+__all__ = ["dump_of", "write"]
+
+_DTYPES = {
+    "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
+    "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
+    "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
+}  # fmt: skip
+_TALK = IS_COLLECTIVE | IS_PAIR
+
+
+def write(
+    state: Standstill,
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str = "_dump_",
+    as_json: bool = False,
+    force: bool = False,
+    **how: Any,
+) -> Path:
+    """One file per rank that leaves a dump; ``how`` as in ``dump_of``.
+
+    UsageError if the folder has something in it and ``force`` is not given.
+    """
+    folder = Path(folder)
+    if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _numbers(state)
+    for rank in range(state.programs.world.size):
+        fault = state.faults.get(rank)
+        if fault is not None and fault.silent:
+            continue
+        value = dump_of(state, rank, names, **how)
+        if as_json:
+            text = json.dumps(value | {"nccl_comm_state": {}}).encode()
+            (folder / f"{prefix}{rank}.json").write_bytes(text)
+        else:
+            (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(value, protocol=2))
+    return folder
+
+
+def _numbers(state: Standstill) -> dict[tuple[str, int], int]:
+    """(description, number of the group) -> its name, counting in the order of descriptions."""
+    keys = [(name, i) for name, group in state.groups.items() for i in range(len(group.start) - 1)]
+    return {key: number for number, key in enumerate(keys)}
+
+
+def dump_of(
+    state: Standstill,
+    rank: int,
+    names: dict[tuple[str, int], int] | None = None,
+    *,
+    active_only: bool = False,
+    stacks: bool = True,
+    timing: bool = False,
+    version: str = "2.10",
+) -> dict[str, Any]:
+    """The dump of ``rank`` as torch would pickle it.
+
+    active_only : only what is outstanding (Megatron's default);  stacks : one frame, the op's site
+    timing      : what has started is known to have (TORCH_NCCL_ENABLE_TIMING)
+    """
+    names = _numbers(state) if names is None else names
+    writer = _Writer(state, rank, names, timing)
+    entries = writer.entries()
+    if active_only:
+        entries = [e for e in entries if not e["retired"]]
+    if not stacks:
+        for entry in entries:
+            del entry["frames"]
+    library = "comm_lib_version" if version == "2.10" else "nccl_version"
+    return {
+        "version": version,
+        library: "2.27.3",
+        "pg_config": writer.config,
+        "pg_status": writer.status,
+        "entries": entries,
+    }
+
+
+class _Writer:
+    """One rank's calls, counted as NCCL counts them."""
+
+    def __init__(
+        self, state: Standstill, rank: int, names: dict[tuple[str, int], int], timing: bool
+    ) -> None:
+        self.state, self.rank, self.names, self.timing = state, rank, names, timing
+        self.program = state.programs.of(rank)
+        self.config: dict[str, dict[str, str]] = {}
+        self.status: dict[str, dict[str, int]] = {}
+        self.collectives: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        for place, (name, group) in enumerate(
+            (n, g) for n, g in state.groups.items() if g.group_of[rank] >= 0
+        ):
+            number = str(names[name, int(group.group_of[rank])])
+            ranks = str(group.group(rank).tolist())
+            self.config[number] = {"name": number, "desc": name, "ranks": ranks}
+            self.status[str(place)] = {
+                f"last_{w}_collective": -1 for w in ("enqueued", "started", "completed")
+            }
+        self.ids = {config["desc"]: i for i, config in enumerate(self.config.values())}
+
+    def entries(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        names = self.program.ops["name"]
+        launched: set[int] = set()
+        for index in range(self.state.issued[self.rank]):
+            if _TALK[names[index]]:
+                op = self.program[index]
+                if op.group in self.ids:
+                    found.append(self._entry(op, index, len(found), launched))
+        return found
+
+    def _entry(self, op: Op, index: int, record: int, launched: set[int]) -> dict[str, Any]:
+        pair = op.name in ("send", "recv")
+        counts = self.messages if pair else self.collectives
+        if op.batch < 0 or op.batch not in launched:  # a batch is one launch
+            counts[op.group] += 1
+            launched.add(op.batch)
+        group = self.state.groups[op.group]
+        number = str(self.names[op.group, int(group.group_of[self.rank])])
+        done, started = self._progress(index)
+        self._account(op, counts[op.group], done, started)
+        inputs, outputs = _sizes(op)
+        return {
+            "record_id": record,
+            "pg_id": self.ids[op.group],
+            "process_group": (number, op.group),
+            "collective_seq_id": self.collectives[op.group],
+            "p2p_seq_id": self.messages[op.group],
+            "op_id": record + 1,
+            "profiling_name": self._word(op),
+            "time_created_ns": (record + 1) * 1_000_000,
+            "input_sizes": inputs,
+            "input_dtypes": [_DTYPES.get(op.dtype, "Float")] * len(inputs),
+            "output_sizes": outputs,
+            "output_dtypes": [_DTYPES.get(op.dtype, "Float")] * len(outputs),
+            "state": "completed" if done else "started" if started else "scheduled",
+            "time_discovered_started_ns": None,
+            "time_discovered_completed_ns": None,
+            "retired": done,
+            "timeout_ms": 600_000,
+            "is_p2p": pair,
+            "thread_name": "",
+            "thread_id": "0",
+            "frames": _frames(op.site),
+        }
+
+    def _progress(self, index: int) -> tuple[bool, bool]:
+        """(seen complete, seen to start)."""
+        fault = self.state.faults.get(self.rank)
+        blind = fault is not None and fault.blind is not None and index >= fault.blind
+        done = bool(self.state.done[self.rank][index]) and not blind
+        return done, self.timing and not blind and bool(self.state.ready[self.rank][index])
+
+    def _account(self, op: Op, seq: int, done: bool, started: bool) -> None:
+        status = self.status[str(self.ids[op.group])]
+        status["last_enqueued_collective"] = seq
+        if done and status["last_completed_collective"] in (-1, seq - 1, seq):
+            status["last_completed_collective"] = seq
+        if started:
+            status["last_started_collective"] = seq
+
+    def _word(self, op: Op) -> str:
+        if op.name not in ("send", "recv"):
+            row = "all_reduce_barrier" if op.name == "barrier" else BY_NAME[op.name].recorder
+            return f"nccl:{row}"
+        group = self.state.groups[op.group]
+        mine, size = int(group.position[self.rank]), len(group.group(self.rank))
+        arrow = "->" if op.name == "send" else "<-"
+        return f"nccl:{op.name} {mine}{arrow}{(mine + op.peer) % size}"
+
+
+def _sizes(op: Op) -> tuple[list[list[int]], list[list[int]]]:
+    if op.name == "barrier":
+        return [[1]], [[1]]
+    inputs = op.num_in if op.num_in >= 0 else op.num_out
+    outputs = op.num_out if op.num_out >= 0 else op.num_in
+    return [[max(0, inputs)]], [[max(0, outputs)]]
+
+
+def _frames(site: str) -> list[dict[str, Any]]:
+    file, _, line = site.rpartition(":")
+    return [{"name": "", "filename": file, "line": int(line)}] if file and line.isdigit() else []

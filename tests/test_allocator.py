@@ -1,0 +1,203 @@
+"""The caching allocator's rules: closed forms, and a slow simulation that shares no code."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prism.allocator import Settings, replay
+from megatron_prism.errors import UnsupportedError, UsageError
+
+MIB = 1 << 20
+SIZES = (
+    1,
+    511,
+    512,
+    513,
+    MIB,
+    MIB + 1,
+    10 * MIB - 512,
+    10 * MIB - 511,
+    10 * MIB,
+    19 * MIB,
+    33 * MIB,
+)
+
+
+def naive(events, expandable=False):
+    """(peak of reserved, of rounded allocated) with lists of [storage or None, size] per segment,
+    searched from the start every time."""
+    segments = []  # [small, blocks]
+    peak = most = 0
+    for storage, change in events:
+        if change < 0:
+            for _, blocks in segments:
+                for block in blocks:
+                    if block[0] == storage:
+                        block[0] = None
+                at = 0
+                while at + 1 < len(blocks):
+                    if blocks[at][0] is None and blocks[at + 1][0] is None:
+                        blocks[at][1] += blocks.pop(at + 1)[1]
+                    else:
+                        at += 1
+            continue
+        size = (change + 511) // 512 * 512
+        small = size <= MIB
+        fitting = [
+            (block[1], number, place)
+            for number, (kind, blocks) in enumerate(segments)
+            for place, block in enumerate(blocks)
+            if kind == small and block[0] is None and block[1] >= size
+        ]
+        if fitting:
+            _, number, place = min(fitting)
+        elif expandable:
+            page = 2 * MIB if small else 20 * MIB
+            number = next((n for n, (kind, _) in enumerate(segments) if kind == small), None)
+            if number is None:
+                number = len(segments)
+                segments.append([small, []])
+            blocks = segments[number][1]
+            if not blocks or blocks[-1][0] is not None:
+                blocks.append([None, 0])
+            while blocks[-1][1] < size:
+                blocks[-1][1] += page
+            place = len(blocks) - 1
+        else:
+            whole = (
+                2 * MIB
+                if small
+                else 20 * MIB
+                if size < 10 * MIB
+                else -(-size // (2 * MIB)) * 2 * MIB
+            )
+            segments.append([small, [[None, whole]]])
+            number, place = len(segments) - 1, 0
+        blocks = segments[number][1]
+        rest = blocks[place][1] - size
+        if rest > 0 and (small or expandable or rest > MIB):
+            blocks[place][1] = size
+            blocks.insert(place + 1, [None, rest])
+        blocks[place][0] = storage
+        peak = max(peak, sum(b[1] for _, bs in segments for b in bs))
+        most = max(most, sum(b[1] for _, bs in segments for b in bs if b[0] is not None))
+    return peak, most
+
+
+@st.composite
+def histories(draw):
+    """Storages that come, and go in any order; never one twice."""
+    events, live, number = [], {}, 0
+    for _ in range(draw(st.integers(0, 40))):
+        if live and draw(st.booleans()):
+            gone = draw(st.sampled_from(sorted(live)))
+            events.append((gone, -live.pop(gone)))
+        else:
+            size = draw(st.sampled_from(SIZES) | st.integers(1, 64 * MIB) | st.integers(1, 2 * MIB))
+            events.append((number, size))
+            live[number] = size
+            number += 1
+    return events, live
+
+
+def places(made):
+    return {s: [(b.address, b.size) for b in blocks] for s, blocks in made.live.items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories(), st.booleans())
+def test_the_slow_simulation_agrees(history, expandable):
+    events, live = history
+    made = replay(events, Settings(expandable))
+    assert (made.peak_reserved, made.peak_allocated) == naive(events, expandable)
+    again = replay(events, Settings(expandable))  # the same every time
+    assert places(again) == places(made)
+    asked = sum(live.values())
+    assert made.reserved >= made.allocated >= asked
+
+
+@settings(max_examples=200, deadline=None)
+@given(histories(), st.booleans())
+def test_blocks_tile_their_segments_and_merge_when_all_is_free(history, expandable):
+    events, live = history
+    made = replay(events, Settings(expandable))
+    total = 0
+    for block in made.first:
+        assert block.before is None
+        while block is not None:
+            total += block.size
+            if block.after is not None:
+                assert block.after.before is block
+                assert block.address + block.size == block.after.address
+                assert not (block.free and block.after.free)
+            block = block.after
+    assert total == made.reserved
+    held = [b for blocks in made.live.values() for b in blocks]
+    assert len({b.address for b in held}) == len(held)
+    assert not any(b.free for b in held)
+    empty = replay([*events, *((s, -n) for s, n in live.items())], Settings(expandable))
+    assert empty.allocated == 0
+    assert all(b.free and b.after is None for b in empty.first)
+    assert empty.reserved == made.reserved  # nothing is given back
+
+
+@pytest.mark.parametrize(
+    ("size", "reserved"),
+    [(1, 2 * MIB), (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB),
+     (10 * MIB - 511, 10 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB)],
+)  # fmt: skip
+def test_one_tensor(size, reserved):
+    assert replay([(0, size)]).peak_reserved == reserved
+
+
+@pytest.mark.parametrize(("rest", "splits"), [(MIB, False), (MIB + 512, True)])
+def test_a_large_block_is_split_if_more_than_1_mib_is_left(rest, splits):
+    made = replay([(0, 20 * MIB), (0, -20 * MIB), (1, 20 * MIB - rest)])
+    assert made.allocated == (20 * MIB - rest if splits else 20 * MIB)
+
+
+def test_best_fit_takes_the_smallest_block_that_fits():
+    made = replay([(0, 40 * MIB), (1, 30 * MIB), (0, -40 * MIB), (1, -30 * MIB), (2, 29 * MIB)])
+    assert made.live[2][0].address == made.first[1].address
+    assert made.peak_reserved == 70 * MIB
+
+
+def test_expandable_segments_do_not_fragment():
+    """n MiB freed and n + 4 asked for: a second segment, or only the pages that are missing."""
+    events = [(0, 40 * MIB), (0, -40 * MIB), (1, 60 * MIB)]
+    assert replay(events).peak_reserved == 100 * MIB
+    assert replay(events, Settings(expandable=True)).peak_reserved == 60 * MIB
+
+
+def test_a_storage_that_grows_and_shrinks():
+    made = replay([(0, 512), (0, 512), (0, -100), (0, -924)])
+    assert (made.allocated, made.peak_allocated) == (0, 1024)
+    with pytest.raises(UsageError, match="storage 7 gives back 5 bytes and has 0"):
+        replay([(7, -5)])
+
+
+@pytest.mark.parametrize(
+    ("text", "settings_"),
+    [("", Settings()), ("expandable_segments:True", Settings(True)), ("backend:native", Settings()),
+     ("expandable_segments:False,garbage_collection_threshold:0.8", Settings())],
+)  # fmt: skip
+def test_options(text, settings_):
+    assert Settings.parse(text) == settings_
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "says"),
+    [
+        ("max_split_size_mb:128", UnsupportedError, "max_split_size_mb .*not modelled"),
+        ("roundup_power2_divisions:[256:1,>:4]", UnsupportedError, "roundup_power2_divisions"),
+        ("backend:cudaMallocAsync", UnsupportedError, "backend"),
+        ("expandable_segments:yes", UsageError, "cannot be yes"),
+        ("expandable_segment:True", UsageError, "has no expandable_segment"),
+        ("True", UsageError, "no option:value"),
+        ("expandable_segments:", UsageError, "no option:value"),
+    ],
+)
+def test_options_that_are_refused(text, error, says):
+    with pytest.raises(error, match=says) as caught:
+        Settings.parse(text)
+    assert caught.value.fix

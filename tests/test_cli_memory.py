@@ -1,0 +1,268 @@
+"""``prism memory``: what fails, by how much, at which line; and files that are no baselines."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_prism import cli, memory_baseline
+from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.program_parse import parse
+
+HEAD = """
+prism-program 1
+world size=4 pp=2
+source recipe=tiny megatron_core=0.16.1 torch=2.13.0 tier=meta
+"""
+STAGE = """
+program ranks={ranks}
+-    alloc       storage=0 bytes=1048576 note="param:decoder[2]"
+0F0  compute     kernels=1
+-    alloc       storage=1 bytes={act} note="decoder.layers.0.mlp @core/transformer/mlp.py:{line}"
+0F0  compute     kernels=1
+1F0  compute     kernels=1
+-    alloc       storage=2 bytes=512 note="@core/schedules.py:7"
+0B0  compute     kernels=1
+-    free        storage=2 bytes=512
+-    free        storage=1 bytes={act}
+O    compute     kernels=1
+"""
+
+
+def world(first=1000, second=2000, line=5, head=HEAD):
+    stages = (("0-1", first, line), ("2-3", second, 5))
+    return head + "".join(STAGE.format(ranks=r, act=a, line=n) for r, a, n in stages)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Writes a world's text; returns its path."""
+
+    def write(name="now.txt", **more):
+        path = tmp_path / name
+        path.write_text(world(**more))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def baseline(job, tmp_path, capsys):
+    path = str(tmp_path / "memory.json")
+    assert cli.main(["memory", "record", job("was.txt"), "-o", path]) == 0
+    assert "unknown: context, workspaces and NCCL" in capsys.readouterr().out
+    return path
+
+
+def run(capsys, *words):
+    code = cli.main(["memory", *words])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_the_file_is_reviewable(baseline):
+    text = Path(baseline).read_text()
+    value = json.loads(text)
+    assert value["schema"] == "prism.mem-baseline/1"
+    assert text == json.dumps(value, indent=1, sort_keys=True) + "\n"
+    one = value["classes"]["pp=0"]
+    assert one["peak_allocated"] == (1 << 20) + 1000 + 512
+    assert one["by_category"]["act"] == 1000
+    assert one["at"] | {"op": 0} == {
+        "step": "0B0", "phase": "backward", "microbatch": 0, "chunk": 0, "op": 0,
+        "site": "core/schedules.py:7",
+    }  # fmt: skip
+    numbers = [x for x in re.findall(r": ([\d.]+)", text) if "." in x]
+    assert numbers == []
+
+
+def test_nothing_changed(baseline, job, capsys):
+    code, out = run(capsys, "check", job(), f"baseline={baseline}")
+    assert (code, out) == (0, "no class grew\n")
+
+
+@pytest.mark.parametrize(("grown", "tol", "code"), [
+    (0, "0", 0), (1, "0", 1), (1, "1", 0), (1024, "1KiB", 0), (1025, "1 KiB", 1), (1024, "1023", 1),
+])  # fmt: skip
+def test_the_tolerance_is_exact(baseline, job, capsys, grown, tol, code):
+    words = ("check", job(first=1000 + grown), f"baseline={baseline}", f"tol={tol}")
+    assert run(capsys, *words)[0] == code
+
+
+def test_the_limit_is_exact_and_takes_the_units_it_prints(baseline, job, capsys):
+    path = job()
+    reserved = json.loads(Path(baseline).read_text())["classes"]["pp=0"]["peak_reserved"]
+    assert reserved == 2 << 20
+    for limit, code in ((str(reserved), 0), (str(reserved - 1), 1), ("2 MiB", 0), ("1.999MiB", 1)):
+        assert run(capsys, "check", path, f"baseline={baseline}", f"limit={limit}")[0] == code
+    for headroom, code in (("1 MiB", 0), ("1048577", 1)):
+        words = ("check", path, f"baseline={baseline}", "limit=3MiB", f"headroom={headroom}")
+        assert run(capsys, *words)[0] == code
+    code, out = run(capsys, "check", path, f"baseline={baseline}", "limit=1MiB")
+    size = re.search(r"reserved ([\d.]+ \w+) \(", out)[1]
+    assert run(capsys, "check", path, f"baseline={baseline}", f"limit={size}")[0] == 0
+
+
+def test_growth_is_attributed(baseline, job, capsys):
+    code, out = run(capsys, "check", job(first=5096), f"baseline={baseline}", "--github")
+    assert code == 1
+    assert "pp=0 (ranks 0,1): grown +4,096 B" in out
+    assert "act +4,096 B" in out
+    assert re.search(r"\+4,096 B  act +core/transformer/mlp.py:5  decoder.layers.\*.mlp", out)
+    assert "pp=1" not in out
+    line = next(x for x in out.splitlines() if x.startswith("::error"))
+    assert line.startswith("::error file=megatron/core/transformer/mlp.py,line=5,title=")
+    assert "%0A" in line
+    assert out.endswith("1 failures\n")
+
+
+def test_a_line_that_moved_is_no_growth_of_its_own(baseline, job, capsys):
+    code, out = run(capsys, "check", job(first=1001, line=17), f"baseline={baseline}")
+    assert code == 1
+    assert re.search(r"\+1 B  act +core/transformer/mlp.py:17 ", out)
+    assert "mlp.py:5 " not in out
+
+
+def test_shrinking_is_a_notice(baseline, job, capsys):
+    code, out = run(capsys, "check", job(second=1), f"baseline={baseline}")
+    assert code == 0
+    assert "pp=1 (ranks 2,3): shrunk -1,999 B" in out
+    assert "prism memory update" in out
+
+
+def test_classes_that_appear_and_vanish_fail(baseline, job, capsys):
+    code, out = run(capsys, "check", job(first=7, second=7), f"baseline={baseline}")
+    assert code == 1
+    assert "all (ranks 0-3): appeared" in out
+    assert "pp=0 (ranks 0,1): vanished" in out
+    assert "pp=1 (ranks 2,3): vanished" in out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("torch=2.13.0", "torch=2.14.0", "torch 2.13.0, now 2.14.0"),
+        ("recipe=tiny", "recipe=big", "recipe tiny, now big"),
+        ("tier=meta", "tier=cuda", "tier meta, now cuda"),
+        (" torch=2.13.0", "", "torch 2.13.0, now unknown"),
+        ("megatron_core=0.16.1", "megatron_core=0.19.2", "megatron_core 0.16.1, now 0.19.2"),
+        ("meta", "meta transformer_engine=2.9", "transformer_engine unknown, now 2.9"),
+    ],
+)
+def test_another_job_is_not_compared(baseline, job, capsys, old, new, says):
+    path = job(head=HEAD.replace(old, new))
+    for words in (("check", path, f"baseline={baseline}"), ("diff", baseline, path)):
+        code, out = run(capsys, *words)
+        assert code == 2
+        assert says in out
+        assert "fix: prism memory update" in out
+    code, out = run(capsys, "diff", baseline, path, "--force")
+    assert code == 0
+    assert says.split()[0] + ": " in out
+
+
+def test_diff_and_update(baseline, job, capsys):
+    path = job(first=3000)
+    code, out = run(capsys, "diff", baseline, path)
+    assert code == 1
+    assert "+2,000 B" in out
+    assert run(capsys, "update", path, f"baseline={baseline}")[0] == 0
+    assert run(capsys, "check", path, f"baseline={baseline}")[0] == 0
+    assert run(capsys, "diff", baseline, path)[0] == 0
+
+
+def test_explain(job, capsys):
+    code, out = run(capsys, "explain", job(), "class=pp=1", "top=2")
+    assert code == 0
+    assert "pp=1: 1.002 MiB (1,051,088 B) in 0B0 compute core/schedules.py:7" in out
+    assert "param 1 MiB, act 1.953 KiB, tmp 512 B" in out
+    assert "mlp" in out
+    assert cli.main(["memory", "explain", job(), "--json"]) == 0
+    assert sorted(json.loads(capsys.readouterr().out)) == ["pp=0", "pp=1"]
+
+
+def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys):
+    path = tmp_path / "half.txt"
+    path.write_text(world().replace("O    compute     kernels=1\n", ""))
+    kept = Path(baseline).read_text()
+    for words in (
+        ("record", str(path), "-o", str(tmp_path / "no.json")),
+        ("update", str(path), f"baseline={baseline}"),
+    ):
+        code, out = run(capsys, *words)
+        assert code == 2
+        assert "made no optimizer step" in out
+    assert not (tmp_path / "no.json").exists()
+    assert Path(baseline).read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t[: len(t) // 2], "is no JSON"),
+        (lambda t: "", "is no JSON"),
+        (lambda t: "[1]", "its schema is None"),
+        (lambda t: t.replace("baseline/1", "baseline/2"), "its schema is 'prism.mem-baseline/2'"),
+        (lambda t: t.replace('"act": 1000', '"act": 1001'), "do not add up"),
+        (lambda t: t.replace('"act": 1000', '"act": -1'), "whole numbers"),
+        (lambda t: t.replace('"act": 1000', '"act": 1000.0'), "whole numbers"),
+        (lambda t: t.replace('"act"', '"atc"', 1), "are not ours"),
+        (lambda t: t.replace('"peak_reserved"', '"reserved"'), "damaged: 'peak_reserved'"),
+        (lambda t: re.sub(r'"classes": \{.*\n \},', '"classes": {},', t, flags=re.S), "no classes"),
+        (lambda t: t.replace('"site": "core/schedules.py:7"', '"site": 7'), "are not ours"),
+        (lambda t: "[" * 100_000, "is no JSON"),
+    ],
+)
+def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
+    text = change(Path(baseline).read_text())
+    Path(baseline).write_text(text)
+    path = job()
+    for words in (("check", path), ("update", path)):
+        code, out = run(capsys, *words, f"baseline={baseline}")
+        assert code == 2
+        assert says in out
+        assert "fix: " in out
+    assert Path(baseline).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("check", "{job}"), "needs a baseline"),
+        (("check", "{job}", "baseline=none.json"), "cannot read the baseline none.json"),
+        (("check", "{job}", "baseline={base}", "tol=3qs"), "no unit of a size"),
+        (("check", "{job}", "baseline={base}", "limit=80gb"), "did you mean GB"),
+        (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
+        (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
+        (("check", "{job}", "baseline={base}", "toll=1"), "toll=1 is not understood"),
+        (("check", "baseline={base}"), "takes 1 path"),
+        (("diff", "{base}"), "takes 2 path"),
+        (("record", "{job}"), "needs a file to write"),
+        (("record", "{job}", "-o", "{base}"), "is not overwritten"),
+        (("record", "{job}", "-o", "x.json", "alloc=max_split_size_mb:3"), "not modelled"),
+        (("explain", "{job}", "class=pp=7"), "there is no class pp=7"),
+        (("explain", "{job}", "top=x"), "top=x is no number"),
+        (("explain", "none"), "cannot read none"),
+        (("forget", "{job}"), "invalid choice"),
+    ],
+)
+def test_bad_words(baseline, job, capsys, words, says):
+    words = [w.format(job=job(), base=baseline) for w in words]
+    code, out = run(capsys, *words)
+    assert code in (1, 2)
+    assert says in out
+    assert "fix: " in out
+
+
+def test_slices_of_another_format_have_no_kinds():
+    """Without notes everything is ``other``: known bytes, unknown owners."""
+    bare = re.sub(r' note="[^"]*"', "", world())
+    made = memory_baseline.measure(parse(bare)).classes["pp=0"]
+    assert made["by_category"]["other"] == made["peak_allocated"]
+
+
+def test_errors_are_of_our_tree():
+    with pytest.raises(UsageError):
+        memory_baseline.measure(parse("prism-program 1\nworld size=1\nprogram rank=0\nO compute\n"))
+    assert issubclass(UsageError, PrismError)
