@@ -24,6 +24,7 @@ import megatron_prism
 from megatron_prism.cli_memory import ACTIONS, memory
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.cli_predict import predict
+from megatron_prism.cli_hang import hang
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
 from megatron_prism.cli_schedule import schedule
@@ -127,6 +128,14 @@ COMMANDS = {
     ),
     "classes": Command(classes, (PROGRAMS, JSON)),
     "check": Command(check, (PROGRAMS, JSON)),
+    "hang": Command(
+        hang,
+        (
+            (("programs",), {**PROGRAMS[1], "nargs": "?"}),
+            (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            JSON,
+        ),
+    ),
     "schedule": Command(
         schedule,
         (

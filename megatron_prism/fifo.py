@@ -2,21 +2,54 @@
 
 In : the collectives of two members in one group.  Out: the kind of their first disagreement, where
 it is, and what probably happened.  Whose fault it is, and the picture, are ``matching``'s affair.
+``unsound`` looks at one program by itself first: waits and batches that say nothing.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megatron_prism.ops import CODE, DTYPE_NAMES, NAMES, REDUCE
+from megatron_prism.ops import CODE, DTYPE_NAMES, IS_COLLECTIVE, IS_PAIR, NAMES, REDUCE
 from megatron_prism.program import Program
 
-__all__ = ["diagnose", "signature"]
+__all__ = ["diagnose", "signature", "unsound"]
 
 _FIELDS = ("operation", "dtype", "shape", "reduce op", "root", "coalescing")
 _COUNT_IN = [CODE[n] for n in ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "send")]
 _COUNT_OUT = [CODE[n] for n in ("reduce_scatter", "scatter", "recv")]
+_SILENT = [CODE[n] for n in ("grad_sync", "param_sync", "mark")]  # may stand in a batch
 _AHEAD = 3  # entries that must agree again for a finding to be called missing, not different
+
+
+def unsound(program: Program) -> tuple[str, int, str] | None:
+    """(kind, op, what is wrong with it) of the first op that means nothing; None if all do."""
+    ops = program.ops
+    names, handles, batches = ops["name"], ops["handle"], ops["batch"]
+    calls = IS_COLLECTIVE[names] | IS_PAIR[names]
+    found = []
+    makers = np.flatnonzero((calls | (names == CODE["record"])) & (handles >= 0))
+    known, first = np.unique(handles[makers], return_index=True)
+    begun = np.append(makers[first], len(ops))
+    waits = np.flatnonzero(names == CODE["wait"])
+    place = np.searchsorted(known, handles[waits])
+    there = np.append(known, -2)[place] == handles[waits]
+    lost = waits[~(there & (begun[place] < waits))]
+    if lost.size:
+        text = f"it waits for handle {handles[lost[0]]}, which no op before it has"
+        found.append(("handle", int(lost[0]), text))
+    stray = np.flatnonzero(~calls & (batches >= 0))
+    if stray.size:
+        text = f"{NAMES[names[stray[0]]]} is no call and cannot be in a batch"
+        found.append(("batch", int(stray[0]), text))
+    busy = np.flatnonzero(~np.isin(names, _SILENT))
+    number = np.where(calls[busy], batches[busy], -1)
+    new = np.flatnonzero(np.diff(number, prepend=-2))
+    new = new[number[new] >= 0]
+    again = np.delete(new, np.unique(number[new], return_index=True)[1])
+    if again.size:
+        text = f"batch {number[again[0]]} was over: give this one another number"
+        found.append(("batch", int(busy[again[0]]), text))
+    return min(found, key=lambda one: one[1], default=None)
 
 
 def signature(program: Program, indices: np.ndarray) -> np.ndarray:

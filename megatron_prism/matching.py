@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.classes import Classes
-from megatron_prism.fifo import diagnose, signature
+from megatron_prism.fifo import diagnose, signature, unsound
 from megatron_prism.membership import Membership
 from megatron_prism.ops import CODE, IS_COLLECTIVE
 from megatron_prism.program import Program
@@ -32,7 +32,7 @@ class Finding:
     """One thing that would hang or corrupt the job.
 
     kind    : missing, order, operation, dtype, shape, splits, reduce op, root, coalescing,
-              wrong group, unmatched send, unmatched receive
+              wrong group, unmatched send, unmatched receive; handle, batch (of one rank alone)
     group   : description of the group
     ranks   : two ranks that disagree: the one that others agree with, and the odd one
     number  : the entry of the FIFO, from 0
@@ -48,13 +48,18 @@ class Finding:
     likely: str
 
     def __str__(self) -> str:
-        head = f"{self.kind} in {self.group}, call #{self.number}, ranks {self.ranks[0]} and "
-        return f"{head}{self.ranks[1]}\n{self.picture}\n  likely: {self.likely}"
+        one, other = self.ranks
+        who = f"rank {one}" if one == other else f"ranks {one} and {other}"
+        place = f"op #{self.number}" if self.kind in ("handle", "batch") else f"call #{self.number}"
+        head = f"{self.kind} in {self.group}, {place}, {who}"
+        return f"{head}\n{self.picture}\n  likely: {self.likely}"
 
 
 def check(programs: Programs, classes: Classes, groups: Mapping[str, Membership]) -> list[Finding]:
     """Every disagreement of the world's programs; collectives first, then p2p, then splits."""
     checker = _Checker(programs, classes, groups)
+    if found := list(checker.alone()):
+        return found
     found = [*checker.collectives(), *checker.pairs()]
     found = _wrong_groups(found, checker)
     if not found:  # rows are compared entry by entry, which a missing entry would make nonsense
@@ -87,6 +92,26 @@ class _Checker:
             self._fifos[key] = found[IS_COLLECTIVE[self.program(index).ops["name"][found]]]
         return self._fifos[key]
 
+    def alone(self) -> Iterator[Finding]:
+        """What is wrong with a program by itself; one finding per program."""
+        seen: set[int] = set()
+        for index, number in enumerate(self.classes.programs):
+            found = None if number in seen else unsound(self.program(index))
+            seen.add(number)
+            if found is not None:
+                name = self.program(index)[found[1]].group or "no group"
+                yield self._one(index, name, np.arange(len(self.program(index))), *found)
+
+    def _one(
+        self, index: int, name: str, indices: np.ndarray, kind: str, at: int, likely: str
+    ) -> Finding:
+        """A Finding about entry ``at`` of ``indices`` of class ``index`` alone."""
+        rank = self.classes.representatives[index]
+        columns = _column(self.program(index), indices, rank, at)
+        columns[2] += "   <-- here"
+        picture = "\n".join(f"  {line}" for line in columns)
+        return Finding(kind, name, (rank, rank), at, picture, likely)
+
     # -- collectives ------------------------------------------------------------------------------
     def collectives(self) -> Iterator[Finding]:
         """One finding per pair of classes that meet and disagree."""
@@ -96,6 +121,12 @@ class _Checker:
                 if not counts:
                     yield self._stranger(index, name)
                     continue
+                roots = self.program(index).ops["root"][self.fifo(index, name)]
+                size = sum(count for _, count in counts)
+                if (outside := roots >= size).any():
+                    at = int(outside.argmax())
+                    likely = f"there is no group rank {roots[at]} in a group of {size}"
+                    yield self._one(index, name, self.fifo(index, name), "root", at, likely)
                 model = self._majority(counts)
                 for other, _ in counts:
                     key = (name, model, other)

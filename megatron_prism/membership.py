@@ -89,6 +89,10 @@ def of_family(world: World, name: str) -> Membership:
 
     ProgramError for a name that Megatron does not make.
     """
+    if not name:
+        raise ProgramError(
+            "a program has a call without a group", fix=f"name one: send {WORLD_GROUP} bf16 peer=1"
+        )
     if name == WORLD_GROUP:
         return _regular(name, np.arange(world.size)[None], world.size)
     try:

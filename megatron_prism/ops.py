@@ -47,6 +47,7 @@ __all__ = [
     "TEXTS",
     "Op",
     "label",
+    "limits",
 ]
 
 NAMES = (
@@ -162,3 +163,13 @@ def label(phase: str, microbatch: int, chunk: int) -> str:
     letter = PHASES[phase]
     before = str(microbatch) if microbatch >= 0 else ""
     return f"{before}{letter}{chunk if chunk >= 0 else ''}"
+
+
+def limits(field: str) -> tuple[int, int]:
+    """The smallest and the largest number that a column (or a ``rank``) holds; -1 is unknown.
+
+    Those of 64 bits stay below 2^59, so that what follows from them (bytes, sums) fits as well.
+    """
+    kinds = {name: kind for table in (ALLOCATION, OP) for name, (kind, _) in table.fields.items()}
+    most = min(int(np.iinfo(kinds.get(field, np.int32)).max), 1 << 59)
+    return -most if field == "peer" else 0 if field in ("rank", "storage", "bytes") else -1, most

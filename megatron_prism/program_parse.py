@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_prism import units
 from megatron_prism.errors import PrismError, ProgramError
-from megatron_prism.ops import DTYPES, NAMES, PHASES, REDUCE, Op
+from megatron_prism.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
 from megatron_prism.program import Builder
 from megatron_prism.program_text import VERSION
 from megatron_prism.programs import Programs
@@ -27,9 +27,11 @@ __all__ = ["parse"]
 
 _LABEL = re.compile(r"(?P<mb>\d+)?(?P<phase>[A-Z-])(?P<chunk>\d+)?")
 _TOKEN = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"|[^\s#]+|#.*')
+_QUOTED = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"')
 _LETTERS = {letter: phase for phase, letter in PHASES.items()}
 _NUMBERS = [f.name for f in fields(Op) if isinstance(f.default, int)]
 _WORLD = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
+_MOST_RANKS = 1 << 26
 
 
 def _unquoted(text: str) -> str:
@@ -53,7 +55,8 @@ class _Reader:
         self.world: World | None = None
         self.source: dict[str, str] = {}
         self.groups: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self.programs: list[tuple[int, tuple[int, ...] | None, Builder]] = []
+        self.programs: list[tuple[int, Builder]] = []
+        self.of = np.empty(0, dtype=np.int32)  # rank -> index of its program
 
     def fail(self, column: int, what: str, fix: str) -> NoReturn:
         place = f"{self.name}:{self.number}:{column + 1}"
@@ -61,18 +64,17 @@ class _Reader:
         raise ProgramError(f"{place}: {what}\n{picture}", fix=fix)
 
     def read(self) -> Programs:
-        readers = {
-            "world": self._world,
-            "source": self._source,
-            "group": self._group,
-            "program": self._program,
-        }
+        readers = {n: getattr(self, f"_{n}") for n in ("world", "source", "group", "program")}
         first = True
         for number, line in enumerate(self.lines, 1):
             self.number, self.line = number, line
             words = [m for m in _TOKEN.finditer(self.line) if not m[0].startswith("#")]
             if not words:
                 continue
+            for word in words:
+                if '"' in word[0] and not _QUOTED.fullmatch(word[0]):
+                    place = word.start() + word[0].index('"')
+                    self.fail(place, "this quote has no end", 'note="two words"')
             if first:
                 self._head(words)
                 first = False
@@ -97,28 +99,45 @@ class _Reader:
             )
 
     def _pairs(self, words: list[re.Match[str]]) -> Iterator[tuple[re.Match[str], str, str]]:
+        seen = set()
         for word in words:
             key, equals, value = word[0].partition("=")
             if not equals or not value:
                 self.fail(word.start(), f"{word[0]!r} is not key=value", "write it like size=8")
+            if key in seen:
+                self.fail(word.start(), f"{key} is given twice", "leave one of them out")
+            seen.add(key)
             yield word, key, _unquoted(value)
 
-    def _number(self, word: re.Match[str], value: str, read: Any = units.parse_count) -> int:
+    def _number(
+        self, word: re.Match[str], value: str, field: str, read: Any = units.parse_count
+    ) -> int:
+        """A number for column ``field``."""
         try:
-            return int(value) if re.fullmatch(r"-?\d+", value) else read(value)
+            found = int(value) if re.fullmatch(r"-?\d{1,18}", value) else read(value)
         except PrismError as error:
             self.fail(word.start(), error.message, error.fix or "write a whole number")
+        low, high = limits(field)
+        if not low <= found <= high:
+            self.fail(word.start(), f"{value[:40]} is out of range", f"write {low} to {high}")
+        return int(found)
 
     def _world(self, words: list[re.Match[str]], head: re.Match[str]) -> None:
         values: dict[str, Any] = {}
         for word, key, value in self._pairs(words):
             if key not in _WORLD:
                 self.fail(word.start(), f"a world has no {key}", f"use {', '.join(_WORLD)}")
-            values[key] = value if key == "order" else self._number(word, value)
+            values[key] = value if key == "order" else self._number(word, value, "rank")
+            if key == "size" and values[key] > _MOST_RANKS:
+                self.fail(word.start(), "that is too large a world", f"at most {_MOST_RANKS:,}")
+        before = self.world
         try:
             self.world = World(**values)
         except (PrismError, TypeError) as error:
             self.fail(head.start(), str(getattr(error, "message", error)), "world size=8 tp=2 pp=2")
+        if before is not None:
+            self.fail(head.start(), "there is a world already", "a file holds one world")
+        self.of = np.full(self.world.size, -1, dtype=np.int32)
 
     def _source(self, words: list[re.Match[str]], head: re.Match[str]) -> None:
         self.source.update({key: value for _, key, value in self._pairs(words)})
@@ -127,8 +146,11 @@ class _Reader:
         if len(words) < 2:
             self.fail(head.start(), "a group has a name and members", "group NAME 0,1;2,3")
         text = "".join(word[0] for word in words[1:])
-        if not re.fullmatch(r"\d+(,\d+)*(;\d+(,\d+)*)*", text):
+        if not re.fullmatch(r"\d{1,18}(,\d{1,18})*(;\d{1,18}(,\d{1,18})*)*", text):
             self.fail(words[1].start(), f"{text!r} are no members", "group NAME 0,1;2,3")
+        if words[0][0] in self.groups:
+            again = f"group {words[0][0]} is given twice"
+            self.fail(words[0].start(), again, "write all of them in one line: 0,1;2,3")
         self.groups[words[0][0]] = tuple(
             tuple(int(r) for r in part.split(",")) for part in text.split(";")
         )
@@ -138,7 +160,7 @@ class _Reader:
         rank, ranks = None, None
         for word, key, value in self._pairs(words):
             if key == "rank":
-                rank = self._number(word, value)
+                rank = self._number(word, value, "rank")
             elif key == "ranks":
                 try:
                     ranks = world.select(value)
@@ -151,7 +173,12 @@ class _Reader:
         rank = ranks[0] if rank is None else rank
         if not 0 <= rank < world.size:
             self.fail(head.start(), f"rank {rank} is outside a world of {world.size}", "rank=0")
-        self.programs.append((rank, (rank,) if ranks is None else ranks, Builder()))
+        mine = [rank] if ranks is None else list(ranks)
+        if (taken := self.of[mine] >= 0).any():
+            again = f"rank {mine[int(taken.argmax())]} has a program already"
+            self.fail(head.start(), again, "name every rank in one program only")
+        self.of[mine] = len(self.programs)
+        self.programs.append((rank, Builder()))
 
     def _need_world(self, head: re.Match[str]) -> World:
         if self.world is None:
@@ -161,7 +188,7 @@ class _Reader:
     def _op(self, words: list[re.Match[str]]) -> None:
         if not self.programs:
             self.fail(words[0].start(), "an op before the first program", "write: program rank=0")
-        builder = self.programs[-1][2]
+        builder = self.programs[-1][1]
         if len(words) < 2:
             self.fail(words[0].start(), "a line is LABEL OP …", "0F0 compute ns=412us")
         values = self._label(words[0])
@@ -187,8 +214,8 @@ class _Reader:
             )
         return {
             "phase": _LETTERS[match["phase"]],
-            "microbatch": -1 if match["mb"] is None else int(match["mb"]),
-            "chunk": -1 if match["chunk"] is None else int(match["chunk"]),
+            "microbatch": self._number(word, match["mb"] or "-1", "microbatch"),
+            "chunk": self._number(word, match["chunk"] or "-1", "chunk"),
         }
 
     def _memory(self, builder: Builder, words: list[re.Match[str]]) -> None:
@@ -197,20 +224,24 @@ class _Reader:
             if key == "note":
                 note = value
             else:
-                values[key] = self._number(word, value, units.parse_bytes)
+                limit = key if key == "storage" else "bytes"
+                values[key] = self._number(word, value, limit, units.parse_bytes)
         if set(values) != {"storage", "bytes"}:
-            self.fail(
-                words[1].start(), "storage and bytes are needed", "alloc storage=1 bytes=2MiB"
-            )
+            fix = "alloc storage=1 bytes=2MiB"
+            self.fail(words[1].start(), "storage and bytes are needed", fix)
         sign = 1 if words[1][0] == "alloc" else -1
         builder.memory(values["storage"], sign * values["bytes"], note)
 
     def _fields(self, words: list[re.Match[str]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         splits: dict[str, tuple[int, ...]] = {}
+        seen = set()
         for word in words:
             text = word[0]
             key, equals, value = text.partition("=")
+            if equals and key in seen:
+                self.fail(word.start(), f"{key} is given twice", "leave one of them out")
+            seen.add(key)
             if text.startswith("@"):
                 values["site"] = text[1:]
             elif not equals:
@@ -221,7 +252,7 @@ class _Reader:
                 else:
                     self._unknown(word, "dtype", list(DTYPES))
             elif key in ("to", "from"):
-                if not re.fullmatch(r"\d+(,\d+)*", value):
+                if not re.fullmatch(r"\d{1,17}(,\d{1,17})*", value):
                     self.fail(word.start(), f"{value!r} are no rows", "to=4,4 from=4,4")
                 splits[key] = tuple(int(n) for n in value.split(","))
             else:
@@ -234,39 +265,32 @@ class _Reader:
 
     def _field(self, word: re.Match[str], key: str, value: str) -> dict[str, Any]:
         if key == "n":
-            number = self._number(word, value)
+            number = self._number(word, value, "num_in")
             return {"num_in": number, "num_out": number}
         key = {"in": "num_in", "out": "num_out"}.get(key, key)
         if key in ("stream", "shape", "note"):
             return {key: value}
         if key == "reduce":
             if value not in REDUCE:
-                self.fail(
-                    word.start(), f"there is no reduction {value}", f"use {', '.join(REDUCE[1:])}"
-                )
+                fix = f"use {', '.join(REDUCE[1:])}"
+                self.fail(word.start(), f"there is no reduction {value}", fix)
             return {key: value}
         readers = {"ns": units.parse_ns, "traffic": units.parse_bytes}
         if key in ("ns", "traffic"):
-            return {key: self._number(word, value, readers[key])}
+            return {key: self._number(word, value, key, readers[key])}
         if key not in _NUMBERS:
             known = [*_NUMBERS, "n", "in", "out"]
             close = difflib.get_close_matches(key, known, n=1)
-            self.fail(
-                word.start(),
-                f"an op has no {key}",
-                f"did you mean {close[0]}=?" if close else f"use {', '.join(known)}",
-            )
-        return {key: self._number(word, value)}
+            fix = f"did you mean {close[0]}=?" if close else f"use {', '.join(known)}"
+            self.fail(word.start(), f"an op has no {key}", fix)
+        return {key: self._number(word, value, key)}
 
     def _programs(self) -> Programs:
         self.line = self.lines[self.number - 1] if self.lines else ""
         if self.world is None or not self.programs:
             self.fail(0, "no world or no program", "world size=2, then program ranks=0-1")
-        of = np.full(self.world.size, -1, dtype=np.int32)
-        for index, (rank, ranks, _) in enumerate(self.programs):
-            of[list(ranks or (rank,))] = index
-        if (of < 0).any():
-            missing = format_ranks(np.flatnonzero(of < 0).tolist())
+        if (self.of < 0).any():
+            missing = format_ranks(np.flatnonzero(self.of < 0).tolist())
             self.fail(0, f"ranks {missing} have no program", "name them in a program's ranks=")
-        built = tuple(builder.build(rank) for rank, _, builder in self.programs)
-        return Programs(self.world, built, of, self.groups, self.source)
+        built = tuple(builder.build(rank) for rank, builder in self.programs)
+        return Programs(self.world, built, self.of, self.groups, self.source)

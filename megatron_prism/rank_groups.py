@@ -132,7 +132,7 @@ def _corners(sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:
 def family(desc: str) -> Family:
     """The row called ``desc`` (or its gloo twin).  WorldError if there is none."""
     for row in FAMILIES:
-        if desc in (row.desc, f"{row.desc}_GLOO" if row.twin else ""):
+        if desc == row.desc or row.twin and desc == f"{row.desc}_GLOO":
             return row
     raise WorldError(
         f"Megatron makes no group called {desc}",

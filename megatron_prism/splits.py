@@ -54,6 +54,16 @@ class _Fifo:
         self.indices = found[IS_COLLECTIVE[program.ops["name"][found]]]
         self.program = program
 
+    def broken(self, number: int) -> str | None:
+        """In words, why the splits cannot be those of the tensor; None if they can."""
+        row = self.program.ops[self.indices[number]]
+        for side, name in enumerate(("num_in", "num_out") if row["splits"] >= 0 else ()):
+            total, whole = int(row[name]), sum(self.program.splits[row["splits"]][side])
+            if total >= 0 and (total % whole if whole else total):
+                what = ("sends", "receives")[side]
+                return f"{what} {total} elements and gives {whole} rows of them to its members"
+        return None
+
     def elements(self, number: int, side: int) -> np.ndarray | None:
         """Elements to (side 0) or from (side 1) every member; None if the call does not say."""
         row = self.program.ops[self.indices[number]]
@@ -69,6 +79,12 @@ def _compare(
     name: str, ranks: np.ndarray, table: list[_Fifo]
 ) -> Iterator[tuple[str, int, tuple[int, int], str]]:
     for number in range(min(len(fifo.indices) for fifo in table)):
+        broken = [(r, text) for r, fifo in zip(ranks, table, strict=True)
+                  if (text := fifo.broken(number))]  # fmt: skip
+        if broken:
+            rank, text = broken[0]
+            yield name, number, (int(ranks[0]), int(rank)), f"rank {rank} {text}"
+            continue
         sends = [fifo.elements(number, 0) for fifo in table]
         wants = [fifo.elements(number, 1) for fifo in table]
         if any(side is None or len(side) != len(ranks) for side in sends + wants):

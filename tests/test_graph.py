@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_prism import graph
 from megatron_prism.classes import memberships, partition
-from megatron_prism.errors import ProgramError
+from megatron_prism.errors import ProgramError, WorldError
 from megatron_prism.ops import Op
 from megatron_prism.program import Program
 from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
+from megatron_prism.rank_groups import family
 from megatron_prism.world import World
 
 TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
@@ -290,6 +291,80 @@ def test_groups_that_cannot_be(line, says):
     text = f"prism-program 1\nworld size=3\n{line}\nprogram ranks=0-2\n- barrier A"
     with pytest.raises(ProgramError, match=says):
         graph.build(parse(text))
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "at", "says"),
+    [
+        ("- wait handle=7", "handle", 0, "it waits for handle 7, which no op before it has"),
+        ("- compute ns=1\n- wait", "handle", 1, "it waits for handle -1"),
+        ("- wait handle=7\n- barrier default_pg handle=7", "handle", 0, "handle 7"),
+        ("- record handle=3\n- wait handle=5\n- wait handle=3", "handle", 1, "handle 5"),
+        ("- compute batch=0\n- barrier default_pg batch=0", "batch", 0, "compute is no call"),
+        (
+            "- barrier default_pg batch=0\n- compute ns=1\n- barrier default_pg batch=0",
+            "batch",
+            2,
+            "batch 0 was over",
+        ),
+    ],
+)
+def test_programs_that_mean_nothing_by_themselves(lines, kind, at, says):
+    (found,) = graph.build(
+        parse(f"prism-program 1\nworld size=3\nprogram ranks=0-2\n{lines}")
+    ).check()
+    assert (found.kind, found.number, found.ranks) == (kind, at, (0, 0))
+    assert says in found.likely
+    assert "<-- here" in found.picture.splitlines()[2]
+
+
+def test_waits_and_batches_that_mean_something():
+    text = """prism-program 1
+world size=2
+program ranks=0-1
+- barrier default_pg handle=7
+- wait handle=7
+- wait handle=7
+- barrier default_pg handle=7 batch=4
+- mark note=x
+- barrier default_pg batch=4
+- barrier default_pg batch=3
+- record handle=1 stream=side
+- wait handle=1"""
+    assert graph.build(parse(text)).check() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "says"),
+    [
+        ("broadcast default_pg bf16 n=4 root=3", "root", "no group rank 3 in a group of 3"),
+        (
+            "all_to_all default_pg bf16 n=8 to=1,1,1 from=1,1,1",
+            "splits",
+            "rank 0 sends 8 elements and gives 3 rows of them",
+        ),
+        (
+            "all_to_all default_pg bf16 in=6 out=1 to=1,1,1 from=0,0,0",
+            "splits",
+            "rank 0 receives 1 elements and gives 0 rows",
+        ),
+    ],
+)
+def test_calls_that_every_rank_makes_alike_and_wrongly(line, kind, says):
+    (found,) = graph.build(
+        parse(f"prism-program 1\nworld size=3\nprogram ranks=0-2\n- {line}")
+    ).check()
+    assert found.kind == kind
+    assert says in found.likely
+    assert "<-- here" in str(found)
+
+
+def test_a_call_needs_a_group():
+    text = "prism-program 1\nworld size=2\nprogram ranks=0-1\n- all_reduce bf16 n=4 reduce=sum"
+    with pytest.raises(ProgramError, match="a call without a group"):
+        graph.build(parse(text))
+    with pytest.raises(WorldError, match="makes no group"):
+        family("")
 
 
 def test_groups_written_by_hand_may_differ_in_size():

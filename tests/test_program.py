@@ -15,6 +15,7 @@ from megatron_prism.program import Builder, Program
 from megatron_prism.program_parse import parse
 from megatron_prism.program_text import dump
 from megatron_prism.programs import Programs
+from megatron_prism.slices import open_programs
 from megatron_prism.world import World
 
 TEXT = """
@@ -164,6 +165,25 @@ def test_equality_does_not_depend_on_the_order_of_strings():
         ("group X", "x:16:1: a group has a name and members"),
         ("world size=6 tp=4", "tp 4 x cp 1 x pp 1 = 4 does not divide 6"),
         ("world sice=6", "a world has no sice"),
+        ("world size=4", "x:16:1: there is a world already"),
+        ("world size=99999999999", "x:16:7: .*out of range"),
+        ("world size=67108865", "x:16:7: that is too large a world"),
+        ("group MY 1,0", "x:16:7: group MY is given twice"),
+        ("program rank=1", "x:16:1: rank 1 has a program already"),
+        ("0F0 compute ns=1 ns=2", "x:16:18: ns is given twice"),
+        ("world size=4 size=8", "x:16:14: size is given twice"),
+        ("0F0 compute ns=-5", "x:16:13: -5 is out of range"),
+        ("0F0 compute ns=1e999", "x:16:13: 1e999 is out of range"),
+        ("0F0 compute ns=1e99999999", "is no duration"),
+        ("0F0 compute ns=" + "9" * 5000, "is no duration|out of range"),
+        ("0F0 compute flops=99999999999999999999", "x:16:13: .*out of range"),
+        ("99999999999F compute", "x:16:1: .*out of range"),
+        ("1F99999 compute", "x:16:1: .*out of range"),
+        ("- wait handle=5000000000", "x:16:8: .*out of range"),
+        ("- send MY peer=-99999999999", "x:16:11: .*out of range"),
+        ("- alloc storage=3000000000 bytes=1", "x:16:9: .*out of range"),
+        ("- alloc storage=1 bytes=-2MiB", "x:16:19: .*out of range"),
+        ('- compute note="a b', "x:16:16: this quote has no end"),
     ],
 )
 def test_a_typo_is_named_with_line_and_column(line, says):
@@ -188,6 +208,11 @@ def test_a_typo_is_named_with_line_and_column(line, says):
 def test_what_is_no_program_says_so(text, says):
     with pytest.raises(ProgramError, match=says):
         parse(text)
+
+
+def test_editors_on_windows(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.strip().replace("\n", "\r\n").encode())
+    assert open_programs(tmp_path / "x.txt") == parse(TEXT)
 
 
 def test_files_that_are_not_ours(tmp_path):

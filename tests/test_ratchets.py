@@ -43,7 +43,7 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "schedule", "replay", "predict",
+        "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay", "predict",
         "memory", "calibrate", "world", "recipes"
     ]  # fmt: skip
 
@@ -60,6 +60,7 @@ def test_options_of_commands():
         "show": ["--text"],
         "classes": ["--json"],
         "check": ["--json"],
+        "hang": ["--dumps", "--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--json"],
