@@ -14,6 +14,8 @@ from test_graph import healthy
 
 from megatron_prism import graph
 from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs import price
+from megatron_prism.costs.machine import machine
 from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.ops import CODE, PHASE_NAMES
 from megatron_prism.program_parse import parse
@@ -414,3 +416,29 @@ def test_a_million_ranks_replay_as_their_classes():
     many = replayed(healthy(world))
     few = replayed(healthy(GRAPH_WORLDS[2]))
     assert len(many.dag) == len(few.dag)
+
+
+def test_segments_with_one_note_and_different_work_cost_differently():
+    text = """prism-program 1
+world size=1
+program rank=0
+- compute note=big flops=1000000000000000
+- compute note=big flops=10"""
+    long, short = priced(text).compute[0].tolist()
+    assert long > 1000 * short > 0
+
+
+@pytest.mark.parametrize(
+    "line", ["ns=500000000000000000", 'note="g(1)bfloat16:1:1*9999999999999999"']
+)
+def test_times_beyond_64_bits_are_refused(line):
+    text = "\n".join(
+        ["prism-program 1", "world size=1", "program rank=0", *[f"- compute {line}"] * 16]
+    )
+    world = graph.build(parse(text))
+    with pytest.raises(PrismError, match="longer than 64 bits"):
+        timeline.replay(world, priced(text))
+
+
+def priced(text):
+    return price(graph.build(parse(text)), machine("h200"))

@@ -19,6 +19,7 @@ from megatron_prism.program import Program
 __all__ = ["MEASURED", "NONE", "ROOFLINE", "compute_ns"]
 
 MEASURED, ROOFLINE, NONE = 0, 1, 2
+_MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 _KERNEL = re.compile(
     r"(?P<name>[^(;]+)\([^)]*\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
@@ -35,14 +36,13 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     measured = ops["ns"] >= 0
     ns[compute[measured]] = ops["ns"][measured]
     source[compute[measured]] = MEASURED
-    known: dict[int, int] = {}
+    known: dict[tuple[int, ...], int] = {}
     for index in compute[~measured].tolist():
         row = program.ops[index]
-        note = int(row["note"])
-        if note and note in known:
-            ns[index] = known[note]
-        else:
-            ns[index] = known[note] = _segment(program.strings[note], row, machine)
+        key = tuple(int(row[name]) for name in ("note", "flops", "traffic", "kernels"))
+        if key not in known:
+            known[key] = min(_segment(program.strings[key[0]], row, machine), _MOST_NS)
+        ns[index] = known[key]
         source[index] = ROOFLINE
     return ns, source
 

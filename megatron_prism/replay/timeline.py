@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_prism.costs import Prices
+from megatron_prism.errors import PrismError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
 from megatron_prism.replay import kernels, maxplus
@@ -145,6 +146,11 @@ def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
     """Replay ``iterations`` iterations without contention.  PrismError if the job hangs."""
     dag = build(graph, iterations)
     durations = durations_of(dag, prices)
+    if durations.sum(dtype=float) > 1 << 62:
+        raise PrismError(
+            "together the ops take longer than 64 bits of nanoseconds hold, 146 years",
+            fix="look for the long ones: prism show DIR --text",
+        )
     start, end = maxplus.evaluate(dag, durations)
     return Timeline(graph, prices, dag, start, end, iterations)
 
