@@ -1,6 +1,7 @@
 """Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
 
-In : Flight Recorder dumps (``of_dumps``).  Out: Diagnosis.  What decides, strongest first:
+In : Flight Recorder dumps (``of_dumps``), or a world graph (``of_graph``, see ``hang_graph``).
+Out: Diagnosis.  From dumps, what decides, strongest first:
 
 1. a call that all members entered and in which one of them differs, by majority
 2. a call that the others completed and one rank did not: its device, or its watchdog, is stuck
@@ -15,16 +16,16 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
 from megatron_prism.flight_dump import DumpSet, Entry
+from megatron_prism.hang_graph import of_graph
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 from megatron_prism.votes import Odd, mismatches, order_conflicts
 
-__all__ = ["of_dumps"]
+__all__ = ["of_dumps", "of_graph"]
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -39,6 +40,7 @@ class _Judge:
         self.found, self.state = found, State(found)
         self.evidence: list[str] = []
         self.first: Entry | None = None
+        self.split = False  # whether a call differs and no majority decides
 
     def verdict(self) -> Diagnosis:
         state = self.state
@@ -46,6 +48,7 @@ class _Judge:
             return self._idle()
         odds = [odd for odd in mismatches(state) if self._pending(odd)]
         entered = [odd for odd in odds if self._all_came(odd.entry)]
+        self.split = any(not odd.ranks for odd in entered)
         steps: tuple[Callable[[], list[Blamed]], ...] = (
             lambda: self._odd(entered),
             self._stuck,
@@ -113,7 +116,7 @@ class _Judge:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
-            elif self._passed(rank):
+            elif not self.split and self._passed(rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
@@ -137,18 +140,17 @@ class _Judge:
         return [Blamed(r, "extra call", f"makes {_call(e)} alone") for r, e in came.items()]
 
     def _passed(self, rank: int) -> bool:
-        """Whether a sibling, with all that ``rank`` waits for outstanding too, issued more."""
+        """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
         state = self.state
         mine, counts = _open(state, rank), _counts(state, rank)
+        passed = level = 0
         for other in state.siblings[state.role.get(rank, 0)]:
-            if other != rank and mine <= _open(state, other):
-                theirs = _counts(state, other)
-                common = counts.keys() & theirs.keys()
-                if all(theirs[k] >= counts[k] for k in common) and any(
-                    theirs[k] > counts[k] for k in common
-                ):
-                    return True
-        return False
+            theirs = _counts(state, other)
+            common = counts.keys() & theirs.keys()
+            level += all(theirs[k] == counts[k] for k in common)
+            if mine <= _open(state, other) and all(theirs[k] >= counts[k] for k in common):
+                passed += any(theirs[k] > counts[k] for k in common)
+        return passed >= max(1, level)
 
     def _gone(self) -> list[Blamed]:
         """Ranks without a dump at which waits end."""
@@ -172,32 +174,27 @@ class _Judge:
             ranks = sorted(odd if not among else among & set(odd))
             text = f"issues {about} otherwise than its siblings"
             self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-            if odds:
-                self.first = odds[0].entry
+            waits = [e for calls in self.state.outstanding.values() for e in calls]
+            waits = [e for e in waits if e.desc == about.split()[0]]
+            self.first = odds[0].entry if odds else min(waits, key=_age, default=None)
             return [Blamed(r, "order", text) for r in ranks]
         return []
 
     def _never_started(self) -> list[Blamed]:
-        """Everybody entered; with timing on, who has not even started it on the device?"""
-        state, votes = self.state, defaultdict(dict)
-        for rank in state.outstanding:
-            head = state.head(rank)
-            if head and not head.pair:
-                votes[head.group, head.seq][rank] = head
-        for calls in votes.values():
-            idle = [r for r, e in calls.items() if e.state == "scheduled"]
-            busy = [r for r, e in calls.items() if e.state == "started"]
-            if busy and idle and len(idle) < len(busy):
-                entry = calls[idle[0]]
-                self._note(entry, f"{_call(entry)} started on {len(busy)} ranks, not on {idle}")
-                return [Blamed(r, "device stuck", f"never started {_call(entry)}") for r in idle]
-        return []
+        """With timing on: whose device never started its oldest call, though nothing is before?"""
+        heads = {r: e for r in self.state.outstanding if (e := self.state.head(r))}
+        idle = [r for r, e in heads.items() if e.state == "scheduled"]
+        if not idle or 2 * len(idle) >= len(heads):
+            return []
+        for rank in idle:
+            self._note(heads[rank], f"the device of rank {rank} never started {_call(heads[rank])}")
+        return [Blamed(r, "device stuck", f"never started {_call(heads[r])}") for r in idle]
 
     def _nobody(self, odds: list[Odd]) -> Diagnosis:
         self.evidence += [f"{_call(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
         if odds:
             self.first = odds[0].entry
-        cycle = self._cycle()
+        state, cycle = self.state, self._cycle()
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -205,7 +202,8 @@ class _Judge:
             self.evidence.append(
                 "every member entered the call and none left it: a device, the network or NCCL"
             )
-        return self._result("deadlock" if cycle and not odds else "undetermined", [], cycle)
+        hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
+        return self._result("deadlock" if hard else "undetermined", [], cycle)
 
     def _cycle(self) -> list[int]:
         """The smallest circle of ranks in which each waits for the next."""
@@ -282,6 +280,10 @@ def _open(state: State, rank: int) -> set[tuple[str, bool, int]]:
 def _counts(state: State, rank: int) -> dict[str, int]:
     return {g.desc: state.enqueued[n, rank] for n, g in state.groups.items()
             if (n, rank) in state.enqueued}  # fmt: skip
+
+
+def _age(entry: Entry) -> tuple[int, int]:
+    return entry.created_ns, entry.seq
 
 
 def _call(entry: Entry) -> str:

@@ -124,6 +124,13 @@ class State:
         ranks = self.groups[entry.group].ranks
         return ranks[entry.to] if entry.to < len(ranks) else -1
 
+    def step(self, rank: int, entry: Entry) -> int:
+        """How many places further in the group the other side of a send or receive is."""
+        group = self.groups.get(entry.group)
+        if group is None or rank not in group.ranks:
+            return entry.to
+        return (entry.to - group.ranks.index(rank)) % len(group.ranks)
+
     def mate(self, rank: int, entry: Entry) -> Entry | None:
         """The other side's outstanding counterpart of a send or receive."""
         peer = self.other(rank, entry)

@@ -147,17 +147,11 @@ def _messages(state: State) -> Iterator[Odd]:
 def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:
     """Whether most siblings' messages of that kind and direction look like this."""
     seen: Counter[object] = Counter()
+    kind = (entry.desc, entry.op, state.step(rank, entry))
     for other in state.siblings[state.role.get(rank, 0)]:
-        if other != rank:
-            for e in state.dumps[other].entries:
-                if (e.desc, e.op, e.to) == (entry.desc, entry.op, entry.to):
-                    seen[sum(e.numbers[side]), e.dtypes[:1]] += 1
-    mine = Counter(
-        (sum(e.numbers[side]), e.dtypes[:1])
-        for e in state.dumps[rank].entries
-        if (e.desc, e.op, e.to) == (entry.desc, entry.op, entry.to) and e != entry
-    )
-    seen += mine
+        for e in state.dumps[other].entries:
+            if e.pair and e != entry and (e.desc, e.op, state.step(other, e)) == kind:
+                seen[sum(e.numbers[side]), e.dtypes[:1]] += 1
     return not seen or seen.most_common(1)[0][0] == size
 
 
@@ -211,7 +205,10 @@ def _issued(state: State, rank: int) -> _Issued:
     for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
         order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
         if e.pair:
-            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), (e.op, e.to))
+            messages[e.desc, e.seq] = (
+                *messages.get((e.desc, e.seq), ()),
+                (e.op, state.step(rank, e)),
+            )
     counts = {
         group.desc: state.enqueued[name, rank]
         for name, group in state.groups.items()

@@ -43,8 +43,8 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay", "predict",
-        "memory", "calibrate", "world", "recipes"
+        "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
+        "predict", "memory", "calibrate", "world", "recipes"
     ]  # fmt: skip
 
 
