@@ -62,7 +62,11 @@ class SliceStore:
             for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
                 path.unlink(missing_ok=True)
         for rank in self.ranks():
-            self.check(programs.load(self.path(rank)), self.path(rank))
+            try:
+                self.check(programs.load(self.path(rank)), self.path(rank))
+            except ProgramError as error:
+                fix = f"delete {self.path(rank)}: it is captured again"
+                raise ProgramError(error.message, fix=fix) from error
 
     def ranks(self) -> list[int]:
         """The ranks whose slices are there, ascending."""

@@ -123,8 +123,9 @@ def test_a_truncated_slice_is_named(tmp_path):
     store = store_in(tmp_path)
     whole = store.path(4).read_bytes()
     store.path(4).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ProgramError, match="slice-000004.prism"):
+    with pytest.raises(ProgramError, match="slice-000004.prism") as caught:
         store.prepare(False)
+    assert "delete" in caught.value.fix
 
 
 # -- worlds ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ latency between nodes; several ranks of a node share the work of crossing it rai
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -74,13 +75,20 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         points: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for row in stored["collectives"]:
             key = (row["op"], int(row["ranks"]))
-            points.setdefault(key, []).append((int(row["bytes"]), int(row["ns"])))
-        return Calibration(
-            {key: tuple(sorted(values)) for key, values in points.items()}, stored["source"]
-        )
+            point = (int(row["bytes"]), int(row["ns"]))
+            if min(point) <= 0:
+                raise ValueError(f"{key[0]} of {point[0]} bytes takes {point[1]} ns")
+            points.setdefault(key, []).append(point)
+        table = {key: tuple(sorted(set(values))) for key, values in points.items()}
+        for (name, size), values in table.items():
+            for (one, ns), (other, more) in itertools.pairwise(values):
+                if one == other:
+                    what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
+                    raise ValueError(f"it contradicts itself: {what}")
+        return Calibration(table, str(stored["source"]))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} is no calibration of ours: {error}", fix="write it again: prism calibrate"
         ) from error

@@ -71,9 +71,25 @@ def machine(name: str | os.PathLike[str]) -> Machine:
             f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",
             fix=f"a machine has {', '.join(sorted(known))}",
         )
-    made = Machine(**fields)
-    for field in dataclasses.fields(Machine):
-        value = getattr(made, field.name)
-        if isinstance(value, (int, float)) and value <= 0:
-            raise UsageError(f"{path}: {field.name} is {value}", fix="rates and times are positive")
-    return made
+    for key, value in fields.items():
+        if (wrong := _wrong(key, value)) is not None:
+            raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
+    return Machine(**fields)
+
+
+def _wrong(key: str, value: object) -> str | None:
+    """What ``key`` should be like, if ``value`` is not."""
+    if key in ("name", "source"):
+        return None if isinstance(value, str) else "a name and a source are text"
+    if key == "flops":
+        good = isinstance(value, dict) and "bf16" in value and all(map(_positive, value.values()))
+        return None if good else 'write positive rates, at least that of bf16: {"bf16": 6e14}'
+    if not _positive(value):
+        return "rates and times are positive numbers"
+    whole = key == "gpus_per_node" or key.endswith("_ns")
+    return "a whole number" if whole and not isinstance(value, int) else None
+
+
+def _positive(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < 1e30  # type: ignore[operator] - no NaN, no Infinity either

@@ -1,0 +1,69 @@
+"""Costs: files that people write are refused by name, never half believed."""
+
+import json
+
+import pytest
+
+from megatron_prism.costs.collective import read_calibration
+from megatron_prism.costs.machine import machine, machines
+from megatron_prism.errors import UsageError
+
+GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gpus_per_node", "8", 'gpus_per_node is "8"'),
+        ("gpus_per_node", 1.5, "whole number"),
+        ("gpus_per_node", 0, "positive"),
+        ("flops", 5, "at least that of bf16"),
+        ("flops", {"fp32": 1.0}, "at least that of bf16"),
+        ("flops", {"bf16": 0}, "positive rates"),
+        ("memory_rate", float("nan"), "memory_rate is NaN"),
+        ("network_rate", float("inf"), "network_rate is Infinity"),
+        ("network_rate", -1, "positive"),
+        ("kernel_ns", True, "kernel_ns is true"),
+        ("link_ns", None, "link_ns is null"),
+        ("source", 5, "text"),
+    ],
+)
+def test_machines_that_cannot_be(tmp_path, key, value, says):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(GOOD))
+    assert machine(path) == machine("h200")
+    path.write_text(json.dumps({**GOOD, key: value}))
+    with pytest.raises(UsageError, match=f"{key} is") as caught:
+        machine(path)
+    assert says in str(caught.value)
+
+
+def row(**more):
+    return {"op": "all_reduce", "ranks": 2, "bytes": 1024, "ns": 5000, **more}
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([row(), row(ns=6000)], "all_reduce of 1024 bytes among 2 takes 5000 ns and 6000 ns"),
+        ([row(ns=-1)], "takes -1 ns"),
+        ([row(ns=0)], "takes 0 ns"),
+        ([row(bytes=0)], "of 0 bytes"),
+        ([row(ns=float("inf"))], "infinity"),
+        ([row(ns=float("nan"))], "NaN"),
+        ([{"op": "all_reduce"}], "ranks"),
+        ([5], "no calibration"),
+    ],
+)
+def test_calibrations_that_cannot_be(tmp_path, rows, says):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"format": 1, "source": "here", "collectives": rows}))
+    with pytest.raises(UsageError, match="no calibration of ours") as caught:
+        read_calibration(path)
+    assert says in str(caught.value)
+
+
+def test_the_same_measurement_twice_is_one(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"format": 1, "source": "x", "collectives": [row(), row()]}))
+    assert read_calibration(path).look_up("all_reduce", 2, 1 << 20) == 5000
