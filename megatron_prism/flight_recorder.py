@@ -26,7 +26,7 @@ from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Entry, Group, Status
 
-__all__ = ["parse", "read"]
+__all__ = ["bounded_memory", "parse", "read"]
 
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
@@ -43,7 +43,7 @@ def read(folder: str | os.PathLike[str]) -> DumpSet:
     """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
     files = _files(Path(folder))
     dumps, broken = {}, {}
-    with _bounded_memory(max(file.stat().st_size for file in files.values())):
+    with bounded_memory(max(file.stat().st_size for file in files.values())):
         for rank, file in sorted(files.items()):
             try:
                 dumps[rank] = parse(_bytes(file), rank, str(file))
@@ -90,7 +90,7 @@ def _bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def _bounded_memory(size: int) -> Iterator[None]:
+def bounded_memory(size: int) -> Iterator[None]:
     """A damaged pickle may ask for 64 GiB in one opcode (LONG_BINPUT): make that a MemoryError."""
     try:
         import resource

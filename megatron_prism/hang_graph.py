@@ -61,6 +61,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
     rank, _ = odd.most_common(1)[0]
     first = next(f for f in findings if rank in f.ranks)
     ranks = graph.classes.ranks(int(graph.classes.of[rank])).tolist()
+    sure = any(rank in _rarer(graph, set(f.ranks)) for f in findings)
     members = graph.groups[first.group].group(rank).tolist()
     op = first.picture.partition(f"#{first.number} ")[2].split()
     name = op[1] if len(op) > 1 else ""
@@ -73,6 +74,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
         first.group,
         name,
         first.number,
+        "certain" if sure else "possible",
         evidence=tuple(f"{f.kind} in {f.group}, call #{f.number}: {f.likely}" for f in findings),
         chain=tuple(first.picture.splitlines()),
     )

@@ -67,9 +67,10 @@ class State:
             for name, group in dump.groups.items():
                 if group.ranks:
                     seen[name][group] += 1
+        listed = set(seen)
         for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
             for entry in dump.entries:
-                if entry.group not in seen and entry.group not in dump.groups:
+                if entry.group not in listed:
                     seen[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
         for name, versions in seen.items():
             if len(versions) > 1 and all(len(g.ranks) == 1 for g in versions):

@@ -1,0 +1,220 @@
+"""Dumps are read whatever their format, what is foreign is refused, and nothing in them runs."""
+
+import json
+import os
+import pickle
+import random
+import re
+
+import pytest
+from hang_cases import WORLDS, named
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_graph import healthy
+
+from megatron_prism import flight_export, flight_recorder, hang, quiescence
+from megatron_prism.errors import DumpError, UsageError
+from megatron_prism.flight_dump import DumpSet
+
+WORLD = WORLDS[0]
+STATE = quiescence.run(healthy(WORLD), {5: quiescence.Fault(host=6)})
+VALUE = flight_export.dump_of(STATE, 4)
+VERSIONS = [f"2.{minor}" for minor in range(11)]
+
+
+class Evil:
+    def __init__(self, function, *words):
+        self.call = (function, words)
+
+    def __reduce__(self):
+        return self.call
+
+
+def written(folder, **how):
+    return flight_export.write(STATE, folder / "d", **how)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_version_says_the_same(version, as_json, tmp_path):
+    found = flight_recorder.read(written(tmp_path, version=version, as_json=as_json))
+    assert {dump.version for dump in found.dumps.values()} == {version}
+    assert named(hang.of_dumps(found)) == {5}
+
+
+@pytest.mark.parametrize("prefix", ["_dump_", "nccl_trace_rank_", "comm_lib_trace_rank_", "h1-"])
+def test_file_names_end_in_the_rank(prefix, tmp_path):
+    folder = written(tmp_path, prefix=prefix)
+    (folder / "fault_injection.log").write_text("no dump")
+    assert sorted(flight_recorder.read(folder).dumps) == list(range(16))
+
+
+def test_what_was_written_is_what_is_read():
+    dump = flight_recorder.parse(pickle.dumps(VALUE, protocol=2), 4)
+    assert len(dump.entries) == len(VALUE["entries"])
+    assert {g.desc for g in dump.groups.values()} == set(STATE.groups) - {"EMBEDDING_GROUP"}
+    assert [(e.op, e.to >= 0) for e in dump.entries[:3]] == [
+        ("recv", True), ("all_reduce", False), ("all_gather", False)
+    ]  # fmt: skip
+    assert dump.entries[1].numbers == ((64,), (64,))
+    assert dump.entries[1].site == "mappings.py:31"
+
+
+def test_pg_status_is_mapped_without_entries():
+    """Ids are a rank's own count; in ascending order they belong to the names."""
+    bare = flight_recorder.parse(pickle.dumps({**VALUE, "entries": []}), 4)
+    full = flight_recorder.parse(pickle.dumps(VALUE), 4)
+    assert bare.status == full.status
+    fewer = {**VALUE, "entries": [], "pg_config": dict(list(VALUE["pg_config"].items())[1:])}
+    assert flight_recorder.parse(pickle.dumps(fewer), 4).notes
+
+
+def test_values_may_be_text_as_in_json():
+    status = {i: {k: str(v) for k, v in s.items()} for i, s in VALUE["pg_status"].items()}
+    text = json.dumps({**VALUE, "pg_status": status}).encode()
+    assert (
+        flight_recorder.parse(text, 4).status
+        == flight_recorder.parse(pickle.dumps(VALUE), 4).status
+    )
+
+
+def test_a_truncated_dump_is_a_missing_one(tmp_path):
+    folder = written(tmp_path, active_only=True)
+    (folder / "_dump_5").write_bytes((folder / "_dump_5").read_bytes()[:100])
+    found = flight_recorder.read(folder)
+    assert list(found.unreadable) == [5]
+    verdict = hang.of_dumps(found)
+    assert (named(verdict), verdict.verdict) == ({5}, "missing dump")
+    assert any("_dump_5" in line for line in verdict.missing)
+
+
+def test_groups_absent_from_pg_config_are_known_from_calls():
+    values = {r: flight_export.dump_of(STATE, r) for r in range(16)}
+    for value in values.values():
+        value["pg_config"] = {}
+    dumps = {r: flight_recorder.parse(pickle.dumps(v), r) for r, v in values.items()}
+    found = hang.of_dumps(DumpSet(dumps))
+    assert named(found) <= {5}
+    assert any("known from its calls" in line for line in found.missing)
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        Evil(os.system, "touch HIT"),
+        Evil(eval, "open('HIT', 'w')"),
+        {"version": "2.10", "entries": [Evil(os.system, "touch HIT")]},
+        {"version": "2.10", "pg_config": {"0": Evil(exec, "open('HIT', 'w')")}},
+        Evil(print, "x"),
+    ],
+)
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = written(tmp_path)
+    (folder / "_dump_3").write_bytes(pickle.dumps(evil, protocol=protocol))
+    with pytest.raises(DumpError, match="nothing was executed"):
+        flight_recorder.read(folder)
+    assert not (tmp_path / "HIT").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no dump, or damaged"),
+        (b"{", "no dump, or damaged"),
+        (b"[" * 100_000, "no dump, or damaged"),
+        (b"\x80\x02r\xff\xff\xff\xff.", "no dump, or damaged"),
+        (pickle.dumps([1]), "not a dict"),
+        (pickle.dumps({"version": "1.5"}), "version '1.5'"),
+        (pickle.dumps({"version": "2.10", "entries": {"x": 1}}), "entries is a dict"),
+        (pickle.dumps({"version": "2.10", "entries": [{}]}), "entry|process_group"),
+        (b'{"version": "2.9", "pg_config": {"0": {"ranks": "[0, 0]"}}}', "cannot be"),
+        (b'{"version": "2.9", "pg_status": {"0": {"last_enqueued_collective": "x"}}}', "number"),
+    ],
+)
+def test_foreign_files_are_explained(data, says, tmp_path):
+    (tmp_path / "_dump_0").write_bytes(data)
+    with pytest.raises(DumpError, match=says) as caught:
+        flight_recorder.read(tmp_path)
+    assert caught.value.exit_code == 2
+    assert caught.value.fix
+
+
+def test_folders_that_cannot_be(tmp_path):
+    with pytest.raises(DumpError, match="no folder"):
+        flight_recorder.read(tmp_path / "x")
+    with pytest.raises(DumpError, match="ends in a rank"):
+        flight_recorder.read(tmp_path)
+    folder = written(tmp_path)
+    with pytest.raises(UsageError, match="not empty"):
+        written(tmp_path)
+    (folder / "other_3").write_bytes(b"")
+    with pytest.raises(DumpError, match="both of rank 3"):
+        flight_recorder.read(folder)
+
+
+# -- fuzzing --------------------------------------------------------------------------------------
+DUMPS = [
+    {r: flight_export.dump_of(STATE, r, active_only=active) for r in range(16)}
+    for active in (False, True)
+]
+FILES = [{r: pickle.dumps(v, protocol=2) for r, v in dumps.items()} for dumps in DUMPS]
+ODD = [None, -1, 1 << 70, "", "x", [], {}, [[]], 1.5, True, b"x", "[0, 1]", "nccl:send 9->9"]
+
+
+def mutated(rng):
+    """Damaged bytes, or a well-formed file with wrong values."""
+    which = rng.randrange(2)
+    files = dict(FILES[which])
+    for rank in rng.sample(range(16), rng.randrange(4)):
+        del files[rank]
+    for rank in rng.sample(sorted(files), rng.randint(1, 3)):
+        if rng.random() < 0.5:
+            data = bytearray(files[rank])
+            for _ in range(rng.randint(1, 8)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            files[rank] = bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        else:
+            files[rank] = pickle.dumps(spoilt(rng, DUMPS[which][rank]))
+    return files
+
+
+def spoilt(rng, value, depth=0):
+    """A copy in which something is something else."""
+    if isinstance(value, dict | list) and value and (depth < 2 or rng.random() < 0.7):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key, copy = rng.choice(keys), value.copy()
+        if rng.random() < 0.1:
+            del copy[key]
+        else:
+            copy[key] = spoilt(rng, copy[key], depth + 1)
+        return copy
+    return rng.choice(ODD)
+
+
+def survive(seed):
+    dumps, broken = {}, {}
+    for rank, data in mutated(random.Random(seed)).items():
+        try:
+            dumps[rank] = flight_recorder.parse(data, rank)
+        except DumpError as error:
+            broken[rank] = error.message
+    found = hang.of_dumps(DumpSet(dumps, broken))
+    json.dumps(found.to_json(), allow_nan=False)
+    assert str(found)
+    assert found.exit_code in (0, 1, 3)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 1 << 62))
+def test_300_mutated_sets_give_a_verdict_or_a_clear_error(seed):
+    with flight_recorder.bounded_memory(1 << 20):
+        survive(seed)
+
+
+@pytest.mark.slow
+def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
+    with flight_recorder.bounded_memory(1 << 20):
+        for seed in range(10_000):
+            survive(seed)
