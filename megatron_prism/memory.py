@@ -163,7 +163,7 @@ def _origin(
     if kind or not (site or module):
         return kind or "other", module, site
     at = min(int(row["before"]), len(program) - 1)
-    if row["before"] == 0 and freed is None:
+    if row["before"] == 0:  # left by what came before the iteration
         return "other", module, site
     phase = program[at].phase
     beyond = freed is None or freed > int(ends[at]) + 1

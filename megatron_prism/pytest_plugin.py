@@ -1,13 +1,148 @@
-"""What does pytest get from an installed megatron_prism?  For now one line that says it is there.
+"""What does pytest get from an installed megatron_prism?  A line that says it is there, and a guard
+of peak memory::
 
-Loaded by every pytest run of the environment, so it imports nothing.
+    @pytest.mark.prism_memory(job="llama3-70b_1024gpu_tp8pp4vp5_h200", limit="80GiB")
+    def test_memory(prism_memory):
+        prism_memory.check()
+
+The job is a shipped recipe, a recipe's file, or programs that were captured.  Its baseline lies
+beside the test (``prism_memory/<test>.json``).  ``--prism-mem-update`` writes it anew; a missing
+one is written too, except under CI, where it fails.  A job that fails never becomes the baseline.
+Loaded by every pytest run of the environment, so the package is imported only when it is used.
 """
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_prism import __version__
 
-__all__ = ["pytest_report_header"]
+__all__ = ["MemoryGuard", "prism_memory", "pytest_addoption", "pytest_report_header"]
+
+_KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom")
 
 
 def pytest_report_header() -> str:
     """Which version's emulation the tests may use; see ``megatron_prism.__init__`` for the map."""
     return f"megatron_prism: {__version__}"
+
+
+def pytest_addoption(parser: Any) -> None:
+    """``--prism-mem-update``."""
+    parser.getgroup("megatron_prism").addoption(
+        "--prism-mem-update",
+        action="store_true",
+        help="write the memory baselines of the tests that ran, instead of comparing",
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    """The marker."""
+    config.addinivalue_line(
+        "markers",
+        f"prism_memory({'=, '.join(_KEYS)}=): what the fixture prism_memory checks",
+    )
+
+
+@pytest.fixture
+def prism_memory(request: Any, record_property: Any) -> MemoryGuard:
+    """Peaks of a job against the baseline of this test."""
+    given: dict[str, Any] = {}
+    for mark in reversed(list(request.node.iter_markers("prism_memory"))):
+        unknown = set(mark.kwargs) - set(_KEYS)
+        if mark.args or unknown:
+            pytest.fail(
+                f"the marker prism_memory takes {', '.join(_KEYS)}, not {mark.args or unknown}",
+                pytrace=False,
+            )
+        given |= mark.kwargs
+    name = re.sub(r"[^\w.-]+", "_", request.node.name).strip("_")
+    place = request.path.parent / "prism_memory" / f"{request.path.stem}-{name}.json"
+    update = request.config.getoption("--prism-mem-update")
+    return MemoryGuard(given, place, update, record_property)
+
+
+class MemoryGuard:
+    """The fixture's value; ``check`` may be called once per baseline."""
+
+    def __init__(self, given: dict[str, Any], place: Path, update: bool, record: Any) -> None:
+        self.given, self.place, self.update, self.record = given, place, update, record
+
+    def check(self, job: Any = None, **more: Any) -> None:
+        """Fail if a class of ``job`` grew beyond ``tol_bytes`` or exceeds ``limit - headroom``.
+
+        job      : name or file of a recipe, captured programs (a path or Programs)
+        settings : key=value words of the recipe
+        baseline : another file than the test's own
+        """
+        from megatron_prism import memory_baseline
+        from megatron_prism.errors import PrismError
+
+        wanted = self.given | more | ({} if job is None else {"job": job})
+        unknown = set(wanted) - set(_KEYS)
+        if unknown or "job" not in wanted:
+            pytest.fail(
+                f"prism_memory.check takes {', '.join(_KEYS)}; job is needed", pytrace=False
+            )
+        path = Path(wanted.get("baseline") or self.place)
+        try:
+            limit = _limit(wanted)
+            after = memory_baseline.measure(_programs(wanted["job"], wanted.get("settings", ())))
+            for name, one in after.classes.items():
+                self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
+            there = path.exists()
+            if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
+                pytest.fail(
+                    f"{path} is missing; write it: pytest --prism-mem-update", pytrace=False
+                )
+            fresh = self.update or not there
+            before = after if fresh else memory_baseline.load(path)
+            tol = _size(wanted.get("tol_bytes", 0))
+            changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit)
+            failed = [change for change in changes if change.fails]
+            if fresh and not failed:
+                memory_baseline.save(after, path, force=True)
+        except PrismError as error:
+            pytest.fail(str(error), pytrace=False)
+        if failed:
+            from megatron_prism.cli_memory import describe
+
+            pytest.fail("\n".join(map(describe, failed)), pytrace=False)
+
+
+def _size(value: Any) -> int:
+    from megatron_prism.errors import UsageError
+    from megatron_prism.units import parse_bytes
+
+    size = parse_bytes(value)
+    if size < 0:
+        raise UsageError(f"{value} is below 0", fix="64MiB")
+    return size
+
+
+def _limit(wanted: dict[str, Any]) -> int | None:
+    if wanted.get("limit") is None:
+        return None
+    return _size(wanted["limit"]) - _size(wanted.get("headroom") or 0)
+
+
+def _programs(job: Any, settings: Any) -> Any:
+    """Programs as they are, opened, or captured from a recipe."""
+    from megatron_prism import recipe as recipes
+    from megatron_prism.programs import Programs
+    from megatron_prism.slices import open_programs
+
+    if isinstance(job, Programs):
+        return job
+    if Path(job).exists() and Path(job).suffix not in (".yaml", ".yml"):
+        return open_programs(job)
+    from megatron_prism.plugin.capture import capture
+
+    with tempfile.TemporaryDirectory() as folder:
+        return capture(recipes.load(str(job), list(settings)), Path(folder) / "slices")

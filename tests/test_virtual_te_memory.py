@@ -16,13 +16,13 @@ from megatron_prism.tiers.virtual_te.linear import Linear
 @pytest.fixture
 def live():
     """Live bytes of a meta run that takes its workspaces anew."""
-    held = {kind: list(tensors) for kind, tensors in base._workspaces.items()}
-    for tensors in base._workspaces.values():
+    held = {kind: list(tensors) for kind, tensors in base.workspaces.items()}
+    for tensors in base.workspaces.values():
         tensors.clear()
     with LiveBytes("meta") as counter:
         yield counter
     for kind, tensors in held.items():
-        base._workspaces[kind][:] = tensors
+        base.workspaces[kind][:] = tensors
 
 
 def meta(*shape, **kwargs):

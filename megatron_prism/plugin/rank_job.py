@@ -69,7 +69,7 @@ def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, 
     job = RankJob(recipe, proof, tier, emit)
     built = time.perf_counter()
     before = None
-    recorder = _recorder(rank, tier) if slices is not None else None
+    recorder = _recorder(rank, tier, job) if slices is not None else None
     for iteration in range(recipe.train.iterations):
         before = world.tally.copy()
         if recorder is not None and iteration == recipe.train.iterations - 1:
@@ -87,11 +87,12 @@ def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, 
     return summary
 
 
-def _recorder(rank: int, tier: Any) -> Any:
+def _recorder(rank: int, tier: Any, job: Any) -> Any:
     from megatron_prism.slicer import watch
     from megatron_prism.slicer.recorder import Recorder
 
     recorder = Recorder(rank, tier.name, tier.live)
+    recorder.owned_by(job.model, job.optimizer)
     watch.install(recorder)
     return recorder
 

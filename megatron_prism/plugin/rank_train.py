@@ -97,7 +97,6 @@ class RankJob:
         recorder = self.proof.recorder
         start = time.perf_counter()
         if recorder is not None:
-            recorder.owned_by(chunks, self.optimizer)
             recorder.start()
         with self.proof.iteration(self.optimizer, chunks):
             for chunk in chunks:

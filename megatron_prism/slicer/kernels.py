@@ -70,10 +70,9 @@ class Meter:
 
     def moved(self, storage: int, num_bytes: int) -> str:
         """A storage came to be, grew or (negative) went; returns whose it is, if that is known."""
-        if self.memory is None or not num_bytes:
-            return ""
         note = self.note() if num_bytes > 0 and self.note is not None else ""
-        self.memory(storage, num_bytes, note)
+        if self.memory is not None and num_bytes:
+            self.memory(storage, num_bytes, note)
         return note
 
     def take(self) -> Work:

@@ -127,7 +127,7 @@ class Owners:
         """Storage address -> note, of parameters, gradients and the optimizer's tensors."""
         found: dict[int, dict[str, None]] = {}
         kinds: dict[int, str] = {}
-        for tensors in (self._of_models(), self._of_optimizer()):
+        for tensors in (self._of_models(), self._of_optimizer(), _workspaces()):
             known = set(found)  # main gradients are pieces of the model's buffers
             for kind, name, tensor in tensors:
                 if isinstance(tensor, torch.Tensor):
@@ -157,6 +157,13 @@ class Owners:
             for state in (getattr(inner, "state", None) or {}).values():
                 for name, tensor in state.items() if isinstance(state, dict) else ():
                     yield "optim", str(name), tensor
+
+
+def _workspaces() -> Iterator[tuple[str, str, Any]]:
+    """What the virtual Transformer Engine holds, if it is in use."""
+    base = sys.modules.get("megatron_prism.tiers.virtual_te.base")
+    for tensors in getattr(base, "workspaces", {}).values():
+        yield from (("other", "cuBLAS workspace", tensor) for tensor in tensors)
 
 
 def _together(names: list[str]) -> str:

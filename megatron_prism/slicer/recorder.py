@@ -66,13 +66,17 @@ class Recorder:
             standing = self.owners.standing()
             for storage, num_bytes, key, note in self._alive():
                 self._builder.memory(storage, num_bytes, standing.get(key, note))
-            self.meter.memory, self.meter.note = self._builder.memory, self.owners.note
-            self.owners.install()
+            self.meter.memory = self._builder.memory
         self._open()
 
     def owned_by(self, models: Any, optimizer: Any) -> None:
-        """Whose memory it is: the rank's model chunks and its optimizer."""
+        """Whose memory it is: the rank's model chunks and its optimizer.  From here on storages are
+        noted, so that what an iteration leaves to the next has a place too."""
+        self.owners.remove()
         self.owners = Owners(models, optimizer)
+        if self.meter is not None:
+            self.owners.install()
+            self.meter.note = self.owners.note
 
     def stop(self) -> Recording:
         """What was recorded since ``start``."""

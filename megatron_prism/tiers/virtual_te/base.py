@@ -32,7 +32,7 @@ __all__ = [
 
 WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
 GROUPED_WORKSPACES = 4  # one per compute stream (common/util/multi_stream.cpp:50 @v2.9)
-_workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
 _dummies: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
@@ -41,7 +41,7 @@ def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> to
 
     ``grouped`` products have workspaces of their own, one per stream (base.py:95 @v2.9).
     """
-    held = _workspaces[grouped]
+    held = workspaces[grouped]
     if not held and like is not None and like.is_meta:
         for _ in range(GROUPED_WORKSPACES if grouped else 1):
             held.append(like.new_empty(WORKSPACE_BYTES, dtype=torch.uint8))

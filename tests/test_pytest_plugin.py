@@ -1,0 +1,117 @@
+"""The fixture ``prism_memory`` in a pytest of its own: guards, updates, refuses."""
+
+import json
+
+import pytest
+
+import megatron_prism.memory_baseline  # noqa: F401 - numpy loads once per process
+
+pytest_plugins = ["pytester"]
+
+PROGRAM = """prism-program 1
+world size=2
+source tier=meta torch=2.13.0
+program ranks=0-1
+- alloc storage=0 bytes=1000 note="decoder.mlp @core/transformer/mlp.py:5"
+0F compute kernels=1
+O compute kernels=1
+"""
+TEST = """
+import pytest
+
+@pytest.mark.prism_memory(job="job.txt", tol_bytes={tol!r}, limit={limit!r})
+def test_peak(prism_memory):
+    prism_memory.check()
+"""
+BASELINE = "prism_memory/test_x-test_peak.json"
+
+
+@pytest.fixture
+def job(pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+
+    def write(size=1000, tol=0, limit=None, program=PROGRAM):
+        (pytester.path / "job.txt").write_text(program.replace("bytes=1000", f"bytes={size}"))
+        pytester.makepyfile(test_x=TEST.format(tol=tol, limit=limit))
+
+    write()
+    return write
+
+
+def run(pytester, *words):
+    plugins = () if has_entry_point() else ("-p", "megatron_prism.pytest_plugin")
+    return pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *plugins, *words)
+
+
+def has_entry_point():
+    from importlib.metadata import entry_points
+
+    return any(e.value == "megatron_prism.pytest_plugin" for e in entry_points(group="pytest11"))
+
+
+def test_a_missing_baseline_is_written_and_then_guards(pytester, job):
+    run(pytester).assert_outcomes(passed=1)
+    assert (pytester.path / BASELINE).exists()
+    run(pytester).assert_outcomes(passed=1)
+    job(size=1001)
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*grown +1 B*", "*core/transformer/mlp.py:5*"])
+
+
+def test_under_ci_a_missing_baseline_fails(pytester, job, monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*is missing; write it: pytest --prism-mem-update*"])
+    assert not (pytester.path / BASELINE).exists()
+    run(pytester, "--prism-mem-update").assert_outcomes(passed=1)
+    run(pytester).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(("size", "tol", "fails"), [(1512, "512 B", 0), (1513, 512, 1)])
+def test_the_tolerance_is_exact(pytester, job, size, tol, fails):
+    run(pytester).assert_outcomes(passed=1)
+    job(size=size, tol=tol)
+    run(pytester).assert_outcomes(passed=1 - fails, failed=fails)
+
+
+@pytest.mark.parametrize(("limit", "fails"), [("2MiB", 0), (2097151, 1), ("2 qB", 1)])
+def test_the_limit(pytester, job, limit, fails):
+    job(limit=limit)
+    run(pytester).assert_outcomes(passed=1 - fails, failed=fails)
+    assert (pytester.path / BASELINE).exists() == (not fails)
+
+
+def test_update_takes_growth_but_no_run_that_failed(pytester, job):
+    run(pytester).assert_outcomes(passed=1)
+    job(size=5000)
+    run(pytester, "--prism-mem-update").assert_outcomes(passed=1)
+    kept = (pytester.path / BASELINE).read_text()
+    assert json.loads(kept)["classes"]["all"]["peak_allocated"] == 5000
+    job(program=PROGRAM.replace("O compute kernels=1\n", ""))
+    result = run(pytester, "--prism-mem-update")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*made no optimizer step*"])
+    assert (pytester.path / BASELINE).read_text() == kept
+
+
+def test_another_version_is_not_compared(pytester, job):
+    run(pytester).assert_outcomes(passed=1)
+    job(program=PROGRAM.replace("torch=2.13.0", "torch=2.14.0"))
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*not comparable: torch 2.13.0, now 2.14.0*"])
+
+
+def test_figures_are_in_the_junit_report(pytester, job):
+    run(pytester, "--junitxml=report.xml").assert_outcomes(passed=1)
+    text = (pytester.path / "report.xml").read_text()
+    assert 'name="prism_memory[all].peak_allocated" value="1000"' in text
+
+
+def test_a_typo_in_the_marker(pytester, job):
+    pytester.makepyfile(test_x=TEST.format(tol=0, limit=None).replace("limit=", "limits="))
+    result = run(pytester)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*marker prism_memory takes job, settings*"])
