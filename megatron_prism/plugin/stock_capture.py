@@ -15,6 +15,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+from megatron_prism import programs
 from megatron_prism.errors import UsageError
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
@@ -45,11 +46,22 @@ class StockCapture:
     def __init__(self, options: Any, tier: Any, source: dict[str, str]) -> None:
         self.store = SliceStore(options.capture, options.world, source)
         self.rank, self.tier = options.rank, tier
+        self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
+
+    def _check_others(self, force: bool) -> None:
+        """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
+        there = self.store.ranks() if self.store.folder.is_dir() and not force else ()
+        for rank in there:
+            try:
+                self.store.check(programs.load(self.store.path(rank)), self.store.path(rank))
+            except UsageError as error:
+                fix = "--prism-force replaces them rank by rank, or name another folder"
+                raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
 
     def before(self, number: int, wanted: int, proof: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""

@@ -1,0 +1,43 @@
+"""--prism-capture into a folder that holds something: said before the training, not after it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_prism.errors import UsageError
+from megatron_prism.ops import Op
+from megatron_prism.plugin.stock_capture import StockCapture, check_free
+from megatron_prism.program import Program
+from megatron_prism.slices import SliceStore
+from megatron_prism.world import World
+
+TIER = SimpleNamespace(name="cpu")
+
+
+def options(folder, force=False):
+    return SimpleNamespace(capture=folder, world=World(8), rank=4, force=force)
+
+
+def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
+    store = SliceStore(tmp_path, World(8), {"arguments": "old"})
+    store.put(Program.from_ops(0, [Op("compute", ns=1)]))
+    StockCapture(options(tmp_path), TIER, {"arguments": "old"})
+    with pytest.raises(UsageError, match="slice-000000.*arguments old, not new") as caught:
+        StockCapture(options(tmp_path), TIER, {"arguments": "new"})
+    assert "--prism-force" in caught.value.fix
+    StockCapture(options(tmp_path, force=True), TIER, {"arguments": "new"})
+    store.path(0).write_bytes(b"PK")
+    with pytest.raises(UsageError, match="slice-000000.*damaged"):
+        StockCapture(options(tmp_path), TIER, {"arguments": "old"})
+
+
+def test_places_that_are_free_or_not(tmp_path):
+    check_free(tmp_path / "new", 4, False)
+    StockCapture(options(tmp_path / "new"), TIER, {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        check_free(tmp_path / "file", 4, True)
+    (tmp_path / "slice-000004.prism").write_text("")
+    with pytest.raises(UsageError, match="is not overwritten"):
+        check_free(tmp_path, 4, False)
+    check_free(tmp_path, 4, True)
