@@ -2,9 +2,9 @@
 
 In : ClassMemory of every class, and where they are from.  Out: JSON that a person reviews (sorted
 keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of
-allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated; reserved is
-reported and not guarded, since it is modelled.  Baselines of another job, version or tier are never
-compared.
+allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated;
+reserved is reported and not guarded, since it is modelled.  Baselines of another job, version or
+tier are never compared.
 """
 
 from __future__ import annotations

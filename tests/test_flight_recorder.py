@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import random
-import re
 
 import pytest
 from hang_cases import WORLDS, named
