@@ -209,4 +209,4 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     hoarded = [g for g in hoarded if g.module.endswith("decoder.layers.*.mlp") and g.num_bytes > 0]
     assert {g.kind for g in hoarded} == {"act", "other"}  # of this iteration, and of earlier ones
     assert all(g.num_bytes % copy == 0 for g in hoarded), grown
-    assert sum(g.num_bytes for g in hoarded) > (grown.after - grown.before) * 0.9
+    assert sum(g.num_bytes for g in hoarded) >= 4 * 2 * 2 * copy  # layers, microbatches in flight
