@@ -195,8 +195,16 @@ def _describe(
     same: np.ndarray,
 ) -> Classes:
     need_of = [needs[programs.program_of[rank]] for rank in first]
+    known: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}  # counted once per group
+
+    def count(name: str, rank: int) -> tuple[tuple[int, int], ...]:
+        key = (name, int(groups[name].group_of[rank]))
+        if key not in known:
+            known[key] = _count(colour[groups[name].group(rank)])
+        return known[key]
+
     members = tuple(
-        {name: _count(colour[groups[name].group(rank)]) for name in sorted(need.groups)}
+        {name: count(name, rank) for name in sorted(need.groups)}
         for rank, need in zip(first, need_of, strict=True)
     )
     partners: list[dict[tuple[str, int], int]] = [{} for _ in first]

@@ -62,7 +62,7 @@ class WorldGraph:
             f"{self.num_ops():,} ops of which {sum(map(len, self.program_list)):,} are distinct"
         )
 
-    @property
+    @cached_property
     def program_list(self) -> list[Program]:
         """The program of every class."""
         return [self.programs.programs[index] for index in self.classes.programs]
@@ -95,6 +95,8 @@ class _Joiner:
         self.graph = graph
         self.of = [np.full(len(p), -1, dtype=np.int64) for p in graph.program_list]
         self.blocks: dict[object, int] = {}
+        self.sets: dict[tuple[int, ...], int] = {}  # which classes meet -> a number for them
+        self.together: dict[int, int] = {}
         self.count = 0
 
     def _block(self, key: object, length: int) -> int:
@@ -113,8 +115,11 @@ class _Joiner:
         program = self.graph.program_list[index]
         for name, found in program.groups().items():
             found = found[IS_COLLECTIVE[program.ops["name"][found]]]
-            together = tuple(c for c, _ in self.graph.classes.members[index][name])
-            first = self._block((name, together), len(found))
+            counts = self.graph.classes.members[index][name]
+            if id(counts) not in self.together:  # classes of one group share one ``counts``
+                who = tuple(c for c, _ in counts)
+                self.together[id(counts)] = self.sets.setdefault(who, len(self.sets))
+            first = self._block((name, self.together[id(counts)]), len(found))
             self.of[index][found] = first + np.arange(len(found))
 
     def _pairs(self, index: int) -> None:

@@ -116,17 +116,21 @@ class _Checker:
     def collectives(self) -> Iterator[Finding]:
         """One finding per pair of classes that meet and disagree."""
         met: set[tuple[str, int, int]] = set()
+        done: dict[tuple[str, int], object] = {}  # classes of one group share one ``counts``
         for index, members in enumerate(self.classes.members):
             for name, counts in members.items():
                 if not counts:
                     yield self._stranger(index, name)
                     continue
                 roots = self.program(index).ops["root"][self.fifo(index, name)]
-                size = sum(count for _, count in counts)
+                size = len(self.groups[name].group(self.classes.representatives[index]))
                 if (outside := roots >= size).any():
                     at = int(outside.argmax())
                     likely = f"there is no group rank {roots[at]} in a group of {size}"
                     yield self._one(index, name, self.fifo(index, name), "root", at, likely)
+                if (name, id(counts)) in done:
+                    continue
+                done[name, id(counts)] = counts
                 model = self._majority(counts)
                 for other, _ in counts:
                     key = (name, model, other)

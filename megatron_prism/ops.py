@@ -24,6 +24,7 @@ nanoseconds, sizes whole bytes; -1 in a number of an op means that it is unknown
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -165,6 +166,7 @@ def label(phase: str, microbatch: int, chunk: int) -> str:
     return f"{before}{letter}{chunk if chunk >= 0 else ''}"
 
 
+@cache
 def limits(field: str) -> tuple[int, int]:
     """The smallest and the largest number that a column (or a ``rank``) holds; -1 is unknown.
 

@@ -395,3 +395,15 @@ def test_memberships_are_the_worlds_groups(world):
             assert tuple(made.group(rank)) == expected
             if expected:
                 assert made.position[rank] == expected.index(rank)
+
+
+def test_classes_of_one_group_share_what_they_know_of_it():
+    """4,096 different ranks in one group took 2 GB and half a minute before they did."""
+    ops = [[Op("compute", ns=rank), Op("barrier", "default_pg")] for rank in range(64)]
+    made = graph.build(
+        Programs.one_per_rank([Program.from_ops(rank, one) for rank, one in enumerate(ops)])
+    )
+    assert len(made.classes) == 64
+    assert len({id(members["default_pg"]) for members in made.classes.members}) == 1
+    assert made.check() == []
+    assert len(made.rendezvous) == 1
