@@ -185,9 +185,9 @@ def calibrate(args: argparse.Namespace) -> int:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
     settings = _settings(args.settings, ("processes",))
     count = settings.get("processes")
-    if count is not None and not count.isdigit():
+    if count is not None and not (count.isascii() and count.isdigit() and len(count) < 5):
         raise UsageError(f"processes={count} is no number", fix="processes=4")
     calibrating.calibrate(
-        args.out, int(count) if count else None, force=args.force, console=console()
+        args.out, None if count is None else int(count), force=args.force, console=console()
     )
     return 0

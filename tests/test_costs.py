@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_prism import cli
 from megatron_prism.costs.collective import read_calibration
 from megatron_prism.costs.machine import machine, machines
 from megatron_prism.errors import UsageError
@@ -67,3 +68,22 @@ def test_the_same_measurement_twice_is_one(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"format": 1, "source": "x", "collectives": [row(), row()]}))
     assert read_calibration(path).look_up("all_reduce", 2, 1 << 20) == 5000
+
+
+@pytest.mark.parametrize(
+    ("out", "words", "says"),
+    [
+        ("c.json", ["processes=\u00b2"], "is no number"),
+        ("c.json", ["processes=99999"], "is no number"),
+        ("c.json", ["processes=0"], "nobody to talk to"),
+        ("c.json", ["processes=1"], "nobody to talk to"),
+        ("no/c.json", [], "cannot write a file"),
+        (".", ["--force"], "cannot write a file"),
+        ("there.json", [], "not overwritten"),
+    ],
+)
+def test_a_calibration_that_cannot_be_is_refused_before_it_runs(tmp_path, capsys, out, words, says):
+    pytest.importorskip("torch")
+    (tmp_path / "there.json").write_text("{}")
+    assert cli.main(["calibrate", "-o", str(tmp_path / out), *words]) == 2
+    assert says in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +22,14 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
 
     UsageError if ``out`` is taken or there is nothing to measure; PrismError if a process failed.
     """
-    import torch
-
     if out.exists() and not force:
         raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
+    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):  # before the minute it takes
+        raise UsageError(f"cannot write a file {out}", fix="name another with -o FILE.json")
+    import torch
+
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = num_processes or devices or 2
+    count = (devices or 2) if num_processes is None else num_processes
     if count < 2:
         raise UsageError("one device has nobody to talk to", fix="calibrate on 2 or more GPUs")
     if devices and count > devices:
