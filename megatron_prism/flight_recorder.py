@@ -13,6 +13,7 @@ if there are as many of each; otherwise the status of those groups is left out a
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -43,7 +44,8 @@ def read(folder: str | os.PathLike[str]) -> DumpSet:
     """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
     files = _files(Path(folder))
     dumps, broken = {}, {}
-    with bounded_memory(max(file.stat().st_size for file in files.values())):
+    # values without cycles by the million: looking for cycles would cost more than reading
+    with bounded_memory(max(file.stat().st_size for file in files.values())), _no_collector():
         for rank, file in sorted(files.items()):
             try:
                 dumps[rank] = parse(_bytes(file), rank, str(file))
@@ -90,6 +92,17 @@ def _bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def bounded_memory(size: int) -> Iterator[None]:
     """A damaged pickle may ask for 64 GiB in one opcode (LONG_BINPUT): make that a MemoryError."""
     try:
@@ -97,7 +110,7 @@ def bounded_memory(size: int) -> Iterator[None]:
 
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_AS)
-        limit = now + (3 << 30) + 64 * size
+        limit = now + (8 << 30) + 64 * size
         if before[0] != resource.RLIM_INFINITY:
             limit = min(limit, before[0])
         resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))

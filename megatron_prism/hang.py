@@ -142,13 +142,13 @@ class _Judge:
     def _passed(self, rank: int) -> bool:
         """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
         state = self.state
-        mine, counts = _open(state, rank), _counts(state, rank)
+        mine, counts = state.opened(rank), state.counts(rank)
         passed = level = 0
         for other in state.siblings[state.role.get(rank, 0)]:
-            theirs = _counts(state, other)
+            theirs = state.counts(other)
             common = counts.keys() & theirs.keys()
             level += all(theirs[k] == counts[k] for k in common)
-            if mine <= _open(state, other) and all(theirs[k] >= counts[k] for k in common):
+            if mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common):
                 passed += any(theirs[k] > counts[k] for k in common)
         return passed >= max(1, level)
 
@@ -271,15 +271,6 @@ class _Judge:
             tuple(chain),
             self.state.lacks(),
         )
-
-
-def _open(state: State, rank: int) -> set[tuple[str, bool, int]]:
-    return {(e.desc, e.pair, e.seq) for e in state.outstanding[rank]}
-
-
-def _counts(state: State, rank: int) -> dict[str, int]:
-    return {g.desc: state.enqueued[n, rank] for n, g in state.groups.items()
-            if (n, rank) in state.enqueued}  # fmt: skip
 
 
 def _age(entry: Entry) -> tuple[int, int]:

@@ -47,6 +47,7 @@ class State:
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
+        self._opened: dict[int, frozenset[tuple[str, bool, int]]] = {}
         self._collect_groups()
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
@@ -110,8 +111,16 @@ class State:
             last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
             if name in has or name in self.pairs or rank not in group.ranks:
                 continue
-            waits = range(max(done, last - _MOST) + 1, last + 1)
+            waits = range(max(done, last - _MOST, 0) + 1, last + 1)
             found += [_unnamed(group, seq) for seq in waits]
+        return found
+
+    @cached_property
+    def _counts(self) -> dict[int, dict[str, int]]:
+        found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
+        for (name, rank), count in self.enqueued.items():
+            if name in self.groups:
+                found[rank][self.groups[name].desc] = count
         return found
 
     # -- questions --------------------------------------------------------------------------------
@@ -119,6 +128,17 @@ class State:
         """The oldest outstanding call of ``rank``."""
         calls = self.outstanding.get(rank)
         return calls[0] if calls else None
+
+    def counts(self, rank: int) -> dict[str, int]:
+        """Description -> collectives that ``rank`` has issued."""
+        return self._counts[rank]
+
+    def opened(self, rank: int) -> frozenset[tuple[str, bool, int]]:
+        """Its outstanding calls, comparable between siblings."""
+        if rank not in self._opened:
+            calls = self.outstanding[rank]
+            self._opened[rank] = frozenset((e.desc, e.pair, e.seq) for e in calls)
+        return self._opened[rank]
 
     def other(self, rank: int, entry: Entry) -> int:
         """The global rank at the other side of a send or receive; -1 if it is not known."""
