@@ -1,8 +1,9 @@
 """What would the Flight Recorder have written?  Dumps of a standstill, one per rank.
 
-In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files
-that torch's own ``torchfrtrace`` and ``flight_recorder.read`` read alike.  The counters, states and
-names are ProcessGroupNCCL's; clocks count issued calls, since a standstill knows no time.
+In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files,
+for ``flight_recorder.read``.  torch's own ``torchfrtrace`` stops at our batched messages: the
+records that close a batch are not written yet.  The counters, states and names are
+ProcessGroupNCCL's; clocks count issued calls, since a standstill knows no time.
 """
 
 from __future__ import annotations

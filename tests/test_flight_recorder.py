@@ -213,6 +213,7 @@ def test_300_mutated_sets_give_a_verdict_or_a_clear_error(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("PRISM_FUZZ" not in os.environ, reason="minutes: set PRISM_FUZZ=1")
 def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
     with flight_recorder.bounded_memory(1 << 20):
         for seed in range(10_000):
