@@ -63,6 +63,7 @@ def test_bad_words(world, words, says, capsys):
 
 def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
     path = tmp_path / "w.txt"
-    path.write_text(TEXT + "program rank=3\n0F compute ns=1ms\n")
+    text = TEXT.replace("ranks=0-3", "ranks=0-2") + "program rank=3\n0F compute ns=1ms\n"
+    path.write_text(text)
     assert cli.main(["predict", str(path)]) == 1
     assert "calls do not match" in capsys.readouterr().err
