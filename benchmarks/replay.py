@@ -10,16 +10,14 @@ a process before that, as it does once after an installation.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from report import ROOT, Row, finish
-from world_graph import JOBS, capture
+from world_graph import captured
 
 MANY = 1 << 20
 RUNS = 3  # the best of them counts: what slows a run down is others
@@ -70,13 +68,8 @@ def measure(file: Path, what: str, size: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--keep", type=Path, help="keep the slices in this folder")
-    args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        base = args.keep or Path(temporary)
-        files = {name: capture(job, base / name.split()[0]) for name, job in JOBS.items()}
+    with captured(__doc__.partition("\n")[0]) as files:
         measure(files["dense"], "slow", 8192)  # large enough for every loop to be compiled
         for name, file in files.items():
             seconds, alone, shared, _, classes, ops = measure(file, "", 8192)

@@ -11,10 +11,12 @@ those of 8,192 ranks, and so are the sizes of their data-parallel calls).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from report import ROOT, Row, finish
@@ -66,6 +68,17 @@ def capture(job: str, folder: Path) -> Path:
     return folder / "world.prism"
 
 
+@contextlib.contextmanager
+def captured(title: str) -> Iterator[dict[str, Path]]:
+    """The worlds of JOBS by name; ``--keep DIR`` on the command line keeps their slices."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--keep", type=Path, help="keep the slices in this folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        base = args.keep or Path(temporary)
+        yield {name: capture(job, base / name.split()[0]) for name, job in JOBS.items()}
+
+
 def curve(points: list[tuple[int, float]]) -> str:
     """Seconds over ranks, a bar per world."""
     longest = max(seconds for _, seconds in points)
@@ -76,13 +89,8 @@ def curve(points: list[tuple[int, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--keep", type=Path, help="keep the slices in this folder")
-    args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        base = args.keep or Path(temporary)
-        files = {name: capture(job, base / name.split()[0]) for name, job in JOBS.items()}
+    with captured(__doc__.partition("\n")[0]) as files:
         for name, file in files.items():
             importing, loading, building, memory, found, classes, ops = measure(file, 8192)
             what = f"{name}, 8,192 ranks in {int(classes)} classes, {ops:,} ops"

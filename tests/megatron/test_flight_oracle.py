@@ -18,6 +18,7 @@ from test_pretrain import pytestmark, run  # noqa: F401 - the mark is this modul
 from megatron_prism import programs
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "flight"
+# What the recorded jobs were started with: it belongs to the recordings, benchmarks may move on.
 JOB = """
 --num-layers 16 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
 --num-query-groups 8 --ffn-hidden-size 14336 --swiglu --disable-bias-linear

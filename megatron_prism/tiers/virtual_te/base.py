@@ -96,6 +96,12 @@ def set_tp_attributes(tensor: torch.Tensor, parallel: bool, dim: int, stride: in
     tensor.partition_stride = stride
 
 
+def _divide(features: int, parts: int) -> int:
+    if features % parts:
+        raise ValueError(f"{features} features do not divide by {parts} ranks")
+    return features // parts
+
+
 def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
     """Overlap through userbuffers and other options that change what the layer does."""
     for name, value in kwargs.items():
@@ -158,6 +164,29 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group = tp_group
         self.tp_size = group_size(tp_group) if tp_group is not None else tp_size
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+
+    def set_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel_mode: str | None,
+        *,
+        bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+    ) -> None:
+        """Features of this rank's shard (after ``set_parallel``); where bias and gradients go."""
+        self.parallel_mode = parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = _divide(out_features, self.tp_size)
+        elif parallel_mode == "row":
+            self.in_features = _divide(in_features, self.tp_size)
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.tp_group = tp_group

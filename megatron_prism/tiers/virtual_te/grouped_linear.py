@@ -16,10 +16,9 @@ from megatron_prism.tiers.virtual_te.base import (
     TransformerEngineBaseModule,
     check_no_userbuffers,
     get_workspace,
-    set_tp_attributes,
     weight_gradient,
 )
-from megatron_prism.tiers.virtual_te.linear import divide, options
+from megatron_prism.tiers.virtual_te.linear import add_linear_parameters, options
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
@@ -129,33 +128,20 @@ class GroupedLinear(TransformerEngineBaseModule):
         if rest.get("single_grouped_weight") or rest.get("single_grouped_bias"):
             refuse("GroupedLinear with one grouped parameter")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
-        self.num_gemms, self.parallel_mode, self.name = num_gemms, parallel_mode, name
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = divide(out_features, self.tp_size)
-        elif parallel_mode == "row":
-            self.in_features = divide(in_features, self.tp_size)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias = bias and not return_bias
+        self.set_linear(
+            in_features,
+            out_features,
+            parallel_mode,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.num_gemms, self.name = num_gemms, name
         self.save_original_input = save_original_input
-        self.delay_wgrad_compute = delay_wgrad_compute
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
-        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
-        shape, dim = (self.out_features, self.in_features), 1 if parallel_mode == "row" else 0
         for i in range(num_gemms):
-            weight = self.add_parameter(f"weight{i}", shape, params_dtype, device, init)
-            set_tp_attributes(weight, True, dim)
-            if not bias:
-                setattr(self, f"bias{i}", torch.empty(0, dtype=weight.dtype, device=device))
-                continue
-            param = self.add_parameter(
-                f"bias{i}", shape[:1], params_dtype, device, torch.nn.init.zeros_
-            )
-            if parallel_mode == "column":
-                set_tp_attributes(param, True, 0)
-            elif parallel_mode == "row":
-                param.sequence_parallel = self.sequence_parallel
+            add_linear_parameters(self, bias, init_method, params_dtype, device, suffix=str(i))
         self.reset_parameters(defer_init=device == "meta")
 
     def forward(

@@ -19,7 +19,6 @@ from megatron_prism.tiers.virtual_te.base import (
 )
 from megatron_prism.tiers.virtual_te.linear import (
     add_linear_parameters,
-    divide,
     finish_backward,
     forward_product,
     options,
@@ -91,18 +90,20 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if return_layernorm_output or return_layernorm_output_gathered:
             refuse("LayerNormLinear that also returns the norm's output")
         self.set_parallel(tp_group, tp_size, sequence_parallel)
-        self.parallel_mode, self.name = parallel_mode, name
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = divide(out_features, self.tp_size)
+        self.set_linear(
+            in_features,
+            out_features,
+            parallel_mode,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.name = name
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.normalization = normalization
         self.norm = Norm(normalization, eps, zero_centered_gamma)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias = bias and not return_bias
         self.return_layernorm_output = False
-        self.delay_wgrad_compute = delay_wgrad_compute
         self.get_rng_state_tracker = get_rng_state_tracker
         gamma = torch.nn.init.zeros_ if zero_centered_gamma else torch.nn.init.ones_
         self.add_parameter("layer_norm_weight", (in_features,), params_dtype, device, gamma)
@@ -114,8 +115,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
                 "layer_norm_bias", (in_features,), params_dtype, device, torch.nn.init.zeros_
             )
             self.layer_norm_bias.sequence_parallel = self.sequence_parallel
-        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
-        add_linear_parameters(self, bias, init, params_dtype, device)
+        add_linear_parameters(self, bias, init_method, params_dtype, device)
         self.reset_parameters(defer_init=device == "meta")
 
     def forward(

@@ -104,29 +104,25 @@ def _postponed(weight: Any, x: Any, grad: Any, opts: Any, main_grad: Any) -> Cal
 
 
 def add_linear_parameters(
-    module: Any, bias: bool, init: Any, dtype: torch.dtype | None, device: Any
+    module: Any, bias: bool, init: Any, dtype: torch.dtype | None, device: Any, suffix: str = ""
 ) -> None:
-    """``weight`` and ``bias`` of this rank's shard, with Megatron's attributes."""
+    """``weight`` and ``bias`` of this rank's shard, with Megatron's attributes.
+
+    Both names end with ``suffix``; ``init`` None is TE's own, a normal of deviation 0.023.
+    """
+    init = init or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
     column = module.parallel_mode == "column"
     shape = (module.out_features, module.in_features)
-    weight = module.add_parameter("weight", shape, dtype, device, init)
+    weight = module.add_parameter(f"weight{suffix}", shape, dtype, device, init)
     set_tp_attributes(weight, True, 1 if module.parallel_mode == "row" else 0)
     if not bias:
-        module.bias = torch.empty(0, dtype=weight.dtype, device=device)
+        setattr(module, f"bias{suffix}", torch.empty(0, dtype=weight.dtype, device=device))
         return
-    param = module.add_parameter(
-        "bias", (module.out_features,), dtype, device, torch.nn.init.zeros_
-    )
+    param = module.add_parameter(f"bias{suffix}", shape[:1], dtype, device, torch.nn.init.zeros_)
     if column:
         set_tp_attributes(param, True, 0)
     elif module.parallel_mode == "row":
         param.sequence_parallel = module.sequence_parallel
-
-
-def divide(features: int, parts: int) -> int:
-    if features % parts:
-        raise ValueError(f"{features} features do not divide by {parts} ranks")
-    return features // parts
 
 
 class _Linear(torch.autograd.Function):
@@ -177,20 +173,18 @@ class Linear(TransformerEngineBaseModule):
         super().__init__()
         check_no_userbuffers(rest)
         self.set_parallel(tp_group, tp_size, sequence_parallel)
-        self.parallel_mode, self.name = parallel_mode, name
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = divide(out_features, self.tp_size)
-        elif parallel_mode == "row":
-            self.in_features = divide(in_features, self.tp_size)
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.use_bias, self.return_bias = bias, return_bias
-        self.apply_bias = bias and not return_bias
-        self.save_original_input = save_original_input
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.set_linear(
+            in_features,
+            out_features,
+            parallel_mode,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.name, self.save_original_input = name, save_original_input
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
-        init = init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=0.023))
-        add_linear_parameters(self, bias, init, params_dtype, device)
+        add_linear_parameters(self, bias, init_method, params_dtype, device)
         self.reset_parameters(defer_init=device == "meta")
         # a bias added before the sum over ranks would be added once per rank
         self.late_bias = self.apply_bias and parallel_mode == "row" and self.tp_size > 1
