@@ -29,7 +29,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       diagnosis.py             the verdict as values, text and JSON
     report/                  the timeline as text, one HTML page, a trace
     stochastic.py            the distribution of the iteration time
-    artefact.py              a folder of results that appears whole or not at all
+    artefact.py              results that appear whole or not at all: a folder, a file
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it
       recipe_checks.py         which fields must fit each other

@@ -1,6 +1,6 @@
-"""How does a folder of results appear all at once, or not at all?
+"""How do results appear all at once, or not at all?  A folder, or a single file.
 
-Everything is written into a hidden sibling of the final folder and renamed into place when the
+Everything is written into a hidden sibling of the final place and renamed into place when the
 work has succeeded; the rename is one step of the file system, so nobody ever reads half an
 artefact.  An exception, Ctrl-C or SIGTERM removes the hidden folder.  After ``kill -9`` it stays
 behind, as
@@ -8,10 +8,13 @@ behind, as
 
 >>> with ArtefactFolder("out/llama") as folder:                                    # doctest: +SKIP
 ...     folder.write_json("summary.json", {"ranks": 4})
+>>> with whole_file("out/page.html") as file:                                      # doctest: +SKIP
+...     file.write(b"<html>")
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,12 +22,14 @@ import shutil
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import BinaryIO
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["ArtefactFolder"]
+__all__ = ["ArtefactFolder", "whole_file", "write_whole"]
 
 
 class ArtefactFolder:
@@ -161,6 +166,48 @@ class ArtefactFolder:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[BinaryIO]:
+    """The file at ``path``, open for bytes: there when the block has ended well, else as it was.
+
+    ``force`` replaces what is there.  Raises UsageError if the place is taken (before the block and
+    again after it) or cannot be written; parents are made.
+    """
+    path = Path(path)
+    _check_not_taken(path, force)
+    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(work, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _check_not_taken(path, force)  # somebody else may have been faster
+        os.replace(work, path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}",
+            fix="name a place you may write to",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never made
+            work.unlink()
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, force: bool = False) -> Path:
+    """``text`` as a UTF-8 file, whole or not at all; see ``whole_file``."""
+    with whole_file(path, force=force) as file:
+        file.write(text.encode())
+    return Path(path)
+
+
+def _check_not_taken(path: Path, force: bool) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / path.name}")
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
 
 
 def _check_writable(folder: Path) -> None:

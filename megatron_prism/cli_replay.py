@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_prism import units
+from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import console, print_json
 from megatron_prism.errors import PrismError, UnitError, UsageError
 
@@ -43,7 +43,7 @@ def replay(args: argparse.Namespace) -> int:
     _check_outputs([path for path, _ in outputs], args.force)
     timeline = _timeline(args.programs, **settings)
     for path, render in outputs:
-        _write(path, render(timeline), args.force)
+        write_whole(path, render(timeline), force=args.force)
     if args.json:
         print_json(asdict(figures.figures(timeline)))
     else:
@@ -101,7 +101,6 @@ def _timeline(path: str, machine: str, calibration: str | None, iterations: int)
     return timeline.replay(world, costs.price(world, hardware, measured), iterations)
 
 
-# -- files that appear whole or not at all ---------------------------------------------------------
 def _check_outputs(paths: Sequence[Path], force: bool) -> None:
     """UsageError for what cannot be written, before the work and not after it."""
     if len({path.absolute() for path in paths}) < len(paths):
@@ -118,17 +117,3 @@ def _check_outputs(paths: Sequence[Path], force: bool) -> None:
                 f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
                 fix="name another place",
             )
-
-
-def _write(path: Path, content: str, force: bool) -> None:
-    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        work.write_text(content, encoding="utf-8", newline="\n")
-        _check_outputs([path], force)  # somebody else may have been faster
-        os.replace(work, path)
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", fix="name another place"
-        ) from error
-    finally:
-        work.unlink(missing_ok=True)

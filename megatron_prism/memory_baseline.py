@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_prism import allocator
+from megatron_prism.artefact import write_whole
 from megatron_prism.errors import UsageError
 from megatron_prism.memory import KINDS, ClassMemory, analyse
 from megatron_prism.ops import CODED
@@ -119,21 +119,8 @@ def _figures(one: ClassMemory) -> dict[str, Any]:
 
 def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
-    path = Path(path)
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
     value = {"schema": SCHEMA, "provenance": PROVENANCE, **asdict(baseline)}
-    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(work, path)
-    except OSError as error:
-        work.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", fix="name a place you may write to"
-        ) from error
-    return path
+    return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
 
 
 # -- reading --------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.errors import ProgramError, UsageError, WorldError
+from megatron_prism.artefact import whole_file
+from megatron_prism.errors import ProgramError, WorldError
 from megatron_prism.ops import ALLOCATION, OP
 from megatron_prism.program import Program
 from megatron_prism.world import World
@@ -104,8 +104,6 @@ class Programs:
 def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
     path = Path(path)
-    if path.exists() and not force:
-        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
     arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
     heads = []
     for i, program in enumerate(programs.programs):
@@ -119,21 +117,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
         "programs": heads,
     }
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
-    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with open(work, "wb") as file:
-            np.savez_compressed(file, **arrays) if _small(arrays) else np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(work, path)
-    except OSError as error:
-        work.unlink(missing_ok=True)
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}", fix="name a place you may write to"
-        ) from error
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
+    with whole_file(path, force=force) as file:
+        np.savez_compressed(file, **arrays) if _small(arrays) else np.savez(file, **arrays)
     return path
 
 

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from megatron_prism.artefact import ArtefactFolder
+from megatron_prism.artefact import ArtefactFolder, whole_file, write_whole
 from megatron_prism.errors import UsageError
 
 
@@ -141,3 +141,38 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path, pla
         ArtefactFolder.check_free(tmp_path / place)
     ArtefactFolder.check_free(tmp_path / "new" / "deep" / "one")
     assert not (tmp_path / "new").exists()
+
+
+# -- single files ---------------------------------------------------------------------------------
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    place = tmp_path / "sub" / "page.html"
+    with whole_file(place) as file:
+        file.write(b"half")
+        assert not place.exists()
+    assert place.read_bytes() == b"half"
+    with pytest.raises(ValueError, match="boom"), whole_file(place, force=True) as file:  # noqa: PT012
+        file.write(b"other")
+        raise ValueError("boom")
+    assert place.read_bytes() == b"half"
+    assert write_whole(place, "ü", force=True).read_bytes() == "ü".encode()
+    assert [p.name for p in place.parent.iterdir()] == ["page.html"]
+
+
+def test_a_file_that_is_there_is_kept_also_if_it_came_meanwhile(tmp_path):
+    place = tmp_path / "page.html"
+    with pytest.raises(UsageError, match="exists and is not"), whole_file(place) as file:  # noqa: PT012
+        place.write_text("theirs")
+        file.write(b"ours")
+    assert place.read_text() == "theirs"
+    with pytest.raises(UsageError, match="exists and is not") as error, whole_file(place):
+        pytest.fail("the block must not run")
+    assert "--force" in error.value.fix
+    with pytest.raises(UsageError, match="is a folder"):
+        write_whole(tmp_path, "x", force=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_file_in_an_impossible_place_says_so(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="cannot write"):
+        write_whole(tmp_path / "file" / "page.html", "x")

@@ -242,7 +242,7 @@ def test_files_that_are_not_ours(tmp_path):
     with pytest.raises(ProgramError, match="is a folder"):
         programs.load(tmp_path)
     with pytest.raises(UsageError, match="cannot write"):
-        programs.save(made, tmp_path / "no" / "x.prism")
+        programs.save(made, tmp_path / "z.npy" / "x.prism")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.prism", "y.npz", "z.npy"]
 
 

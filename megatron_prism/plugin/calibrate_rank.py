@@ -15,11 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+
+from megatron_prism.artefact import write_whole
 
 __all__ = ["main"]
 
@@ -188,10 +189,7 @@ def main() -> int:
             "collectives": rows,
             "overlap": overlap,
         }
-        target = Path(sys.argv[1])
-        work = target.with_name(f".{target.name}.{os.getpid()}")
-        work.write_text(json.dumps(stored, indent=1) + "\n")
-        os.replace(work, target)
+        write_whole(sys.argv[1], json.dumps(stored, indent=1) + "\n", force=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

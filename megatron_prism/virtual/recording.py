@@ -13,7 +13,6 @@ arguments) and one array per value.  Replay refuses another format, world, rank 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_prism.artefact import whole_file
 from megatron_prism.errors import UsageError
 
 __all__ = ["FORMAT", "Recorder", "Replayer"]
@@ -68,14 +68,10 @@ class Recorder:
 
     def save(self) -> None:
         """Write the file, all or nothing."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
         header = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
-        target = _file(self.folder, self.rank)
-        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-        with open(partial, "wb") as out:
-            np.savez_compressed(out, header=np.array(header), **arrays)
-        os.replace(partial, target)
+        with whole_file(_file(self.folder, self.rank), force=True) as file:
+            np.savez_compressed(file, header=np.array(header), **arrays)
 
 
 class Replayer:
