@@ -2,7 +2,8 @@
 
 The entry point group ``torch.backends`` makes torch import this module (off switch:
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS``
-it does nothing and imports nothing.  With one, it waits for the first ``import megatron``.
+it does nothing and imports nothing.  With one, it waits for the first ``import megatron``; a script
+that was told to emulate and ends without that import fails.
 """
 
 import os
@@ -12,18 +13,24 @@ __all__ = ["attach", "autoload", "wanted"]
 
 
 def wanted(argv: "list[str] | None" = None) -> bool:
-    """Whether this process was asked for emulation: a ``--prism-*`` flag or ``PRISM_ARGS``."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return bool(os.environ.get("PRISM_ARGS")) or any(a.startswith("--prism-") for a in arguments)
+    """Whether this process was asked for emulation: a ``--prism-*`` flag or ``PRISM_ARGS``.
+
+    ``--prism-mem-…`` are pytest's.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    ours = (a.startswith("--prism-") and not a.startswith("--prism-mem-") for a in words)
+    return bool(os.environ.get("PRISM_ARGS")) or any(ours)
 
 
 def autoload() -> None:
     """Called by torch; must be cheap and must never raise."""
     if not wanted():
         return
-    from megatron_prism.plugin import hooks
+    from megatron_prism.plugin import ending, hooks
 
     hooks.before_first_import("megatron", _install)
+    if "--prism-emulate" in sys.argv[1:]:  # PRISM_ARGS reaches processes that are not the job
+        ending.expect_megatron()
 
 
 attach = autoload  # the name for scripts that attach by hand (patches/)

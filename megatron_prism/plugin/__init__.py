@@ -2,5 +2,6 @@
 
 Read in this order: ``flags`` (what the user asked), ``launch`` (how a job becomes an emulated one),
 ``hooks`` (how a module is changed right after its import), ``seams`` (what is changed in Megatron
-and why), ``proof`` (did it train?), ``job`` (the main job without a Megatron checkout).
+and why), ``proof`` (did it train?), ``ending`` (may this process exit 0?), ``job`` (the main job
+without a Megatron checkout).
 """

@@ -7,7 +7,6 @@ virtual RANK and WORLD_SIZE, prepare the tier, register the seams and arrange fo
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import os
 import runpy
@@ -18,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.plugin import flags
+from megatron_prism.plugin import ending, flags
 
 __all__ = ["TESTED", "install", "install_from_command_line", "run_script", "start_world"]
 
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
-
-_ended: dict[str, Any] = {}  # "status" of sys.exit or of a failure, for the verdict at exit
 
 
 def run_script(argv: Sequence[str]) -> int:
@@ -49,10 +46,10 @@ def run_script(argv: Sequence[str]) -> int:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:  # also one that was raised without sys.exit
-        _ended["status"] = end.code
+        ending.note(end.code)
         raise
     except BaseException:
-        _ended["status"] = 1
+        ending.note(1)
         raise
     return 0
 
@@ -67,12 +64,8 @@ def install_from_command_line() -> None:
         if options is not None:
             install(options)
     except PrismError as error:
-        _report(error)
+        ending.report(error)
         raise SystemExit(error.exit_code) from None
-
-
-def _report(error: PrismError) -> None:
-    print(f"prism: error: {error}", file=sys.stderr, flush=True)
 
 
 def _check_version() -> str:
@@ -251,35 +244,19 @@ def _shared_store(options: flags.Options) -> Any:
 
 
 def _arrange_verdict(proof: Any) -> None:
-    """A script that ends well without ever training must not exit 0.
+    """A script that ends well without ever training must not exit 0."""
 
-    ``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note.
-    """
-    original_exit, original_hook = sys.exit, sys.excepthook
-
-    def note_exit(status: Any = None) -> None:
-        _ended["status"] = status
-        original_exit(status)
-
-    def note_exception(kind: Any, value: Any, trace: Any) -> None:
-        _ended["status"] = 1
-        if isinstance(value, PrismError):
-            _report(value)
-        else:
-            original_hook(kind, value, trace)
-
-    def verdict() -> None:
-        if proof.finished or _ended.get("status") not in (None, 0):
-            return
-        if not proof.started or not proof.iterations:
-            _report(
-                NotTrainedError(
-                    "the script ended without calling Megatron's pretrain(), so nothing trained",
-                    fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
-                )
+    def untrained() -> NotTrainedError | None:
+        if proof.finished:
+            return proof.failure
+        if proof.started:
+            return NotTrainedError(
+                "Megatron's pretrain() failed, and the script ended as if it had not",
+                fix="let the exception through: what went wrong is in the log above",
             )
-            sys.stdout.flush()
-            os._exit(1)
+        return NotTrainedError(
+            "the script ended without calling Megatron's pretrain(), so nothing trained",
+            fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
+        )
 
-    sys.exit, sys.excepthook = note_exit, note_exception
-    atexit.register(verdict)
+    ending.at_good_end(untrained)

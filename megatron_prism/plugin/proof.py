@@ -46,6 +46,7 @@ class Proof:
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
+        self.failure: NotTrainedError | None = None  # it, where it was bad
         self.expected: int | None = None
         self.num_parameters = 0
         self.moved: bool | None = None  # whether a master parameter changed; None: unknown
@@ -189,7 +190,8 @@ class Proof:
                 "gradients were not finite or the run stopped early: look at the log, try "
                 "--prism-values noise, or lower --initial-loss-scale under --fp16"
             )
-        raise NotTrainedError(what, fix=fix)
+        self.failure = NotTrainedError(what, fix=fix)  # kept: scripts catch what pretrain raises
+        raise self.failure
 
 
 def _single(output: Any) -> Any:

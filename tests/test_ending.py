@@ -1,0 +1,113 @@
+"""A process that was told to emulate and would end well without Megatron fails; no other does."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from megatron_prism.errors import NotTrainedError
+from megatron_prism.plugin import ending, launch
+from megatron_prism.plugin.proof import Proof
+
+ATTACH = "import os, sys, types, megatron_prism\nmegatron_prism.attach()\n"
+SAYS = "nothing trained: the script never imported megatron"
+
+
+def run(tmp_path, code, *words, script=True):
+    """A process of ``code`` that attaches as ``import torch`` would, but imports no torch."""
+    (tmp_path / "job.py").write_text(ATTACH + code)
+    start = [str(tmp_path / "job.py")] if script else ["-c", ATTACH + code]
+    return subprocess.run(
+        [sys.executable, *start, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_script_that_never_imports_megatron_fails(tmp_path):
+    done = run(tmp_path, "print('bye')", "--prism-emulate")
+    assert (done.returncode, done.stdout) == (1, "bye\n")
+    assert SAYS in done.stderr
+    assert "fix: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("sys.exit(0)", 1),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no data')", 1),
+        ("raise ValueError('no data')", 1),
+        ("sys.modules['torch.distributed.run'] = sys", 0),  # torchrun's agent
+        ("os.times = lambda: types.SimpleNamespace(children_user=2, children_system=0)", 0),
+        ("sys.modules['megatron_prism.plugin.launch'] = sys", 0),  # attached, so judged there
+        ("if os.fork() == 0: sys.exit(0)\nos._exit(os.wait()[1])", 0),
+    ],
+)
+def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
+    done = run(tmp_path, code, "--prism-emulate")
+    assert done.returncode == status
+    assert (SAYS in done.stderr) == (code == "sys.exit(0)")
+
+
+def test_workers_of_multiprocessing_are_not_the_job(tmp_path):
+    code = """
+import multiprocessing
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    os._exit(child.exitcode)
+"""
+    done = run(tmp_path, code, "--prism-emulate")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("words", [[], ["--prism-mem-update"]])
+def test_without_the_flag_nothing_is_watched(tmp_path, words):
+    code = "assert not [m for m in sys.modules if m.startswith('megatron_prism.plugin')]"
+    done = run(tmp_path, code, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_line_that_is_no_script_is_no_job(tmp_path):
+    done = run(tmp_path, "", "--prism-emulate", script=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def verdict(monkeypatch):
+    """(proof, what is asked at a good end)."""
+    checks, proof = [], Proof()
+    monkeypatch.setattr(ending, "at_good_end", checks.append)
+    launch._arrange_verdict(proof)
+    return proof, checks[0]
+
+
+def settings():
+    return types.SimpleNamespace(train_iters=1, iteration=0)
+
+
+def test_a_script_that_never_calls_pretrain_is_told_so(verdict):
+    proof, asked = verdict
+    assert "without calling Megatron's pretrain()" in str(asked())
+
+
+def test_a_script_that_swallows_our_verdict_does_not_end_well(verdict):
+    proof, asked = verdict
+    with pytest.raises(NotTrainedError) as raised, proof.training(settings):
+        pass
+    assert asked() is raised.value
+
+
+def test_a_script_that_swallows_a_failure_of_pretrain_does_not_end_well(verdict):
+    proof, asked = verdict
+    with pytest.raises(MemoryError), proof.training(settings):
+        raise MemoryError
+    assert "pretrain() failed" in str(asked())
+
+
+def test_a_trained_script_ends_well(verdict):
+    proof, asked = verdict
+    with proof.training(lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)):
+        pass
+    assert asked() is None
