@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_prism import units
+from megatron_prism import cli_settings
 from megatron_prism.cli_output import console, print_json, print_table
-from megatron_prism.errors import PrismError, UnitError, UsageError
+from megatron_prism.errors import PrismError
 
 __all__ = ["predict"]
 
-_KEYS = ("machine", "calibration", "variability", "samples", "seed", "slow")
+_MOST_SAMPLES = 5_000_000
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -65,22 +65,15 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": "h200", "calibration": None, "variability": "public"}
-    found |= {"samples": None, "seed": 0, "slow": 1.2}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in _KEYS:
-            raise UsageError(f"{word} is not understood", fix=f"use {', '.join(_KEYS)}=…")
-        try:
-            if key in ("samples", "seed"):
-                found[key] = units.parse_count(value)
-            else:
-                found[key] = float(value) if key == "slow" else value
-        except (UnitError, ValueError) as error:
-            raise UsageError(f"{word}: {value!r} is no number", fix=f"{key}=2") from error
-    if found["samples"] is not None and found["samples"] > 5_000_000:
-        raise UsageError(f"{found['samples']:,} samples take hours", fix="samples=100K")
-    return found
+    defaults = {"machine": "h200", "calibration": None, "variability": "public"}
+    defaults |= {"samples": None, "seed": 0, "slow": 1.2}
+    keys = {
+        **dict.fromkeys(("machine", "calibration", "variability"), str),
+        "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
+        "seed": cli_settings.count(0, 1 << 62, "seed=2"),
+        "slow": cli_settings.number("slow=1.2"),
+    }
+    return {**defaults, **cli_settings.read(words, keys, "predict")}
 
 
 def _plain(result: Any) -> dict[str, Any]:

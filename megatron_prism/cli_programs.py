@@ -7,10 +7,10 @@ Nothing here imports torch; only ``capture`` starts processes that do.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prism import cli_settings
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.errors import UsageError
 
@@ -37,16 +37,6 @@ def capture(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in known:
-            raise UsageError(f"{word} is not understood", fix=f"use {', '.join(known)}=…")
-        found[key] = value
-    return found
-
-
 def show(args: argparse.Namespace) -> int:
     """Show programs: how many ops of which kind, or the ops of some ranks.
 
@@ -58,7 +48,9 @@ def show(args: argparse.Namespace) -> int:
     from megatron_prism.program_text import dump
     from megatron_prism.slices import open_programs
 
-    settings = _settings(args.settings, ("rank", "around", "group"))
+    settings = cli_settings.read(
+        args.settings, dict.fromkeys(("rank", "around", "group"), str), "show"
+    )
     programs = open_programs(args.programs)
     if args.text:
         print(dump(programs), end="")
@@ -183,11 +175,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
     if args.out is None:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
-    settings = _settings(args.settings, ("processes",))
-    count = settings.get("processes")
-    if count is not None and not (count.isascii() and count.isdigit() and len(count) < 5):
-        raise UsageError(f"processes={count} is no number", fix="processes=4")
-    calibrating.calibrate(
-        args.out, None if count is None else int(count), force=args.force, console=console()
-    )
+    keys = {"processes": cli_settings.count(0, 9999, "processes=4")}
+    settings = cli_settings.read(args.settings, keys, "calibrate")
+    calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=console())
     return 0

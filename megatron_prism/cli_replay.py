@@ -7,21 +7,20 @@ of text or JSON, and on request an HTML page and a trace for ui.perfetto.dev.  W
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_prism import units
+from megatron_prism import cli_settings
 from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import console, print_json
+from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import PrismError, UnitError, UsageError
 
 __all__ = ["replay"]
 
-_KEYS = ("machine", "calibration", "iterations")
 _MOST_ITERATIONS = 100
 
 
@@ -34,6 +33,14 @@ def replay(args: argparse.Namespace) -> int:
 
     machine= is the name of a shipped one or a JSON file like it.  calibration= is what prism
     calibrate wrote; its measured calls come before the machine's model.
+
+    What if (any of them together; those with … more than once):
+      dp=64                     64 replicas of the model, each with the microbatches it has now
+      slow=517:1.2 …            ranks compute 1.2 times as long; slow=pp=3,tp=0:3/2
+      faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
+      moved=b200                programs measured on machine=, run on another one; calibration= is
+                                then that one's
+      microbatches=32           refused with the capture that it needs
     """
     from megatron_prism.report import figures, html, perfetto, text
 
@@ -54,42 +61,63 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"machine": "h200", "calibration": None, "iterations": 2}
-    for word in words:
-        key, equals, value = word.partition("=")
-        key = key.lstrip("-")
-        if not equals or key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            fix = f"did you mean {close[0]}={value}?" if close else f"use {', '.join(_KEYS)}=…"
-            raise UsageError(f"prism replay does not understand {word}", fix=fix)
-        found[key] = _iterations(value) if key == "iterations" else value
-    return found
+    """Arguments of ``_timeline``."""
+    keys: dict[str, Callable[[str], Any]] = {
+        "machine": str,
+        "calibration": str,
+        "iterations": cli_settings.count(1, _MOST_ITERATIONS, "iterations=2 is settled"),
+        "dp": cli_settings.count(1, 1 << 24, "dp=64"),
+        "slow": _slow,
+        "faster": _faster,
+        "moved": str,
+        "microbatches": cli_settings.count(1, 1 << 24, "microbatches=32"),
+    }
+    return cli_settings.read(words, keys, "replay", several=("slow", "faster"))
 
 
-def _iterations(text: str) -> int:
-    try:
-        count = units.parse_count(text)
-    except UnitError as error:
-        raise UsageError(f"iterations={text}: {error.message}", fix="iterations=2") from None
-    if not 1 <= count <= _MOST_ITERATIONS:
-        raise UsageError(
-            f"{count:,} iterations cannot be replayed in a row",
-            fix=f"iterations=2 is settled; at most {_MOST_ITERATIONS}",
-        )
-    return count
+def _slow(text: str) -> tuple[str, str]:
+    """``ranks:factor``; a range of ranks may have a step, which is not the factor."""
+    ranks, colon, factor = text.rpartition(":")
+    if not colon or not ranks:
+        raise UnitError("it needs ranks and a factor", fix="slow=517:1.2, slow=pp=3,tp=0:1.2")
+    return ranks, factor
 
 
-def _timeline(path: str, machine: str, calibration: str | None, iterations: int) -> Any:
+def _faster(text: str) -> tuple[str, str, str]:
+    """``[collective][@group]:factor``; a group alone needs no ``@``."""
+    what, colon, factor = text.rpartition(":")
+    if not colon:
+        raise UnitError("it needs calls and a factor", fix="faster=all_reduce@default_pg:2")
+    name, _, group = what.partition("@")
+    return (
+        ("", name, factor) if not group and name and name not in BY_NAME else (name, group, factor)
+    )
+
+
+def _timeline(
+    path: str,
+    machine: str | None = None,
+    calibration: str | None = None,
+    iterations: int = 2,
+    moved: str | None = None,
+    slow: Sequence[tuple[str, str]] = (),
+    faster: Sequence[tuple[str, str, str]] = (),
+    **sizes: int,
+) -> Any:
     """The timeline; PrismError if the programs do not fit together."""
-    from megatron_prism import costs, graph
+    from megatron_prism import graph
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine as read_machine
-    from megatron_prism.replay import timeline
+    from megatron_prism.replay import scenario, timeline
     from megatron_prism.slices import open_programs
 
-    hardware = read_machine(machine)
+    hardware = read_machine(machine or "h200")
+    there = None if moved is None else read_machine(moved)
+    what_if = scenario.Scenario(slow=tuple(slow), faster=tuple(faster), moved=there, **sizes)
     measured = None if calibration is None else read_calibration(calibration)
-    world = graph.build(open_programs(path))
+    programs = open_programs(path)
+    _check_machine(programs, machine)
+    world = graph.build(scenario.change(programs, what_if))
     findings = world.check()
     if findings:
         more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
@@ -98,7 +126,22 @@ def _timeline(path: str, machine: str, calibration: str | None, iterations: int)
             f"timeline:\n\n{findings[0]}{more}",
             fix=f"prism check {path} explains every mismatch",
         )
-    return timeline.replay(world, costs.price(world, hardware, measured), iterations)
+    return timeline.replay(world, scenario.priced(world, hardware, measured, what_if), iterations)
+
+
+def _check_machine(programs: Any, machine: str | None) -> None:
+    """UsageError if ``machine`` is another one than the programs were measured on."""
+    from megatron_prism.costs.machine import machines
+
+    words = programs.source.get("device", "").lower().split()
+    there = next((name for name in machines() if name in words), None)
+    measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
+    if measured and there and machine in machines() and machine != there:
+        raise UsageError(
+            f"the segments were measured on {programs.source['device']}; machine={machine} would "
+            "price only the calls as that machine's",
+            fix=f"machine={there} moved={machine} scales the segments too",
+        )
 
 
 def _check_outputs(paths: Sequence[Path], force: bool) -> None:

@@ -74,7 +74,7 @@ def test_the_same_measurement_twice_is_one(tmp_path):
     ("out", "words", "says"),
     [
         ("c.json", ["processes=\u00b2"], "is no number"),
-        ("c.json", ["processes=99999"], "is no number"),
+        ("c.json", ["processes=99999"], "fix: processes=4"),
         ("c.json", ["processes=0"], "nobody to talk to"),
         ("c.json", ["processes=1"], "nobody to talk to"),
         ("no/c.json", [], "cannot write a file"),

@@ -11,6 +11,7 @@ from test_graph import TP, WORLDS, edit, healthy, with_rank
 from test_report import HOSTILE, hostile, replayed, tiny
 
 from megatron_prism import cli, programs
+from megatron_prism.costs.machine import machines
 from megatron_prism.report import html, text
 
 CHROMIUM = next(
@@ -73,15 +74,97 @@ def test_a_calibration_is_used_and_named(world, tmp_path, capsys):
     assert "measured: calls (two of mine)" in out
 
 
+def figures_of(*words, capsys):
+    status, out, err = run(*words, "--json", capsys=capsys)
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_what_ifs_are_named_and_change_what_they_say(tmp_path, capsys):
+    """Against closed forms: two stages of nothing but one segment and one call each."""
+    text = """prism-program 1
+    world size=8 tp=2
+    source tokens_per_iteration=800
+    program ranks=0-7
+    - compute ns=10ms flops=1 traffic=36GB
+    - all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=64M reduce=sum
+    """
+    world = tmp_path / "w.txt"
+    world.write_text(text)
+    plain = figures_of(world, capsys=capsys)
+    moves = plain["iteration_ns"] - 10_000_000
+    assert moves > 100_000
+    assert "what-if" not in plain["source"]
+
+    slow = figures_of(world, "slow=5:3/2", "slow=tp=0,dp=0:2", capsys=capsys)
+    assert slow["iteration_ns"] == 20_000_000 + moves
+    assert "ranks 5 compute 3/2 times as long; ranks 0 compute 2 times" in slow["source"]["what-if"]
+    assert any(source["text"].startswith("assumed: x 2") for source in slow["sources"])
+
+    for words in ("all_reduce:2", "TENSOR_MODEL_PARALLEL_GROUP:2", ":2", "all_reduce@:2"):
+        fast = figures_of(world, f"faster={words}", capsys=capsys)
+        assert fast["iteration_ns"] == 10_000_000 + -(-moves // 2)
+        assert "2 times as fast" in fast["source"]["what-if"]
+    both = "faster=all_reduce@TENSOR_MODEL_PARALLEL_GROUP:1/2"
+    assert figures_of(world, both, capsys=capsys)["iteration_ns"] == 10_000_000 + 2 * moves
+
+    more = figures_of(world, "dp=8", capsys=capsys)
+    assert more["sizes"].startswith("16 ranks")
+    assert more["tokens_per_s"]["value"] == pytest.approx(2 * plain["tokens_per_s"]["value"])
+    assert "data-parallel size 8 instead of 4" in more["source"]["what-if"]
+
+    half = json.loads(machines()["h200"].read_text(encoding="utf-8"))
+    half |= {"memory_rate": half["memory_rate"] / 2, "name": "half an H200"}
+    (tmp_path / "half.json").write_text(json.dumps(half))
+    moved = figures_of(world, f"moved={tmp_path / 'half.json'}", capsys=capsys)
+    assert moved["iteration_ns"] == 20_000_000 + moves
+    assert moved["source"]["what-if"] == "on half an H200"
+    _, out, _ = run(world, "dp=8", "slow=0:2", capsys=capsys)
+    assert "  what if      data-parallel size 8 instead of 4: " in out
+
+
+def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):
+    text = """prism-program 1
+    world size=1
+    source device="NVIDIA H200"
+    program ranks=0
+    - compute ns=10ms
+    """
+    world, other = tmp_path / "w.txt", tmp_path / "mine.json"
+    world.write_text(text)
+    other.write_text(machines()["h200"].read_text(encoding="utf-8"))
+    name = next(name for name in machines() if name != "h200")
+    status, _, err = run(world, f"machine={name}", capsys=capsys)
+    assert status == 2
+    assert f"fix: machine=h200 moved={name}" in err
+    assert run(world, capsys=capsys)[0] == 0
+    assert run(world, f"machine={other}", capsys=capsys)[0] == 0
+    assert run(world, "machine=h200", f"moved={name}", capsys=capsys)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["machin=h200"], "did you mean machine=h200?"),
-        (["speed=9"], "use machine, calibration, iterations=…"),
+        (["speed=9"], "use machine, calibration, iterations, dp, slow"),
         (["machine=abacus"], "there is no machine abacus"),
         (["calibration=/nowhere.json"], "cannot read /nowhere.json"),
         (["iterations=0"], "iterations=2 is settled"),
         (["iterations=1.5"], "iterations=1.5"),
+        (["machine=h200", "machine=h200"], "machine is given twice"),
+        (["dp=0"], "dp=64"),
+        (["dp=x"], "dp=64"),
+        (["slow=2"], "slow=517:1.2"),
+        (["slow=99:2"], "outside"),
+        (["slow=0:fast"], "fast is no factor"),
+        (["slow=0-9"], "slow=517:1.2"),
+        (["faster=all_reduce"], "faster=all_reduce@default_pg:2"),
+        (["faster=all_reduce@EMBEDDING_GROUP:2"], "its groups are"),
+        (["faster=all_to_all:2"], "the world has no all_to_all"),
+        (["faster=:0"], "0 is no factor"),
+        (["moved=abacus"], "there is no machine abacus"),
+        (["microbatches=0"], "microbatches=32"),
+        (["microbatches=7"], "train.global_batch_size=N, N = 7 x micro_batch_size x dp"),
         (["--html", "/nowhere/page.html"], "is no folder you may write to"),
         (["--html", "."], "is a folder"),
         (["--html", "same", "--trace", "same"], "two outputs"),

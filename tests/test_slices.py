@@ -280,7 +280,7 @@ def test_check_is_status_1_for_a_mismatch(folder, broken, capsys):
         (["show", "nowhere"], "cannot read nowhere"),
         (["classes", "nowhere"], "cannot read nowhere"),
         (["check", "nowhere"], "cannot read nowhere"),
-        (["show", "FOLDER", "rnk=0"], "rnk=0 is not understood"),
+        (["show", "FOLDER", "rnk=0"], "did you mean rank=0?"),
         (["show", "FOLDER", "rank=9"], "0 to 7"),
         (["show", "FOLDER", "rank=0", "around=7F"], "rank 0 has no step 7F"),
         (["capture", "tiny-gpt_1cpu"], "fix: -o DIR"),

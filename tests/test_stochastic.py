@@ -173,7 +173,7 @@ def test_replicas_that_are_not_alike_are_refused():
         ({"gpu": -1}, "gpu is -1"),
         ({"gpu": "x"}, "gpu is 'x'"),
         ({"step": 2}, "step is 2"),
-        ({"what": 1}, "missing or unknown: what"),
+        ({"what": 1}, "what is missing or unknown"),
     ],
 )
 def test_files_of_variability(tmp_path, change, says):

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_prism.costs import data_file
 from megatron_prism.errors import UsageError
 
 __all__ = ["Machine", "machine", "machines"]
@@ -49,28 +50,13 @@ class Machine:
 
 def machines() -> dict[str, Path]:
     """Name -> file of every machine that comes with the package."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    return data_file.shipped(FOLDER)
 
 
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
-    path = machines().get(str(name), Path(name))
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"there is no machine {name}", fix=f"use {', '.join(machines())}, or a JSON file"
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}", fix="see costs/machines/*.json") from error
-    known = {field.name for field in dataclasses.fields(Machine)}
-    given = set(fields) if isinstance(fields, dict) else set()
-    if given != known:
-        wrong = sorted(given ^ known)
-        raise UsageError(
-            f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",
-            fix=f"a machine has {', '.join(sorted(known))}",
-        )
+    known = [field.name for field in dataclasses.fields(Machine)]
+    path, fields = data_file.read(name, FOLDER, "machine", known)
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)

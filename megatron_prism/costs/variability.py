@@ -7,12 +7,12 @@ the relative deviation for small ones.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_prism.costs import data_file
 from megatron_prism.errors import UsageError
 
 __all__ = ["PARTS", "Variability", "variability"]
@@ -41,23 +41,8 @@ class Variability:
 
 def variability(name: str | os.PathLike[str]) -> Variability:
     """The spreads of that name or in that file.  UsageError says what is wrong with them."""
-    known = {path.stem: path for path in FOLDER.glob("*.json")}
-    path = known.get(str(name), Path(name))
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"there is no variability {name}", fix=f"use {', '.join(known)}, or a JSON file"
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}", fix="see costs/variability/") from error
-    names = {field.name for field in dataclasses.fields(Variability)}
-    given = set(fields) if isinstance(fields, dict) else set()
-    if given != names:
-        raise UsageError(
-            f"{path}: missing or unknown: {', '.join(sorted(given ^ names))}",
-            fix=f"it has {', '.join(sorted(names))}",
-        )
+    names = [field.name for field in dataclasses.fields(Variability)]
+    path, fields = data_file.read(name, FOLDER, "variability", names)
     for part in PARTS:
         value = fields[part]
         if not isinstance(value, (int, float)) or not 0 <= value <= 1 or math.isnan(value):

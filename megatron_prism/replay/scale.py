@@ -34,6 +34,7 @@ __all__ = ["data_parallel"]
 _BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
 _ALIGN = 128
 _BUCKET_GROWS = 40  # ranks
+_GROWS = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
 
 
 def data_parallel(programs: Programs, dp: int) -> Programs:
@@ -73,7 +74,10 @@ def data_parallel(programs: Programs, dp: int) -> Programs:
         resized = _Resizer(programs.programs[index], sizes, old, world, here, there)
         made[index] = resized.program()
         widths |= resized.buckets
-    scaled = used(dataclasses.replace(bare, programs=tuple(made)))
+    source = {**programs.source}
+    for key in _GROWS & set(source):
+        source[key] = str(int(source[key]) * dp // old.dp)
+    scaled = used(dataclasses.replace(bare, programs=tuple(made), source=source))
     return assumed(scaled, _said(old.dp, dp, widths))
 
 

@@ -30,8 +30,12 @@ def format_flops(flops: float) -> str:
 
 def _head(found: Figures) -> str:
     lines = [found.sizes, found.world]
-    said = "; ".join(f"{key} {value}" for key, value in found.source.items())
+    source = {**found.source}
+    what_if = source.pop("what-if", None)
+    said = "; ".join(f"{key} {value}" for key, value in source.items())
     rows = [("slices", said or "do not say where they are from")]
+    if what_if is not None:
+        rows.append(("what if", what_if))
     rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
     if found.iteration_ns:
         rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
