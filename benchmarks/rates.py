@@ -8,6 +8,7 @@ as in a training job: matrix products first, which keep the device busy, then on
 ranks start together, then ``REPEAT`` of what is measured between two events; the median of 5.
 """
 
+# ruff: noqa: B023 - every closure is called before its loop goes on
 from __future__ import annotations
 
 import json
@@ -68,7 +69,7 @@ def calls(rank: int, world: int, busy: torch.Tensor) -> list[dict[str, Any]]:
         if rank >= size:
             continue
         small = bf16(64)
-        alone = clock(lambda: small.add_(1), busy, group, 2)  # noqa: B023
+        alone = clock(lambda: small.add_(1), busy, group, 2)
         for num_bytes in SIZES:
             whole, part = bf16(num_bytes // 2), bf16(num_bytes // 2 // size)
             other = whole.clone()
@@ -80,7 +81,7 @@ def calls(rank: int, world: int, busy: torch.Tensor) -> list[dict[str, Any]]:
             }.items():
 
                 def step(call: Callable[[], Any] = call) -> None:
-                    small.add_(1)  # noqa: B023
+                    small.add_(1)
                     call()
 
                 us = clock(step, busy, group, 8) - alone
@@ -99,17 +100,17 @@ def kernels(busy: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
     for m, k, n in GEMMS:
         x, weight, grad = bf16(m, k), bf16(n, k), bf16(m, n)
         work = 2 * m * k * n / 1e6
-        row = {"m": m, "k": k, "n": n, "forward": work / us(lambda: x @ weight.t())}  # noqa: B023
-        row["wgrad"] = work / us(lambda: grad.t() @ x)  # noqa: B023
+        row = {"m": m, "k": k, "n": n, "forward": work / us(lambda: x @ weight.t())}
+        row["wgrad"] = work / us(lambda: grad.t() @ x)
         found["gemm"].append({key: round(value) for key, value in row.items()})
     for b, h, s, d in HEADS:
         q, k, v = (bf16(b, h, s, d).requires_grad_() for _ in range(3))
 
         def forward() -> torch.Tensor:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: B023
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         grad, once = torch.randn_like(forward()), us(forward)
-        both = us(lambda: torch.autograd.grad(forward(), (q, k, v), grad))  # noqa: B023
+        both = us(lambda: torch.autograd.grad(forward(), (q, k, v), grad))
         work = 2 * b * h * s * s * d / 1e6
         found["attention"].append(
             {"shape": [b, h, s, d], "forward": round(work / once),
@@ -117,9 +118,9 @@ def kernels(busy: torch.Tensor) -> dict[str, list[dict[str, Any]]]:
         )  # fmt: skip
     for numel in (2**22, 2**24, 2**26, 2**28):
         x, y = bf16(numel), bf16(numel)
-        add = us(lambda: torch.add(x, y, out=y))  # noqa: B023
+        add = us(lambda: torch.add(x, y, out=y))
         rows = x.view(-1, 4096)
-        norm = us(lambda: functional.rms_norm(rows, (4096,)))  # noqa: B023
+        norm = us(lambda: functional.rms_norm(rows, (4096,)))
         found["memory"] += [
             {"kernel": "add", "elements": numel, "GB/s": round(6 * numel / add / 1e3)},
             {"kernel": "rms_norm", "elements": numel, "GB/s": round(4 * numel / norm / 1e3)},
