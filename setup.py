@@ -35,7 +35,7 @@ setup(
     package_dir={"megatron_prism.recipes": "recipes"},
     package_data={
         "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
-        "megatron_prism.costs": ["machines/*.json", "variability/*.json"],
+        "megatron_prism.costs": ["*/*.json"],
         "megatron_prism.report": ["*.html", "*.css", "*.js"],
     },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;

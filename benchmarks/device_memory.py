@@ -7,7 +7,9 @@ a minute; it starts its own processes).  On every GPU it follows used - reserved
 - while communicators of 1, 2, … N ranks are made and used, one operation after the other on one
   communicator (``in turn``), and each operation alone on a fresh communicator (``alone``).
 
-``--cpu`` runs the same on gloo and host memory, to try the script; its figures mean nothing.
+The package reads the file: ``prism memory record DIR device=FILE.json``; the shipped one is
+``megatron_prism/costs/device_memory/h200.json``.  ``--cpu`` runs the same on gloo and host memory,
+to try the script; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -301,11 +303,12 @@ def main() -> int:
     found = measure(num, args.cpu, args.limit)
     value = {"format": FORMAT, "source": _source(args.cpu, num), **found}
     value["wall_s"] = round(time.monotonic() - start, 1)
-    text = json.dumps(value, indent=1) + "\n"
     if args.out is None:
-        print(text, end="")
+        print(json.dumps(value, indent=1))
     else:
-        args.out.write_text(text)
+        if args.out.exists():  # what a training process takes is measured elsewhere, and kept
+            value |= {k: v for k, v in json.loads(args.out.read_text()).items() if k == "process"}
+        args.out.write_text(json.dumps(value, indent=1) + "\n")
         print(
             f"{len(found['rows'])} rows in {value['wall_s']} s, {len(found['left_out'])} left out"
         )

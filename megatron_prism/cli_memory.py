@@ -20,11 +20,11 @@ __all__ = ["ACTIONS", "memory"]
 
 ACTIONS = ("record", "check", "diff", "explain", "update")
 _KEYS = {
-    "record": ("alloc",),
-    "check": ("baseline", "tol", "limit", "headroom"),
+    "record": ("alloc", "device"),
+    "check": ("baseline", "tol", "limit", "headroom", "device"),
     "diff": (),
-    "explain": ("class", "top", "alloc"),
-    "update": ("baseline",),
+    "explain": ("class", "top", "alloc", "device"),
+    "update": ("baseline", "device"),
 }
 _PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
 _SHOWN = 8  # origins of a growth
@@ -33,14 +33,16 @@ _SHOWN = 8  # origins of a growth
 def memory(args: argparse.Namespace) -> int:
     """Every rank's peak memory, and a baseline that guards it.
 
-    prism memory record DIR -o memory.json [alloc=expandable_segments:True]
+    prism memory record DIR -o memory.json [alloc=expandable_segments:True] [device=h200]
     prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [--github]
     prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
     prism memory explain DIR [class=pp=0] [top=12]
     prism memory update DIR baseline=memory.json
 
     Exit status 1: a class grew beyond tol, appeared, vanished, or exceeds limit - headroom.
-    Allocated bytes are guarded; reserved is modelled and reported (limit is held against it).
+    Allocated bytes are guarded; reserved is modelled and reported.  limit is held against device
+    bytes, or against reserved where those are unknown.  device= is a shipped calibration of
+    context, libraries and NCCL (default h200), a file of benchmarks/device_memory.py, or none.
     """
     places, settings = _words(args.action, args.settings)
     return _RUN[args.action](args, places, settings)
@@ -68,11 +70,17 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
     return places, settings
 
 
-def _measure(path: str, alloc: str = "") -> Any:
+def _measure(path: str, alloc: str = "", device: str = "h200") -> Any:
     from megatron_prism import memory_baseline
+    from megatron_prism.costs import communicators
     from megatron_prism.slices import open_programs
 
-    return memory_baseline.measure(open_programs(path), alloc)
+    calibration = None if device == "none" else communicators.read(device)
+    return memory_baseline.measure(open_programs(path), alloc, calibration)
+
+
+def _device(settings: dict[str, str]) -> str:
+    return settings.get("device", "h200")
 
 
 def _size(settings: dict[str, str], key: str, default: int | None = 0) -> Any:
@@ -97,7 +105,7 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
 
     if args.out is None:
         raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
-    made = _measure(places[0], settings.get("alloc", ""))
+    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     memory_baseline.save(made, args.out, force=args.force)
     _overview(made)
     console().print(f"wrote {args.out}")
@@ -113,7 +121,7 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
         raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
     path = _named(settings, "check")
     before = memory_baseline.load(path)
-    after = _measure(places[0], before.job.get("alloc_conf", ""))
+    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
     changes = memory_baseline.compare(
         before, after, tol_bytes=tol, limit=None if limit is None else limit - headroom
     )
@@ -145,7 +153,7 @@ def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str
 
     path = _named(settings, "update")
     before = memory_baseline.load(path)  # a file that is no baseline is not replaced
-    after = _measure(places[0], before.job.get("alloc_conf", ""))
+    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
     changes = memory_baseline.compare(before, after, any_job=True)
     _report(args, changes, path)
     memory_baseline.save(after, path, force=True)
@@ -158,7 +166,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     top = settings.get("top", "12")
     if not top.isdigit():
         raise UsageError(f"top={top} is no number", fix="top=12")
-    made = _measure(places[0], settings.get("alloc", ""))
+    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     chosen = settings.get("class")
     if chosen is not None and chosen not in made.classes:
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
@@ -186,17 +194,22 @@ def _exact(num_bytes: int) -> str:
     return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
+def _bytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else units.format_bytes(num_bytes)
+
+
 def _overview(made: Any) -> None:
     from megatron_prism.memory_baseline import PROVENANCE
 
     rows = [
         (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
-         units.format_bytes(one["peak_reserved"]), "unknown", one["at"]["step"], one["ranks"])
+         units.format_bytes(one["peak_reserved"]), _bytes(one.get("nccl")),
+         _bytes(one.get("peak_device")), one["at"]["step"], one["ranks"])
         for name, one in made.classes.items()
     ]  # fmt: skip
-    head = ("class", "ranks", "allocated", "reserved", "device", "peak in", "which")
+    head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
-    for level, source in PROVENANCE.items():
+    for level, source in {**PROVENANCE, "peak_device": made.device}.items():
         print(f"  {level:<15} {source}")
 
 
@@ -226,7 +239,7 @@ def describe(change: Any) -> str:
     grown = change.after - change.before
     if change.what == "over":
         return (
-            f"{head} the limit: reserved {_exact(change.after)} (modelled), "
+            f"{head} the limit: {change.level} {_exact(change.after)} (modelled), "
             f"{_exact(grown)} above {_exact(change.before)}"
         )
     lines = [f"{head} {grown:+,} B: {_exact(change.before)} -> {_exact(change.after)}"]

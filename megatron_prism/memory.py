@@ -4,7 +4,7 @@ Three levels that are never mixed, each with its provenance:
 
 allocated : bytes of tensors, from the programs' allocations
 reserved  : segments of the caching allocator: modelled, by replaying them (``allocator``)
-device    : reserved and context, workspaces, NCCL: unknown here, and never a guess
+device    : reserved and context, workspaces, NCCL: ``costs.communicators``, where calibrated
 
 What is alive has a kind.  The recorder tags what stands before the iteration (``param``, ``grad``,
 ``optim``); what comes to be later is told from how it lives:
@@ -82,13 +82,17 @@ class Peak:
 
 @dataclass(frozen=True)
 class ClassMemory:
-    """Memory of the ranks of one class: peak of allocated, and reserved as modelled."""
+    """Memory of the ranks of one class: peak of allocated, and reserved as modelled.
+
+    program : index of the program that they run
+    """
 
     name: str
     ranks: str
     count: int
     peak: Peak
     reserved: int
+    program: int = 0
 
 
 def peak(program: Program) -> Peak | None:
@@ -218,7 +222,8 @@ def analyse(
             )
         reserved = allocator.replay(_changes(program), settings).peak_reserved
         name = class_name(programs.world, ranks.tolist())
-        found.append(ClassMemory(name, format_ranks(ranks.tolist()), ranks.size, top, reserved))
+        shown = format_ranks(ranks.tolist())
+        found.append(ClassMemory(name, shown, ranks.size, top, reserved, int(index)))
     return tuple(sorted(found, key=lambda one: int(re.match(r"\d+", one.ranks)[0])))
 
 

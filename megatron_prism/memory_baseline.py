@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_prism import allocator
 from megatron_prism.artefact import write_whole
+from megatron_prism.costs import communicators
 from megatron_prism.errors import UsageError
 from megatron_prism.memory import KINDS, ClassMemory, analyse
 from megatron_prism.ops import CODED
@@ -31,7 +32,7 @@ TOP = 48  # origins that a class lists; what is smaller is summed up
 PROVENANCE = {
     "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
     "peak_reserved": "modelled: the caching allocator's rules, one stream",
-    "device": "unknown: context, workspaces and NCCL are not modelled",
+    "peak_device": "unknown: no calibration of context, workspaces and NCCL",
 }
 _NUMBERS = ("count", "peak_allocated", "peak_reserved")
 
@@ -42,6 +43,7 @@ class Baseline:
 
     job: Mapping[str, str]
     classes: Mapping[str, Mapping[str, Any]]
+    device: str = PROVENANCE["peak_device"]  # what peak_device is made of
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Growth:
 class Change:
     """One class against its baseline.
 
-    what    : grown, shrunk, same, appeared, vanished, over (its limit)
+    what    : grown, shrunk, same, appeared, vanished, over (its limit; ``level`` says what is)
     before  : peak of allocated bytes in the baseline, None if the class appeared
     by_kind : bytes per kind, after - before, where they differ
     origins : the same per origin, largest growth first
@@ -73,14 +75,20 @@ class Change:
     by_kind: Mapping[str, int]
     origins: tuple[Growth, ...]
     moved: str = ""
+    level: str = "allocated"
 
     @property
     def fails(self) -> bool:
         return self.what in ("grown", "appeared", "vanished", "over")
 
 
-def measure(programs: Programs, alloc_conf: str = "") -> Baseline:
-    """The figures of ``programs``.  UsageError if they recorded no memory or did not train."""
+def measure(
+    programs: Programs, alloc_conf: str = "", device: communicators.Calibration | None = None
+) -> Baseline:
+    """The figures of ``programs``; ``device`` says what processes and communicators take.
+
+    UsageError if they recorded no memory or did not train.
+    """
     settings = allocator.Settings.parse(alloc_conf)
     optimizer = CODED["phase"].index("optimizer")
     for program in programs.programs:
@@ -91,7 +99,17 @@ def measure(programs: Programs, alloc_conf: str = "") -> Baseline:
             )
     world = programs.world
     job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
-    return Baseline(job, {one.name: _figures(one) for one in analyse(programs, settings)})
+    device = device or communicators.Calibration()
+    classes = {}
+    for one in analyse(programs, settings):
+        nccl = device.nccl(communicators.used_by(programs, one.program))
+        beyond = None if nccl is None or device.process is None else nccl + device.process
+        classes[one.name] = {
+            **_figures(one),
+            "nccl": nccl,
+            "peak_device": None if beyond is None else one.reserved + beyond,
+        }
+    return Baseline(job, classes, device.provenance())
 
 
 def _figures(one: ClassMemory) -> dict[str, Any]:
@@ -119,7 +137,8 @@ def _figures(one: ClassMemory) -> dict[str, Any]:
 
 def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
-    value = {"schema": SCHEMA, "provenance": PROVENANCE, **asdict(baseline)}
+    value = {"schema": SCHEMA, **asdict(baseline)}
+    value["provenance"] = {**PROVENANCE, "peak_device": value.pop("device")}
     return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
 
 
@@ -143,7 +162,8 @@ def load(path: str | os.PathLike[str]) -> Baseline:
         _check(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} is damaged: {error}", fix=fix) from error
-    return Baseline(value["job"], value["classes"])
+    source = value.get("provenance", {}).get("peak_device", PROVENANCE["peak_device"])
+    return Baseline(value["job"], value["classes"], str(source))
 
 
 def _check(value: dict[str, Any]) -> None:
@@ -154,6 +174,7 @@ def _check(value: dict[str, Any]) -> None:
         kinds = one["by_category"]
         numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
         numbers += [entry["num_bytes"] for entry in one["top"]]
+        numbers += [one[key] for key in ("nccl", "peak_device") if one.get(key) is not None]
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
         texts = [one["ranks"], one["at"]["step"], one["at"]["site"]]
@@ -178,7 +199,7 @@ def compare(
     """Every class of both, in the order of their ranks.
 
     tol_bytes : growth that is still no failure
-    limit     : bytes that reserved memory may not exceed
+    limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
     any_job   : compare although arguments, versions or tier differ; else UsageError
     """
     if not any_job:
@@ -189,8 +210,11 @@ def compare(
         old, new = before.classes.get(name), after.classes.get(name)
         one = _change(name, old, new, tol_bytes)
         found.append(one)
-        if new is not None and limit is not None and new["peak_reserved"] > limit:
-            found.append(Change("over", name, new["ranks"], limit, new["peak_reserved"], {}, ()))
+        if new is not None and limit is not None:
+            level = "reserved" if new.get("peak_device") is None else "device"
+            if (size := new[f"peak_{level}"]) > limit:
+                ranks = new["ranks"]
+                found.append(Change("over", name, ranks, limit, size, {}, (), level=level))
     return found
 
 

@@ -1,0 +1,122 @@
+"""Device memory of communicators: NCCL's constants, a calibration by hand, what a program uses."""
+
+import json
+
+import pytest
+
+from megatron_prism.costs import communicators
+from megatron_prism.costs.communicators import Calibration, Communicator, connection_bytes, used_by
+from megatron_prism.errors import UsageError
+from megatron_prism.program_parse import parse
+
+MIB = 1 << 20
+STEPS = {"init": 3, "all_reduce_1KiB": 10, "all_reduce_64MiB": 20, "all_gather_16MiB": 0}
+
+
+def stored(**more):
+    """A calibration file of 1, 2 and 4 ranks, MiB."""
+    rows = [{"case": "start", "step": "context", "ranks": 0, "bytes": [500, 501, 502]}]
+    for size in (1, 2, 4):
+        for repeat, once in ((0, 7), (1, 0)):
+            for step, taken in STEPS.items():
+                extra = once if step == "init" else 0
+                taken = taken * (size - 1) if step != "init" else taken
+                rows.append({"case": "in turn", "step": step, "ranks": size, "repeat": repeat,
+                             "bytes": [taken + extra] * size})  # fmt: skip
+        if size > 1:
+            alone = {"all_reduce_1KiB": [13], "all_reduce_64MiB": [25], "all_gather_16MiB": [23],
+                     "neighbours_16MiB": [103, 203, 203, 103]}  # fmt: skip
+            rows += [
+                {"case": "alone", "step": step, "ranks": size, "repeat": 0, "bytes": taken}
+                for step, taken in alone.items()
+            ]
+    return {"format": 1, "source": "by hand", "rows": rows, **more}
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(stored()))
+    return communicators.read(path)
+
+
+def test_a_connection_by_nccls_own_constants():
+    """LL 512 KiB, LL128 4.7 MiB, Simple 4 MiB are 9.2 MiB; allocations are whole 2 MiB pages."""
+    assert connection_bytes() == (2 * MIB, 10 * MIB)
+    assert connection_bytes(buffer=8 * MIB) == (2 * MIB, 14 * MIB)
+
+
+def test_what_a_communicator_takes(calibration):
+    of = calibration.bytes_of
+    assert of(Communicator("g", 1, frozenset({"small"}))) == 3  # nobody to connect to
+    assert of(Communicator("g", 2)) == 3
+    assert of(Communicator("g", 2, frozenset({"small"}))) == 3 + 10
+    assert of(Communicator("g", 4, frozenset({"small", "ring"}))) == 3 + 10 + 20
+    every = frozenset({"small", "ring", "large"})
+    assert of(Communicator("g", 2, every)) == 3 + 30  # what they took together, not 52
+    assert of(Communicator("g", 4, frozenset(), peers=2)) == 3 + 2 * 100
+    assert of(Communicator("g", 3)) == of(Communicator("g", 2))
+    assert of(Communicator("g", 4096, every)) == of(Communicator("g", 4, every))
+    assert calibration.process == 501
+    assert calibration.nccl([Communicator("g", 2), Communicator("h", 2)]) == 3 * 7 + 6
+
+
+def test_unknown_is_none_and_says_what_is_missing():
+    nothing = Calibration()
+    assert nothing.bytes_of(Communicator("g", 2)) is None
+    assert nothing.nccl([]) is None
+    assert nothing.provenance().startswith("unknown")
+    few = Calibration(process=5, alone={("init", 1): 3, ("init", 2): 4}, source="x")
+    assert few.bytes_of(Communicator("g", 2, frozenset({"ring"}))) is None
+    assert few.nccl([Communicator("g", 2, frozenset({"ring"}))]) is None
+    shipped = communicators.read("h200")
+    assert shipped.process == 859701248
+    assert "H200" in shipped.provenance()
+
+
+def test_what_a_program_uses():
+    text = """
+prism-program 1
+world size=8 tp=2 pp=4
+program ranks=0-7
+0F0 all_reduce tp bf16 n=4096
+0F0 all_reduce tp bf16 n=4000000
+0F0 all_gather dp bf16 n=10
+0F0 send pp bf16 n=10 peer=1 batch=0
+0F0 recv pp bf16 n=10 peer=-1 batch=0
+1F0 send pp bf16 n=10 peer=1 batch=1
+0B0 send default_pg bf16 n=10 peer=2
+0B0 all_to_all pp bf16 n=8
+"""
+    text = text.replace(" tp ", " TENSOR_MODEL_PARALLEL_GROUP ")
+    text = text.replace(" pp ", " PIPELINE_MODEL_PARALLEL_GROUP ")
+    made = parse(text.replace(" dp ", " DATA_PARALLEL_GROUP_WITH_CP "))
+    used = {(one.group, one.size): one for one in used_by(made, 0)}
+    assert used["TENSOR_MODEL_PARALLEL_GROUP", 2].kinds == {"small", "large"}
+    assert used["DATA_PARALLEL_GROUP_WITH_CP", 1].kinds == {"ring"}
+    assert used["PIPELINE_MODEL_PARALLEL_GROUP", 4].peers == 3
+    assert used["default_pg", 8].kinds == {"small"}
+    assert used["default_pg pair", 2].peers == 1  # p2p outside a batch has a communicator per pair
+    assert len(used) == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": 2}',
+        '{"format": 1, "source": "x"}',
+        '{"format": 1, "source": "x", "rows": [{"case": "start", "ranks": 0, "bytes": [1.5]}]}',
+        '{"format": 1, "source": "x", "rows": [{"case": "start", "ranks": 0, "bytes": []}]}',
+        '{"format": 1, "source": "x", "rows": [], "process": {"bytes": "much"}}',
+    ],
+)  # fmt: skip
+def test_files_that_are_no_calibrations(tmp_path, text):
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no calibration of device memory") as error:
+        communicators.read(path)
+    assert "device_memory.py" in error.value.fix
+    with pytest.raises(UsageError, match="there is no calibration"):
+        communicators.read(tmp_path / "none.json")
