@@ -56,6 +56,8 @@ def show(args: argparse.Namespace) -> int:
         print(dump(programs), end="")
         return 0
     if "rank" not in settings:
+        for key, value in settings.items():
+            raise UsageError(f"{key}= shows ops of a rank", fix=f"rank=0 {key}={value}")
         _overview(programs)
         return 0
     for rank in programs.world.select(settings["rank"]):
@@ -87,6 +89,12 @@ def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> Non
     program = programs.of(rank)
     ops = list(program)
     wanted = range(len(ops))
+    groups = sorted({op.group for op in ops if op.group})
+    if group is not None and group not in groups:
+        raise UsageError(
+            f"rank {rank} has no call in a group {group}",
+            fix=f"there are {', '.join(groups) or 'none'}",
+        )
     if around is not None:
         near = [i for i, op in enumerate(ops) if op.label == around]
         if not near:

@@ -41,6 +41,19 @@ POSITIVE = {
     "parallel": ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 }  # fmt: skip
 
+FRACTIONS = ("attention_dropout", "hidden_dropout", "rotary_percent")  # of model; 1.0 included
+# TransformerConfig's names of what a recipe says in a place of its own
+RENAMED = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    "num_moe_experts": "model.num_experts",
+    "layernorm_epsilon": "model.norm_epsilon",
+}
+
 
 def check(recipe: Recipe) -> None:
     """RecipeError or WorldError for the first rule the recipe breaks."""
@@ -55,12 +68,38 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
-    if not (0 <= recipe.train.lr < math.inf):
-        raise RecipeError(f"train.lr is {recipe.train.lr}", fix="use a number of at least 0")
+    for rule in (_numbers, _extra):
+        for message, fix in rule(recipe):
+            raise RecipeError(message, fix=fix)
     recipe.world  # noqa: B018  parallel sizes first: a WorldError says which of them do not fit
     for rules in (_model, _experts, _batches, _layers, _training):
         for message, fix in rules(recipe):
             raise RecipeError(message, fix=fix)
+
+
+def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, t = recipe.model, recipe.train
+    if not (0 <= t.lr < math.inf):
+        yield f"train.lr is {t.lr}", "use a number of at least 0"
+    for section, part in (("model", m), ("train", t)):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section}.{name} is {value}", "use a finite number"
+    for name in FRACTIONS:
+        if not 0 <= getattr(m, name) <= 1:
+            yield f"model.{name} is {getattr(m, name)}", "use a number from 0 to 1"
+    # training/initialize.py _set_random_seed: positive; numpy's are of 32 bits, stages add to it
+    if not 1 <= t.seed < 1 << 31:
+        yield f"train.seed is {t.seed}", f"use a number from 1 to {(1 << 31) - 1}"
+
+
+def _extra(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """``model.extra`` would win over the key that everything else is derived from."""
+    places = {name: f"{part}.{name}" for part in ("train", "parallel", "model")
+              for name in vars(getattr(recipe, part))} | RENAMED  # fmt: skip
+    for key, value in recipe.model.extra.items():
+        if key in places:
+            yield f"model.extra.{key}: the recipe has {places[key]}", f"{places[key]}={value}"
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ goes on from there.  All slices of a folder are of one job: the same world, vers
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -153,13 +154,14 @@ def open_programs(path: str | os.PathLike[str]) -> Programs:
         whole = place / WORLD
         return programs.load(whole) if whole.exists() else assemble(place)
     try:
-        start = place.read_bytes()[:64]
+        with open(place, "rb") as file:  # once: it may be a pipe
+            start = file.read(64)
+            if start.startswith(b"PK"):
+                return programs.load(place)
+            rest = b"" if b"\0" in start else file.read()  # nor is /dev/zero read to its end
+        text = io.TextIOWrapper(io.BytesIO(start + rest), encoding="utf-8-sig").read()
     except OSError as error:
         raise ProgramError(f"cannot read {place}: {error.strerror}", fix="name a file") from error
-    if start.startswith(b"PK"):
-        return programs.load(place)
-    try:
-        text = place.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except UnicodeDecodeError as error:
         raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
     return parse(text, str(place))

@@ -292,6 +292,9 @@ def _check_sizes(world: World) -> None:
             )
 
 
+_NEAR = 1 << 16  # how far from a size we look for one that works
+
+
 def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
     """The nearest world sizes and the nearest values of one axis that satisfy both grids."""
     unit = implied_size(world.tp, world.cp, world.pp, world.ep, world.etp)
@@ -307,7 +310,9 @@ def _sizes_that_work(world: World, names: tuple[str, ...]) -> str:
         new |= {axis: value, **({"etp": value} if linked else {})}
         return world.size % implied_size(**new) == 0
 
-    lower = next((v for v in range(old - 1, 0, -1) if works(v)), None)
-    higher = next((v for v in range(old + 1, min(2 * old, world.size) + 1) if works(v)), None)
+    top, bottom = min(old - 1, world.size), old + 1  # and a mistyped 10**20 is no long search
+    lower = next((v for v in range(top, max(0, top - _NEAR), -1) if works(v)), None)
+    end = min(2 * old, world.size, old + _NEAR)
+    higher = next((v for v in range(bottom, end + 1) if works(v)), None)
     others = [f"{axis}={value}" for value in (lower, higher) if value is not None]
     return sizes + (f", or keep {world.size} ranks with {' or '.join(others)}" if others else "")

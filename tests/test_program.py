@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -213,6 +214,12 @@ def test_what_is_no_program_says_so(text, says):
 def test_editors_on_windows(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.strip().replace("\n", "\r\n").encode())
     assert open_programs(tmp_path / "x.txt") == parse(TEXT)
+
+
+def test_a_pipe_is_read_once():
+    text = subprocess.Popen(["echo", TEXT], stdout=subprocess.PIPE)
+    with text:
+        assert open_programs(f"/dev/fd/{text.stdout.fileno()}") == parse(TEXT)
 
 
 def test_files_that_are_not_ours(tmp_path):
