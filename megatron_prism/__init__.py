@@ -33,6 +33,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it
       recipe_checks.py         which fields must fit each other
+      recipe_layers.py         how layers split over stages and chunks
 
     virtual/                 a torch.distributed world whose other ranks are not there
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_prism import recipe_checks
+from megatron_prism import recipe_checks, recipe_layers
 from megatron_prism.world import DEFAULT_ORDER, World
 
 __all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train"]
@@ -178,7 +178,7 @@ class Recipe:
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Transformer layers of each chunk of a stage, as Megatron will split them."""
-        return recipe_checks.layers_of(self, stage)
+        return recipe_layers.layers_of(self, stage)
 
     def derived(self) -> dict[str, str]:
         """What follows from the recipe, each with its arithmetic, for people."""
@@ -192,7 +192,7 @@ class Recipe:
             f"{self.num_microbatches} = {t.global_batch_size} / "
             f"(micro batch {t.micro_batch_size} x dp {world.dp})"
         )
-        rows["layers per chunk"] = recipe_checks.describe_layers(self)
+        rows["layers per chunk"] = recipe_layers.describe(self)
         rows["vocabulary"] = f"{self.padded_vocab_size:,} (padded from {m.vocab_size:,})"
         rows["tokens per iteration"] = (
             f"{t.global_batch_size * m.seq_length:,} = {t.global_batch_size} x {m.seq_length}"

@@ -41,6 +41,7 @@ ROWS = [
     "memory hang stochastic",  # the analyses never import each other
     "memory_baseline",
     "report",
+    "recipe_layers",
     "recipe_checks",
     "recipe_schema",
     "recipe testing",
