@@ -39,7 +39,7 @@ def test_json_is_the_same_every_time(world, capsys):
     assert found[0] == found[1]
     assert found[0]["schema"] == "prism.prediction/1"
     levels = {q["level"]: q["ns"] for q in found[0]["quantiles"]}
-    assert 10e6 < levels[0.05] < levels[0.5] < levels[0.95] < 14e6
+    assert 9.9e6 < levels[0.05] < levels[0.5] < levels[0.95] < 14e6
     assert levels[0.99] is None  # 500 samples do not reach that far
 
 

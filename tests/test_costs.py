@@ -25,7 +25,10 @@ GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
         ("network_rate", float("inf"), "network_rate is Infinity"),
         ("network_rate", -1, "positive"),
         ("kernel_ns", True, "kernel_ns is true"),
-        ("link_ns", None, "link_ns is null"),
+        ("call_ns", None, "call_ns is null"),
+        ("nvls_rate", -1, "positive"),
+        ("generation", "pascal", "one of volta"),
+        ("link", 4, "one of nvlink"),
         ("source", 5, "text"),
     ],
 )
@@ -37,6 +40,29 @@ def test_machines_that_cannot_be(tmp_path, key, value, says):
     with pytest.raises(UsageError, match=f"{key} is") as caught:
         machine(path)
     assert says in str(caught.value)
+
+
+def test_shipped_machines_name_their_source():
+    for name in machines():
+        one = machine(name)
+        assert len(one.source) > 40
+        assert one.network_rate
+    assert set(machines()) == {"h100", "h200", "b200", "gb200_nvl72"}
+    assert machine("gb200_nvl72").gpus_per_node == 72
+
+
+def test_a_machine_without_a_network_holds_one_node(tmp_path, capsys):
+    path, world = tmp_path / "m.json", tmp_path / "w.txt"
+    path.write_text(json.dumps({**GOOD, "network_rate": 0}))
+    call = "- all_reduce default_pg bf16 n=64 reduce=sum"
+    for size, status in ((8, 0), (16, 2)):
+        world.write_text(
+            f"prism-program 1\nworld size={size}\nprogram ranks=0-{size - 1}\n{call}\n"
+        )
+        assert cli.main(["replay", str(world), f"machine={path}"]) == status
+    said = capsys.readouterr().err
+    assert "16 ranks need 2 nodes" in said
+    assert "it holds 8 ranks" in said
 
 
 def row(**more):

@@ -182,7 +182,7 @@ def test_the_page_of_text():
     shown = text.render(replayed(tiny()))
     for line in ("8 ranks = tp 2", "  slices       tier cpu", "= total", "bubble",
                  "peak live memory", "what the critical path is made of", "forward compute",
-                 "measured: segments of the slices (cpu)", "modelled: alpha-beta"):  # fmt: skip
+                 "measured: segments of the slices (cpu)", "modelled: NCCL's"):  # fmt: skip
         assert line in shown
     assert "nothing takes time" in text.render(replayed(empty()))
 
@@ -287,7 +287,7 @@ def test_arrows_lead_from_sends_to_receives_and_from_who_came_last():
     }
     assert json.loads(span) == {
         "step": "1F0", "group": TP, "bytes": 8192, "dtype": "bf16", "site": "mappings.py:31",
-        "duration is": "modelled: alpha-beta on " + machine("h200").name, "op": 4,
+        "duration is": "modelled: NCCL's alpha-beta on " + machine("h200").name, "op": 4,
     }  # fmt: skip
 
 

@@ -2,10 +2,9 @@
 
 In : a collective, its message size, its group's shape on the machine.  Out: ns and a provenance.
 
-The model is alpha-beta over the slowest link of a ring (Thakur, Rabenseifner & Gropp 2005; the
-factors of nccl-tests doc/PERFORMANCE.md): ``call + hops x latency + wire bytes / rate``, where wire
-bytes are what each rank must at least send.  Groups that span nodes pay the network's rate and
-latency between nodes; several ranks of a node share the work of crossing it rail by rail.
+The model is NCCL's own estimate of its algorithms and protocols (``nccl``), on the machine's rates.
+Groups that span nodes pay the network's rate and latency between nodes; several ranks of a node
+share the work of crossing it rail by rail.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs import nccl
 from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
 
@@ -98,23 +97,5 @@ def modelled(name: str, shape: Shape, num_bytes: int, machine: Machine) -> int:
     """ns of one call of ``num_bytes`` (message size as nccl-tests counts it)."""
     if shape.size == 1:
         return 0
-    row = BY_NAME[name]
-    wire = row.wire_bytes(num_bytes, shape.size)
-    hops = 1 if row.kind == "pair" else _hops(name, shape.size)
-    if shape.nodes == 1:
-        return round(machine.call_ns + hops * machine.link_ns + wire / machine.link_rate * 1e9)
-    # rail by rail: the ranks of a node cross the network side by side, each with its share
-    across = row.wire_bytes(num_bytes, shape.nodes) if row.kind == "group" else num_bytes
-    rate = machine.network_rate * (shape.per_node if row.kind == "group" else 1)
-    inside = wire / machine.link_rate
-    outside = across / rate
-    latency = machine.network_ns * min(hops, 2 * shape.nodes) + machine.link_ns * min(
-        hops, shape.per_node
-    )
-    return round(machine.call_ns + latency + max(inside, outside) * 1e9)
-
-
-def _hops(name: str, size: int) -> int:
-    """Steps whose latency adds up; large groups are served by trees (NCCL), so logarithmic."""
-    depth = max(1, (size - 1).bit_length())
-    return 2 * depth if name == "all_reduce" else depth if name != "all_to_all" else 1
+    per_node = min(shape.per_node, shape.size)
+    return round(machine.call_ns + nccl.best(name, shape.size, per_node, num_bytes, machine))

@@ -53,17 +53,20 @@ def _segment(note: str, row: np.void, machine: Machine) -> int:
     total, kernels = 0, max(1, int(row["kernels"]))
     for match in _KERNEL.finditer(note):
         count = int(match["count"] or 1)
-        total += count * _kernel(int(match["flops"]), int(match["bytes"]), match["dtype"], machine)
+        total += count * _kernel(match["name"].strip(), int(match["flops"]), int(match["bytes"]),
+                                 match["dtype"], machine)  # fmt: skip
         flops -= count * int(match["flops"])
         traffic -= count * int(match["bytes"])
         kernels -= count
     if kernels > 0:
-        rest = _kernel(max(0, flops), max(0, traffic), "bfloat16", machine)
+        rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
         total += max(rest, kernels * machine.kernel_ns)
     return total
 
 
-def _kernel(flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:
+def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:
     rate = machine.flops.get(_TORCH.get(dtype, "bf16"), machine.flops["bf16"])
+    if _TORCH.get(dtype, "bf16") in ("bf16", "fp16"):
+        rate = machine.flops.get(name, rate)  # attention, attention_backward
     work = max(flops / rate, num_bytes / machine.memory_rate)
     return max(machine.kernel_ns, round(work * 1e9))

@@ -18,32 +18,37 @@ from megatron_prism.errors import UsageError
 __all__ = ["Machine", "machine", "machines"]
 
 FOLDER = Path(__file__).with_name("machines")
+_WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
+_MAY_LACK = ("nvls_rate", "network_rate")
 
 
 @dataclass(frozen=True)
 class Machine:
     """One kind of node and the network between nodes.
 
-    gpus_per_node   : ranks 0 … n-1 are on the first node, and so on
-    flops           : dtype -> dense matrix flops per second that large products reach
+    gpus_per_node   : ranks 0 … n-1 are on the first node, and so on; a node is what NVLink joins
+    generation      : of the GPU, for NCCL's limits: volta, ampere, hopper, blackwell
+    link            : between GPUs of a node: nvlink or pcie
+    flops           : dtype -> dense matrix flops per second that large products reach; fused
+                      attention and attention_backward may have entries of their own (bf16)
     memory_rate     : bytes per second of device memory that elementwise kernels reach
     kernel_ns       : what the shortest kernel takes, launch gap included
     link_rate       : bytes per second per GPU and direction inside a node (bus bandwidth)
-    link_ns         : latency of one hop inside a node
-    network_rate    : bytes per second per GPU and direction between nodes
-    network_ns      : latency of one hop between nodes
-    call_ns         : fixed cost of a collective
+    nvls_rate       : the same of all-reduces in the NVLink switch; 0 if it has none or it is off
+    network_rate    : bytes per second per GPU and direction between nodes; 0 if there is no network
+    call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
     """
 
     name: str
     gpus_per_node: int
+    generation: str
+    link: str
     flops: dict[str, float]
     memory_rate: float
     kernel_ns: int
     link_rate: float
-    link_ns: int
+    nvls_rate: float
     network_rate: float
-    network_ns: int
     call_ns: int
     source: str
 
@@ -70,7 +75,9 @@ def _wrong(key: str, value: object) -> str | None:
     if key == "flops":
         good = isinstance(value, dict) and "bf16" in value and all(map(_positive, value.values()))
         return None if good else 'write positive rates, at least that of bf16: {"bf16": 6e14}'
-    if not _positive(value):
+    if key in _WORDS:
+        return None if value in _WORDS[key] else f"one of {', '.join(_WORDS[key])}"
+    if not _positive(value) and not (key in _MAY_LACK and value == 0):
         return "rates and times are positive numbers"
     whole = key == "gpus_per_node" or key.endswith("_ns")
     return "a whole number" if whole and not isinstance(value, int) else None

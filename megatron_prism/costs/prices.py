@@ -11,6 +11,7 @@ from megatron_prism.collectives import BY_NAME
 from megatron_prism.costs.collective import Calibration, Shape, modelled
 from megatron_prism.costs.compute import MEASURED, ROOFLINE, compute_ns
 from megatron_prism.costs.machine import Machine
+from megatron_prism.errors import UsageError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
 from megatron_prism.program import Program
@@ -45,14 +46,26 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
         f"modelled: roofline of {machine.name} ({machine.source})",
         "none: not a segment",
         f"measured: calls ({calibration.source})",
-        f"modelled: alpha-beta on {machine.name} ({machine.source})",
+        f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
     )
+    _check_fits(graph, machine)
     pairs = [compute_ns(program, machine) for program in graph.program_list]
     meetings, meeting_source = _meetings(graph, machine, calibration)
     assert (MEASURED, ROOFLINE) == (0, 1)  # the order of ``sources``
     return Prices(
         tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources
     )
+
+
+def _check_fits(graph: WorldGraph, machine: Machine) -> None:
+    """UsageError for a world of several nodes on a machine without a network."""
+    size, per_node = graph.programs.world.size, machine.gpus_per_node
+    if size > per_node and not machine.network_rate:
+        raise UsageError(
+            f"{size:,} ranks need {-(-size // per_node):,} nodes, and {machine.name} has no "
+            f"network between nodes (network_rate 0): it holds {per_node} ranks",
+            fix="a world that fits, or a machine with a network: machine=h200",
+        )
 
 
 def _meetings(
