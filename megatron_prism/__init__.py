@@ -11,6 +11,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     ops.py program.py        what one rank does in an iteration, op by op
       programs.py              the programs of a world, in one file
       program_text.py          the same as text (program_parse.py reads it)
+    fault_plan.py            which fault shall happen, to whom and when
     slices.py                a folder of captured slices, and the world they make
     membership.py            who is in which group, for all ranks at once
     classes.py               which ranks cannot be told apart
@@ -24,9 +25,11 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       memory_baseline.py       has it grown?  a baseline in a reviewable file
     quiescence.py            where every rank stands when nothing moves any more
     flight_export.py         the same as Flight Recorder dumps
+    faults.py                healthy programs with faults planted in them
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
     hang.py                  who made it hang, by majorities and waits (outstanding.py, votes.py)
       diagnosis.py             the verdict as values, text and JSON
+      hang_world.py            who is to blame for a standstill of programs
     report/                  the timeline as text, one HTML page, a trace
     stochastic.py            the distribution of the iteration time
     artefact.py              results that appear whole or not at all: a folder, a file

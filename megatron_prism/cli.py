@@ -132,7 +132,10 @@ COMMANDS = {
         hang,
         (
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "fault, plan, seed"}),
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
+            FORCE,
             JSON,
         ),
     ),

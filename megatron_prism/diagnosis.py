@@ -16,7 +16,8 @@ SCHEMA = "prism.diagnosis/1"
 
 @dataclass(frozen=True)
 class Blamed:
-    """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call or the
+    """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call,
+    skipped call or the
     field in which its call differs."""
 
     rank: int
@@ -38,7 +39,10 @@ class Waiting:
 @dataclass(frozen=True)
 class Diagnosis:
     """verdict: healthy, mismatch, device stuck, host stuck, missing dump, order, deadlock,
-    undetermined; group, op and seq are those of the first call that cannot end."""
+    undetermined; group, op and seq are those of the first call that cannot end.
+
+    seq counts from 1 as the Flight Recorder does; from programs it is the call's index, from 0.
+    """
 
     verdict: str
     culprits: tuple[Blamed, ...] = ()
@@ -77,6 +81,9 @@ class Diagnosis:
         if self.verdict == "healthy":
             return "HEALTHY: nobody waits for anybody"
         where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
+        if not self.culprits and self.verdict == "mismatch":
+            ranks = format_ranks([v.rank for v in self.victims])
+            return f"MISMATCH at {where}, among ranks {ranks}: who is wrong is undetermined"
         if not self.culprits:
             return f"{self.verdict.upper()} at {where}; {len(self.victims)} ranks wait"
         ranks = format_ranks([c.rank for c in self.culprits])

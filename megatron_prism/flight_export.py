@@ -1,9 +1,9 @@
 """What would the Flight Recorder have written?  Dumps of a standstill, one per rank.
 
 In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files,
-for ``flight_recorder.read``.  torch's own ``torchfrtrace`` stops at our batched messages: the
-records that close a batch are not written yet.  The counters, states and names are
-ProcessGroupNCCL's; clocks count issued calls, since a standstill knows no time.
+for ``flight_recorder.read`` and for torch's own ``torchfrtrace``.  The counters, states and names
+are ProcessGroupNCCL's, and so is the record that closes a batch (``nccl:coalesced``); clocks count
+issued calls, since a standstill knows no time.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import json
 import os
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.quiescence import Standstill
 
-__all__ = ["dump_of", "write"]
+__all__ = ["dump_of", "dumps_of", "write"]
 
 _DTYPES = {
     "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
@@ -28,6 +31,7 @@ _DTYPES = {
     "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
 }  # fmt: skip
 _TALK = IS_COLLECTIVE | IS_PAIR
+_CLOSING = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATTER_coalesced"}
 
 
 def write(
@@ -47,18 +51,22 @@ def write(
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    names = _numbers(state)
-    for rank in range(state.programs.world.size):
-        fault = state.faults.get(rank)
-        if fault is not None and fault.silent:
-            continue
-        value = dump_of(state, rank, names, **how)
+    for rank, value in dumps_of(state, **how):
         if as_json:
             text = json.dumps(value | {"nccl_comm_state": {}}).encode()
             (folder / f"{prefix}{rank}.json").write_bytes(text)
         else:
             (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(value, protocol=2))
     return folder
+
+
+def dumps_of(state: Standstill, **how: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(rank, its dump) of every rank that leaves one; ``how`` as in ``dump_of``."""
+    names = _numbers(state)
+    for rank in range(state.programs.world.size):
+        fault = state.faults.get(rank)
+        if fault is None or not fault.silent:
+            yield rank, dump_of(state, rank, names, **how)
 
 
 def _numbers(state: Standstill) -> dict[tuple[str, int], int]:
@@ -127,12 +135,35 @@ class _Writer:
         found: list[dict[str, Any]] = []
         names = self.program.ops["name"]
         launched: set[int] = set()
+        batches = self.program.ops["batch"]
+        inside: dict[int, list[int]] = {}
+        for index in np.flatnonzero(_TALK[names] & (batches >= 0)).tolist():
+            inside.setdefault(int(batches[index]), []).append(index)
         for index in range(self.state.issued[self.rank]):
             if _TALK[names[index]]:
                 op = self.program[index]
                 if op.group in self.ids:
                     found.append(self._entry(op, index, len(found), launched))
+                    if op.batch >= 0 and inside[op.batch][-1] == index:
+                        found.append(self._closing(found[-1], inside[op.batch]))
         return found
+
+    def _closing(self, last: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        """The record of a batch as a whole (ProcessGroupNCCL::endCoalescing)."""
+        progress = [self._progress(index) for index in indices]
+        done, started = (all(seen) for seen in zip(*progress, strict=True))
+        return last | {
+            "record_id": last["record_id"] + 1,
+            "op_id": last["op_id"] + 1,
+            "profiling_name": f"nccl:{_CLOSING.get(self.program[indices[0]].name, 'coalesced')}",
+            "time_created_ns": last["time_created_ns"] + 1_000_000,
+            "input_sizes": [],
+            "input_dtypes": [],
+            "output_sizes": [],
+            "output_dtypes": [],
+            "state": "completed" if done else "started" if started else "scheduled",
+            "retired": done,
+        }
 
     def _entry(self, op: Op, index: int, record: int, launched: set[int]) -> dict[str, Any]:
         pair = op.name in ("send", "recv")

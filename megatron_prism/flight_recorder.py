@@ -27,7 +27,7 @@ from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Entry, Group, Status
 
-__all__ = ["bounded_memory", "parse", "read"]
+__all__ = ["bounded_memory", "of_value", "parse", "read"]
 
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
@@ -141,7 +141,7 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     try:
         head = data[:64].lstrip()[:1]
         value = json.loads(data) if head in (b"{", b"[") else _Unpickler(io.BytesIO(data)).load()
-        return _dump(value, rank)
+        return of_value(value, rank)
     except DumpError as error:
         raise type(error)(f"{where}: {error.message}", fix=error.fix or FIX) from error
     except Exception as error:  # damaged pickles raise almost anything
@@ -149,7 +149,8 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
 
 
-def _dump(value: Any, rank: int) -> Dump:
+def of_value(value: Any, rank: int) -> Dump:
+    """One dump out of the value that torch pickles.  DumpError if it is none."""
     top = _typed(value, dict, "the file")
     version = top.get("version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d{1,3}", version):
@@ -231,6 +232,8 @@ def _entry(row: dict[Any, Any], number: int) -> Entry:
         raise DumpError(f"entry {number} has no process_group (name, description)")
     word = str(row.get("profiling_name", ""))[:200].rpartition(":")[2]
     pair = _PAIR.match(word)
+    if word.endswith("_coalesced") and not row.get("input_sizes"):
+        word = "coalesced"  # what closes a batch of collectives
     calls = _int(row.get("collective_seq_id", row.get("seq_id")), f"entry {number}: its sequence")
     seq = _int(row.get("p2p_seq_id"), f"entry {number}: p2p_seq_id") if pair else calls
     state = str(row.get("state", ""))[:20]

@@ -23,7 +23,7 @@ from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.hang_graph import of_graph
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
-from megatron_prism.votes import Odd, mismatches, order_conflicts
+from megatron_prism.votes import Conflict, Odd, mismatches, order_conflicts
 
 __all__ = ["of_dumps", "of_graph"]
 
@@ -77,12 +77,12 @@ class _Judge:
         )
 
     def _odd(self, odds: Iterable[Odd]) -> list[Blamed]:
-        for odd in odds:
-            if odd.ranks:
-                self.first = odd.entry
-                self.evidence.append(f"{_call(odd.entry)}: {odd.text}")
-                return [Blamed(rank, odd.kind, odd.text) for rank in odd.ranks]
-        return []
+        decided = [odd for odd in odds if odd.ranks]
+        same = [odd for odd in decided if odd.call == decided[0].call]  # in other groups, too
+        if same:
+            self.first = same[0].entry
+        self.evidence += [f"{_call(odd.entry)}: {odd.text}" for odd in same[:4]]
+        return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
     def _stuck(self) -> list[Blamed]:
@@ -122,10 +122,14 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
+        blamed = []
         for rank, (entry, why) in found.items():
-            self._note(entry, f"rank {rank} never came to {_call(entry)}; {why}")
-        return [Blamed(r, "host stuck", f"never came to {_call(e)}; {why}")
-                for r, (e, why) in found.items()]  # fmt: skip
+            kind, what = "host stuck", "never came to"
+            if rank not in idle and state.skipped(rank, entry):
+                kind, what, why = "skipped call", "skips", "its siblings made it before others"
+            self._note(entry, f"rank {rank} {what} {_call(entry)}; {why}")
+            blamed.append(Blamed(rank, kind, f"{what} {_call(entry)}; {why}"))
+        return blamed
 
     def _extra(self, idle: set[int]) -> list[Blamed]:
         """A few who wait in a call that most, done with all of theirs, never make."""
@@ -154,13 +158,17 @@ class _Judge:
 
     def _gone(self) -> list[Blamed]:
         """Ranks without a dump at which waits end."""
-        state, found = self.state, {}
+        state = self.state
+        found: dict[int, Entry] = {}
         for rank in state.outstanding:
             why, others = state.waits(rank)
             head = state.head(rank)
             lost = [r for r in others if r not in state.dumps]
-            if head is not None and lost and why:
-                found.update((r, head) for r in lost if r not in found)
+            if head is None or not why:
+                continue
+            for r in lost:  # a call of all members says more than a message, an old one than a new
+                if r not in found or (head.pair, _age(head)) < (found[r].pair, _age(found[r])):
+                    found[r] = head
         for rank, entry in found.items():
             self._note(entry, f"rank {rank} left no dump, and {_call(entry)} waits for it")
         return [Blamed(r, "missing dump", f"left no dump; {_call(e)} waits for it")
@@ -170,15 +178,26 @@ class _Judge:
     def _ordered(self, odds: list[Odd]) -> list[Blamed]:
         odd, about = order_conflicts(self.state)
         among = {r for o in odds for r in o.among}
-        if odd and (not among or not among.isdisjoint(odd)):
-            ranks = sorted(odd if not among else among & set(odd))
-            text = f"issues {about} otherwise than its siblings"
-            self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-            waits = [e for calls in self.state.outstanding.values() for e in calls]
-            waits = [e for e in waits if e.desc == about.split()[0]]
-            self.first = odds[0].entry if odds else min(waits, key=_age, default=None)
-            return [Blamed(r, "order", text) for r in ranks]
-        return []
+        if about is None or not odd or (among and among.isdisjoint(odd)):
+            return []
+        ranks = sorted(odd if not among else among & set(odd))
+        text = f"issues {about.text} otherwise than its siblings"
+        self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
+        self.first = odds[0].entry if odds else self._place(about, ranks[0])
+        if self.first is not None:
+            self.evidence.append(f"first: {_call(self.first)}")
+        return [Blamed(r, "order", text) for r in ranks]
+
+    def _place(self, about: Conflict, rank: int) -> Entry | None:
+        """The call in question as ``rank`` made it, or as a sibling did, or the oldest wait."""
+        state = self.state
+        key = (about.desc, about.pair, about.seq)
+        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
+            for e in state.dumps[other].entries:
+                if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
+                    return e
+        waits = [e for calls in state.outstanding.values() for e in calls if e.desc == about.desc]
+        return min(waits, key=_age, default=None)
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
@@ -199,9 +218,8 @@ class _Judge:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
         else:
-            self.evidence.append(
-                "every member entered the call and none left it: a device, the network or NCCL"
-            )
+            text = "every member entered the call and none left it: a device, the network or NCCL"
+            self.evidence.append(text)
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
@@ -255,12 +273,11 @@ class _Judge:
                 chain.append(f"rank {rank} in {_call(head)}: rank {shown} {why}")
         first = self.first or next(filter(None, map(state.head, sorted(state.outstanding))), None)
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
-        sure = {"device stuck", "order"} | signature
         confidence = "possible" if not culprits or verdict == "missing dump" else "likely"
-        if verdict in sure and not state.missing:
+        if verdict in {"device stuck", "order"} | signature and not state.missing:
             confidence = "certain"
         return Diagnosis(
-            "mismatch" if verdict in signature | {"extra call"} else verdict,
+            "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,
             tuple(sorted(culprits, key=lambda c: c.rank)),
             tuple(victims),
             first.desc if first else "",

@@ -178,6 +178,17 @@ class State:
                     found[name, rank] = entry
         return found
 
+    def skipped(self, rank: int, entry: Entry) -> bool:
+        """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
+        mine = {(e.desc, e.pair, e.seq) for e in self.dumps[rank].entries}
+        votes: Counter[bool] = Counter()
+        for other in self.siblings[self.role.get(rank, 0)]:
+            keys = [(e.desc, e.pair, e.seq) for e in self.dumps[other].entries]
+            wanted = (entry.desc, False, entry.seq)
+            if other != rank and wanted in keys:
+                votes[any(key in mine for key in keys[keys.index(wanted) :])] += 1
+        return votes[True] > votes[False]
+
     def waits(self, rank: int) -> tuple[str, list[int]]:
         """(why, for whom) the oldest outstanding call of ``rank`` waits."""
         head = self.head(rank)

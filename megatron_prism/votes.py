@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 
-__all__ = ["Odd", "mismatches", "order_conflicts"]
+__all__ = ["Conflict", "Odd", "mismatches", "order_conflicts"]
 
 _SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
 
@@ -33,6 +33,11 @@ class Odd:
     ranks: tuple[int, ...]
     among: tuple[int, ...]
     text: str
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """What is alike where ranks of several groups err in the same way."""
+        return self.kind, self.entry.desc, self.entry.op, self.entry.seq, self.entry.pair
 
 
 def mismatches(state: State) -> list[Odd]:
@@ -155,13 +160,23 @@ def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> boo
     return not seen or seen.most_common(1)[0][0] == size
 
 
-def order_conflicts(state: State) -> tuple[dict[int, int], str]:
+@dataclass(frozen=True)
+class Conflict:
+    """Two siblings made this call otherwise, or in another order than ``text`` names."""
+
+    desc: str
+    pair: bool
+    seq: int
+    text: str
+
+
+def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.
 
     (rank -> with how many siblings it is at odds, what about); empty if that is no single choice.
     """
     odd: dict[int, int] = {}
-    about = ""
+    about: Conflict | None = None
     for ranks in state.siblings.values():
         kinds: dict[_Issued, list[int]] = defaultdict(list)
         issued = {rank: _issued(state, rank) for rank in ranks}
@@ -217,19 +232,29 @@ def _issued(state: State, rank: int) -> _Issued:
     return _Issued(tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())))
 
 
-def _conflict(one: _Issued, other: _Issued) -> str:
+def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
     """Two calls which siblings made in different orders, or a message that only one of them has."""
     messages = dict(other.messages)
     for (desc, seq), mine in one.messages:
         theirs = messages.get((desc, seq), mine)
         if sorted(mine) != sorted(theirs):
-            return f"{desc} message #{seq}: {mine[0][0]} or {theirs[0][0]}"
+            text = f"{desc} message #{seq}: {_way(mine)} or {_way(theirs)}"
+            return Conflict(desc, True, seq, text)
     order = dict(other.order)
     common = [key for key, _ in one.order if key in order]
     for x, y in zip(common, common[1:], strict=False):
         if order[x] > order[y]:
-            return f"{x[0]} #{x[2]} and {y[0]} #{y[2]}"
+            return Conflict(x[0], x[1] == "p2p", x[2], f"{x[0]} #{x[2]} and {y[0]} #{y[2]}")
     counts = dict(other.counts)
     ahead = [desc for desc, n in one.counts if n > counts.get(desc, n)]
     behind = [desc for desc, n in one.counts if n < counts.get(desc, n)]
-    return f"{ahead[0]} and {behind[0]}" if ahead and behind else ""
+    if not (ahead and behind):
+        return None
+    seq = min(dict(one.counts)[behind[0]], counts[behind[0]]) + 1
+    return Conflict(behind[0], False, seq, f"{ahead[0]} and {behind[0]}")
+
+
+def _way(messages: tuple[tuple[str, int], ...]) -> str:
+    """``send to the rank 1 further`` of what was issued as one."""
+    return " and ".join(f"{op} {'to' if op == 'send' else 'from'} {step} ranks further"
+                        for op, step in messages)  # fmt: skip

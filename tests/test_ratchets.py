@@ -60,7 +60,7 @@ def test_options_of_commands():
         "show": ["--text"],
         "classes": ["--json"],
         "check": ["--json"],
-        "hang": ["--dumps", "--json"],
+        "hang": ["--dumps", "-o", "--out", "--force", "--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--json"],

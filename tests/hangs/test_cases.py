@@ -1,0 +1,168 @@
+"""The labelled hangs: every case exact, its control clean, and read by PyTorch's fr_trace."""
+
+import json
+from pathlib import Path
+
+import cases
+import pytest
+from cases import CASES
+
+from megatron_prism import cli, fault_plan, faults, graph, hang, hang_world, quiescence
+from megatron_prism.errors import UsageError
+
+HERE = Path(__file__).parent
+WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
+BROKEN = {"a1_pp2", "a1_pp4"}
+TRACKER = "core/transformer/moe/moe_utils.py:939"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_case_is_exact(case, tmp_path):
+    state, truth = cases.planted(case)
+    assert not state.finished
+    seen = cases.score(case, truth, cases.judged(case, tmp_path / "d", state, timing=True))
+    assert [name for name, right in seen.items() if right is False] == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_with_less_recorded_nobody_innocent_is_named(case, tmp_path):
+    """Megatron's default: outstanding calls only, no stacks."""
+    state, truth = cases.planted(case)
+    found = cases.judged(case, tmp_path / "d", state, active_only=True, stacks=False)
+    assert {c.rank for c in found.culprits} in (truth.culprits, set())
+
+
+@pytest.mark.parametrize("name", sorted(set(WORLDS) - BROKEN))
+def test_controls_are_clean(name, tmp_path):
+    """The same worlds without a fault; 0.19 and a coefficient of 0 for A1."""
+    assert hang.of_graph(graph.build(cases.world(name))).verdict == "healthy"
+    if cases.world(name).world.size < 100:
+        state = quiescence.run(cases.world(name))
+        found = cases.judged(CASES[0], tmp_path / "d", state)
+        assert (state.finished, found.verdict, found.exit_code) == (True, "healthy", 0)
+
+
+def test_the_verdict_does_not_read_the_plan(tmp_path):
+    """Dumps in a folder of their own are all it gets; the same dumps, the same verdict."""
+    state, _ = cases.planted(CASES[0])
+    first = cases.judged(CASES[0], tmp_path / "a", state)
+    assert first == cases.judged(CASES[0], tmp_path / "b", state)
+
+
+# -- A1: Megatron 0.16.1 as it is -----------------------------------------------------------------
+@pytest.mark.parametrize("from_dumps", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
+    """M#3401: three stages of four add 9 numbers, the one without experts 8."""
+    programs = cases.world("a1_pp4")
+    assert programs.source["megatron_core"] == "0.16.1"
+    if from_dumps:
+        found = hang_world.of_standstill(quiescence.run(programs))
+    else:
+        found = hang.of_graph(graph.build(programs))
+    assert {c.rank for c in found.culprits} == set(range(256))
+    assert {c.kind for c in found.culprits} == {"shape"}
+    assert (found.verdict, found.exit_code) == ("mismatch", 1)
+    assert (found.group, found.op) == ("PIPELINE_MODEL_PARALLEL_GROUP", "all_reduce")
+    text = str(found)
+    assert TRACKER in text
+    assert "8" in text
+    assert "9" in text
+
+
+def test_a1_with_two_stages_says_that_nobody_can_tell():
+    """4 against 5 numbers, one stage each: naming either would be a guess."""
+    found = hang.of_graph(graph.build(cases.world("a1_pp2")))
+    assert (found.verdict, found.culprits, found.exit_code) == ("mismatch", (), 1)
+    assert (found.group, found.op) == ("PIPELINE_MODEL_PARALLEL_GROUP", "all_reduce")
+    assert "4 elements on rank 0, 5 elements on rank 1" in found.evidence[0]
+    assert TRACKER in str(found)
+
+
+# -- A7: memory -----------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
+    """C29: stages of 1, 2, 2 and 3 layers, a limit between their peaks, then one above them."""
+    pytest.importorskip("megatron.core")
+    import make_worlds
+
+    from megatron_prism.slices import assemble
+
+    line = "uneven: world=8 pp=4 layers=8 first=1 last=3 m=4"
+    programs = assemble(make_worlds.captured(line, tmp_path)["uneven"])
+    peaks = [int(p.live_bytes().max()) for p in programs.programs]
+    worst = peaks.index(max(peaks))
+    limit = sorted(peaks)[-2] + 1
+    planted = faults.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={limit}")])
+    ranks = set(programs.ranks_of(worst).tolist())
+    assert planted.culprits == ranks
+    assert all(hit.label[-1] in "FB" or hit.label == "O" for hit in planted.hits)
+    found = hang_world.of_standstill(quiescence.run(planted.programs, planted.faults))
+    assert (found.verdict, {c.rank for c in found.culprits}) == ("missing dump", ranks)
+    with pytest.raises(UsageError, match="never fires"):
+        faults.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={max(peaks)}")])
+
+
+# -- torch's analyser -----------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wrong shape", "A4 inversion", "uneven splits"])
+def test_what_fr_trace_says(name, tmp_path):
+    """It reads what we write, also batched messages; it is silent on inversions and splits."""
+    pytest.importorskip("torch.distributed.flight_recorder")
+    case = next(c for c in CASES if c.name == name)
+    state, truth = cases.planted(case)
+    cases.judged(case, tmp_path / "d", state)
+    theirs = cases.fr_trace(tmp_path / "d")
+    assert theirs is not None, "it could not read the dumps"
+
+
+# -- the command ----------------------------------------------------------------------------------
+def test_the_command_plants_and_judges(tmp_path, capsys):
+    where = str(HERE / "worlds" / "moe.txt")
+    words = ["hang", where, "fault=drop@rank=6,group=tp,nth=4", "-o", str(tmp_path / "d"), "--json"]
+    assert cli.main(words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [row["rank"] for row in found["culprits"]] == [6]
+    assert len(found["planted"]) == 1
+    assert "reduce_scatter #5 of TENSOR_MODEL_PARALLEL_GROUP[6, 7]" in found["planted"][0]
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 1
+    assert ": rank 6 (skipped call)" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["fault=drop@rank=6,group=tp,nth=400"], "never fires"),
+        (["fault=drop@rank=16"], "rank 16"),
+        (["fault=dorp@rank=1"], "there is no fault dorp"),
+        (["fault=drop@rank=1,grop=tp"], "not understood"),
+        (["fault=drop@group=tp"], "names no rank"),
+        (["fault=drop@rank=1,op=allreduce"], "there is no op"),
+        (["fault=drop@rank=1:n=4"], "has no parameter"),
+        (["fault=dtype@rank=1:to=bf61"], "cannot be bf61"),
+        (["fault=swap@rank=1"], "swap with what"),
+        (["fault=nan@rank=1:tensor=loss", "seed=x"], "not understood"),
+        (["fault=delay@rank=1:ms=5"], "nothing hangs"),
+        (["plan=/nonexistent"], "cannot read the plan"),
+        (["-o", "x"], "without a fault"),
+    ],
+)
+def test_bad_faults_are_explained(words, says, capsys):
+    assert cli.main(["hang", str(HERE / "worlds" / "moe.txt"), *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "fix:" in said
+
+
+def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):
+    """Two groups, the other way round on one of four ranks: no FIFO disagrees."""
+    world = "prism-program 1\nworld size=4\ngroup A 0,1,2,3\ngroup B 0,1,2,3\n"
+    one = "- all_reduce A bf16 n=4 reduce=sum\n"
+    two = "- all_gather B bf16 in=4 out=16\n"
+    text = f"{world}program ranks=0-2\n{one}{two}program ranks=3\n{two}{one}"
+    (tmp_path / "ring").write_text(text)
+    assert cli.main(["check", str(tmp_path / "ring")]) == 1
+    assert "every call is matched, and still: HANG at" in capsys.readouterr().out
+    assert cli.main(["check", str(tmp_path / "ring"), "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["kind"], row["ranks"]) == ("deadlock", [3])
