@@ -15,6 +15,8 @@ from megatron_prism.errors import UnitError, UsageError
 
 __all__ = ["world"]
 
+_MOST = 1 << 24  # ranks; a list of so many takes seconds
+
 
 def world(args: argparse.Namespace) -> int:
     """Show a world: its sizes, its stages, and one rank's coordinates and Megatron groups.
@@ -86,7 +88,10 @@ def _world(settings: dict[str, str]) -> Any:
         if isinstance(value, int) and value < 1:
             raise UsageError(f"{key}={value}: sizes are positive numbers", fix=f"{key}=1")
     parts = {key: values[key] for key in ("tp", "cp", "pp", "ep", "etp") if key in values}
-    return World(values.pop("size", None) or implied_size(**parts), **values)
+    size = values.pop("size", None) or implied_size(**parts)
+    if size > _MOST:
+        raise UsageError(f"{size:,} ranks are too many to list", fix=f"at most size={_MOST}")
+    return World(size, **values)
 
 
 def _print_world(the_world: Any, ranks: Sequence[int], release: tuple[int, int]) -> None:

@@ -84,6 +84,7 @@ def test_recipes_lists_them(capsys):
         (["world", "size=64", "tp=8", "pp=3"], "tp 8 x cp 1 x pp 3 = 24 does not divide 64 ranks"),
         (["world", "sizes=64"], "did you mean size=64?"),
         (["world", "--size=64"], "did you mean size=64?"),
+        (["world", "size=1e9"], "1,000,000,000 ranks are too many to list"),
         (["world", "size=1.5"], "size=1.5: '1.5' is no whole number"),
         (["world", "size=8", "rank=8"], "choose ranks from 0 to 7"),
         (["world", "tp=0"], "tp=0: sizes are positive numbers\n  fix: tp=1"),

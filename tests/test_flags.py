@@ -23,6 +23,14 @@ def read(line="", env=None, sizes=SIZES):
     return from_command_line([*job, "--prism-emulate", *line.split()], env or {})
 
 
+def test_an_environment_that_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="PRISM_ARGS=--prism-ranks") as caught:
+        read(env={"PRISM_ARGS": '--prism-ranks "'})
+    assert caught.value.fix
+    with pytest.raises(UsageError, match="RANK=9 is none of WORLD_SIZE=2"):
+        read(env=TORCHRUN | {"RANK": "9"})
+
+
 # -- without the flag
 
 

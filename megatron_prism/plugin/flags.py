@@ -157,7 +157,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
     """(this process, number of processes, whether a launcher set the variables)."""
     if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
-        return _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1), True
+        process, k = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+        if not 0 <= process < k:
+            raise UsageError(
+                f"RANK={process} is none of WORLD_SIZE={k} processes",
+                fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
+            )
+        return process, k, True
     return 0, 1, False
 
 
@@ -234,7 +240,12 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     Raises UsageError or WorldError with the fix.
     """
     env = os.environ if env is None else env
-    argv = [*shlex.split(env.get("PRISM_ARGS", "")), *argv]
+    try:
+        argv = [*shlex.split(env.get("PRISM_ARGS", "")), *argv]
+    except ValueError as error:  # an open quote
+        raise UsageError(
+            f"PRISM_ARGS={env['PRISM_ARGS']}: {error}", fix="write it as on a command line"
+        ) from None
     args = _parse(argv)
     given = [a for a in argv if a.startswith("--prism-")]
     if not args.prism_emulate:
