@@ -21,6 +21,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     costs/                   how long ops take, and who says so
     replay/                  the timeline of the whole world
     allocator.py             what the caching allocator would reserve, a model
+      allocator_settings.py    its options; allocator_trace.py: it against recorded histories
     memory.py                where memory peaks and what is alive there
       memory_baseline.py       has it grown?  a baseline in a reviewable file
     quiescence.py            where every rank stands when nothing moves any more

@@ -1,82 +1,37 @@
 """How much would PyTorch's caching allocator reserve for these allocations?  A model.
 
-In : (storage, bytes) events in order, bytes negative for a free.  Out: segments, blocks and peaks.
-The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13): sizes round up to 512 B; up
-to 1 MiB come from 2 MiB segments of the small pool; below 10 MiB from 20 MiB segments, above from
-segments of their own in multiples of 2 MiB; best fit (smallest block, then lowest address); a block
-is split if 512 B or more (small), more than 1 MiB (large) would be left; neighbours that are both
-free merge.  With expandable segments each pool is one segment that grows in pages (2 and 20 MiB) at
-its end.
+In : (storage, bytes) events in order, bytes negative for a free; a stream each if there are
+several.  Out: segments, blocks and peaks.  The rules are those of c10/cuda/CUDACachingAllocator.cpp
+(torch 2.11 to 2.13): sizes round up to 512 B (or as ``roundup_power2_divisions`` says); up to 1 MiB
+come from 2 MiB segments of the small pool; below 10 MiB from 20 MiB segments, above from segments
+of their own in multiples of 2 MiB; every stream has its own pools; best fit (smallest block, then
+lowest address); a block is split if 512 B or more (small), more than 1 MiB (large) would be left;
+neighbours that are both free merge.  With expandable segments each pool is one segment that grows
+in pages (2 and 20 MiB) at its end, and its free end is used last.  Under a limit, segments that are
+all free are given back before memory has run out (of expandable segments the real one gives back
+single pages, too).
 
-Not modelled: one pool per stream and record_stream (everything is on one stream here), freeing of
-cached segments under pressure (nothing limits it), private pools, and memory outside the allocator.
+Of record_stream the caller says when the block is really free (``allocator_trace``).  Not modelled:
+garbage collection, private pools, and memory outside the allocator.
 """
 
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron_prism.errors import UnsupportedError, UsageError
+from megatron_prism.allocator_settings import MIB, ROUND, Settings
+from megatron_prism.errors import UsageError
 
-__all__ = ["Block", "Replayed", "Settings", "replay"]
+__all__ = ["Block", "Full", "Machine", "Replayed", "Settings", "replay"]
 
-MIB = 1 << 20
-ROUND = 512
 SMALL = 1 * MIB  # up to here from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from here a segment of its own, in multiples of 2 MiB
 GAP = 1 << 44  # between segments: they never touch, so they never merge
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What of PYTORCH_CUDA_ALLOC_CONF is modelled."""
-
-    expandable: bool = False
-
-    @staticmethod
-    def parse(text: str) -> Settings:
-        """``expandable_segments:True`` as in PYTORCH_CUDA_ALLOC_CONF; refuses the rest by name."""
-        expandable = False
-        for part in filter(None, re.split(r",(?![^\[]*\])", text.strip())):
-            key, colon, value = (word.strip() for word in part.partition(":"))
-            if not colon or not key or not value:
-                raise UsageError(f"{part!r} is no option:value", fix="expandable_segments:True")
-            if key == "expandable_segments":
-                if value not in ("True", "False"):
-                    raise UsageError(
-                        f"expandable_segments cannot be {value}", fix="expandable_segments:True"
-                    )
-                expandable = value == "True"
-            elif key == "backend" and value == "native" or key == "garbage_collection_threshold":
-                continue  # native is what this models; nothing is collected without a limit
-            elif key in _KNOWN:
-                raise UnsupportedError(
-                    f"{key} of PYTORCH_CUDA_ALLOC_CONF is not modelled", fix="leave it out"
-                )
-            else:
-                raise UsageError(
-                    f"PYTORCH_CUDA_ALLOC_CONF has no {key}", fix="expandable_segments:True"
-                )
-        return Settings(expandable)
-
-
-_KNOWN = (
-    "backend",
-    "graph_capture_record_stream_reuse",
-    "large_segment_size_mb",
-    "max_non_split_rounding_mb",
-    "max_split_size_mb",
-    "per_process_memory_fraction",
-    "pinned_num_register_threads",
-    "pinned_use_background_threads",
-    "pinned_use_cuda_host_register",
-    "release_lock_on_cudamalloc",
-    "roundup_power2_divisions",
-)
+Pool = tuple[int, bool]  # stream, whether it is for small blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +40,7 @@ class Block:
 
     address: int
     size: int
-    small: bool
+    pool: Pool
     free: bool = False
     before: Block | None = None
     after: Block | None = None
@@ -102,19 +57,44 @@ class Replayed:
     num_segments: int = 0
     live: dict[int, list[Block]] = field(default_factory=dict)  # storage -> its blocks
     first: list[Block] = field(default_factory=list)  # of every segment
+    full: Full | None = None  # where memory ran out; nothing after it happened
 
 
-def replay(events: Iterable[tuple[int, int]], settings: Settings | None = None) -> Replayed:
+@dataclass(frozen=True)
+class Full:
+    """A request that did not fit: the event, its rounded size, what was reserved (after caches were
+    given back) and in use."""
+
+    event: int
+    size: int
+    reserved: int
+    allocated: int
+
+
+class _OutOfMemory(Exception):
+    pass
+
+
+def replay(
+    events: Iterable[tuple[int, int]], settings: Settings | None = None, limit: int | None = None
+) -> Replayed:
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
     A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
+    Where ``limit`` bytes of segments are not enough, it ends with ``full``.
     """
-    machine = _Machine(settings or Settings())
+    machine = Machine(settings or Settings(), limit)
     sizes: dict[int, int] = {}
-    for storage, change in events:
+    for number, (storage, change) in enumerate(events):
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
-            machine.malloc(storage, change)
+            try:
+                machine.malloc(storage, change)
+            except _OutOfMemory:
+                state = machine.state
+                size = machine.settings.rounded(change)
+                state.full = Full(number, size, state.reserved, state.allocated)
+                return state
         elif change < 0:
             left = sizes.get(storage, 0) + change
             if left < 0:
@@ -129,22 +109,22 @@ def replay(events: Iterable[tuple[int, int]], settings: Settings | None = None) 
     return machine.state
 
 
-class _Machine:
+class Machine:
     """Pools of free blocks, sorted by (size, address)."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.state = settings, Replayed()
-        self.pools: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    def __init__(self, settings: Settings, limit: int | None = None) -> None:
+        self.settings, self.limit, self.state = settings, limit, Replayed()
+        self.pools: dict[Pool, list[tuple[int, int]]] = {}
         self.blocks: dict[int, Block] = {}  # free ones by address
-        self.ends: dict[bool, Block] = {}  # last block of a pool's expandable segment
+        self.ends: dict[Pool, Block] = {}  # last block of a pool's expandable segment
 
-    def malloc(self, storage: int, num_bytes: int) -> None:
-        size = max(ROUND, -(-num_bytes // ROUND) * ROUND)
-        small = size <= SMALL
-        block = self._best(size, small) or self._more(size, small)
+    def malloc(self, storage: int, num_bytes: int, stream: int = 0) -> None:
+        """A block for ``storage``, of the pools of ``stream``."""
+        size = self.settings.rounded(num_bytes)
+        pool = (stream, size <= SMALL)
+        block = self._best(size, pool) or self._more(size, pool)
         rest = block.size - size
-        least = ROUND if small or self.settings.expandable else SMALL + 1
-        if rest >= least:
+        if self._splits(pool, size, rest):
             self._split(block, size)
         block.free = False
         state = self.state
@@ -153,6 +133,7 @@ class _Machine:
         state.live.setdefault(storage, []).append(block)
 
     def free(self, storage: int) -> None:
+        """All blocks of ``storage`` go back to their pools."""
         for block in self.state.live.pop(storage):
             self.state.allocated -= block.size
             if block.before is not None and block.before.free:
@@ -163,33 +144,58 @@ class _Machine:
                 block = self._join(block, block.after)
             self._give(block)
 
+    def release(self) -> int:
+        """Give back every segment that is all free (``empty_cache``); returns its bytes."""
+        state, before = self.state, self.state.reserved
+        for block in list(self.blocks.values()):
+            if block.before is not None or block.after is not None:
+                continue
+            self._take(block)
+            state.first.remove(block)
+            if self.ends.get(block.pool) is block:
+                del self.ends[block.pool]
+            state.reserved -= block.size
+        return before - state.reserved
+
     # -- free blocks ------------------------------------------------------------------------------
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        if pool[1] or self.settings.expandable:
+            return rest >= ROUND
+        return size < self.settings.max_split and rest > SMALL
+
     def _give(self, block: Block) -> None:
         block.free = True
         self.blocks[block.address] = block
-        bisect.insort(self.pools[block.small], (block.size, block.address))
+        bisect.insort(self.pools.setdefault(block.pool, []), (block.size, block.address))
 
     def _take(self, block: Block) -> None:
-        pool = self.pools[block.small]
+        pool = self.pools[block.pool]
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
         del self.blocks[block.address]
         block.free = False
 
-    def _best(self, size: int, small: bool) -> Block | None:
-        pool = self.pools[small]
-        at = bisect.bisect_left(pool, (size, 0))
-        if at == len(pool):
+    def _best(self, size: int, pool: Pool) -> Block | None:
+        free = self.pools.get(pool, [])
+        at = bisect.bisect_left(free, (size, 0))
+        if at == len(free):
             return None
-        block = self.blocks[pool[at][1]]
+        block = self.blocks[free[at][1]]
+        if block is self.ends.get(pool) and at + 1 < len(free):
+            block = self.blocks[free[at + 1][1]]  # the end can grow, so it counts as the largest
+        most = self.settings.max_split
+        if size < most <= block.size:
+            return None
+        if size >= most and block.size >= size + self.settings.max_non_split:
+            return None
         self._take(block)
         return block
 
     def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.small, True, block, block.after)
+        rest = Block(block.address + size, block.size - size, block.pool, True, block, block.after)
         if block.after is not None:
             block.after.before = rest
-        elif self.ends.get(block.small) is block:
-            self.ends[block.small] = rest
+        elif self.ends.get(block.pool) is block:
+            self.ends[block.pool] = rest
         block.size, block.after = size, rest
         self._give(rest)
 
@@ -198,50 +204,58 @@ class _Machine:
         left.after = right.after
         if right.after is not None:
             right.after.before = left
-        elif self.ends.get(left.small) is right:
-            self.ends[left.small] = left
+        elif self.ends.get(left.pool) is right:
+            self.ends[left.pool] = left
         return left
 
     # -- segments ---------------------------------------------------------------------------------
-    def _more(self, size: int, small: bool) -> Block:
+    def _more(self, size: int, pool: Pool) -> Block:
         if self.settings.expandable:
-            return self._grow(size, small)
-        if small:
+            return self._grow(size, pool)
+        if pool[1]:
             whole = SMALL_SEGMENT
         elif size < OWN_SEGMENT:
             whole = LARGE_SEGMENT
         else:
             whole = -(-size // (2 * MIB)) * (2 * MIB)
-        return self._segment(whole, small)
+        return self._segment(whole, pool)
 
-    def _segment(self, whole: int, small: bool) -> Block:
+    def _segment(self, whole: int, pool: Pool) -> Block:
+        self._reserve(whole)
         state = self.state
         state.num_segments += 1
-        block = Block(state.num_segments * GAP, whole, small)
+        block = Block(state.num_segments * GAP, whole, pool)
         state.first.append(block)
-        self._reserve(whole)
         return block
 
     def _reserve(self, num_bytes: int) -> None:
-        self.state.reserved += num_bytes
-        self.state.peak_reserved = max(self.state.peak_reserved, self.state.reserved)
+        state = self.state
+        if self.limit is not None and state.reserved + num_bytes > self.limit:
+            self.release()
+            if state.reserved + num_bytes > self.limit:
+                raise _OutOfMemory
+        state.reserved += num_bytes
+        state.peak_reserved = max(state.peak_reserved, state.reserved)
 
-    def _grow(self, size: int, small: bool) -> Block:
+    def _grow(self, size: int, pool: Pool) -> Block:
         """Pages at the end of the pool's only segment; a free block there is used first."""
-        page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        end = self.ends.get(small)
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        end = self.ends.get(pool)
         if end is None:
-            block = self._segment(-(-size // page) * page, small)
-            self.ends[small] = block
+            block = self._segment(-(-size // page) * page, pool)
+            self.ends[pool] = block
             return block
         have = end.size if end.free else 0
         more = -(-(size - have) // page) * page
         self._reserve(more)
+        if self.ends.get(pool) is not end:  # it was all free, and was given back for the pages
+            self.state.reserved -= more
+            return self._grow(size, pool)
         if end.free:
             self._take(end)
             end.size += more
             return end
-        block = Block(end.address + end.size, more, small, False, end, None)
+        block = Block(end.address + end.size, more, pool, False, end, None)
         end.after = block
-        self.ends[small] = block
+        self.ends[pool] = block
         return block

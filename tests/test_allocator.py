@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism.allocator import Settings, replay
+from megatron_prism.allocator import Machine, Settings, replay
 from megatron_prism.errors import UnsupportedError, UsageError
 
 MIB = 1 << 20
@@ -44,13 +44,13 @@ def naive(events, expandable=False):
         size = (change + 511) // 512 * 512
         small = size <= MIB
         fitting = [
-            (block[1], number, place)
+            (expandable and place == len(blocks) - 1, block[1], number, place)
             for number, (kind, blocks) in enumerate(segments)
             for place, block in enumerate(blocks)
             if kind == small and block[0] is None and block[1] >= size
         ]
         if fitting:
-            _, number, place = min(fitting)
+            *_, number, place = min(fitting)
         elif expandable:
             page = 2 * MIB if small else 20 * MIB
             number = next((n for n, (kind, _) in enumerate(segments) if kind == small), None)
@@ -188,8 +188,12 @@ def test_options(text, settings_):
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ("max_split_size_mb:128", UnsupportedError, "max_split_size_mb .*not modelled"),
-        ("roundup_power2_divisions:[256:1,>:4]", UnsupportedError, "roundup_power2_divisions"),
+        ("per_process_memory_fraction:0.5", UnsupportedError, "fraction .*not modelled"),
+        ("max_split_size_mb:much", UsageError, "max_split_size_mb cannot be much"),
+        ("max_split_size_mb:20", UsageError, "max_split_size_mb cannot be 20"),  # torch's own bound
+        ("roundup_power2_divisions:3", UsageError, "3 is no power of two"),
+        ("roundup_power2_divisions:[256]", UsageError, "cannot be"),
+        ("roundup_power2_divisions:[256:5]", UsageError, "5 is no power of two"),
         ("backend:cudaMallocAsync", UnsupportedError, "backend"),
         ("expandable_segments:yes", UsageError, "cannot be yes"),
         ("expandable_segment:True", UsageError, "has no expandable_segment"),
@@ -201,3 +205,70 @@ def test_options_that_are_refused(text, error, says):
     with pytest.raises(error, match=says) as caught:
         Settings.parse(text)
     assert caught.value.fix
+
+
+# -- options, streams and limits ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("conf", "size", "rounded"),
+    [
+        ("", 1200 * MIB + 1, 1200 * MIB + 512),
+        ("roundup_power2_divisions:4", 1200 * MIB, 1280 * MIB),  # the example in torch's source
+        ("roundup_power2_divisions:4", 1024 * MIB, 1024 * MIB),
+        ("roundup_power2_divisions:4", 2048, 2048),  # too small to divide
+        ("roundup_power2_divisions:8", 9 * MIB + 1, 10 * MIB),
+        ("roundup_power2_divisions:[64:8,256:4,>:1]", 9 * MIB + 1, 10 * MIB),
+        ("roundup_power2_divisions:[64:8,256:4,>:1]", 200 * MIB, 224 * MIB),
+        ("roundup_power2_divisions:[64:8,256:4,>:1]", 600 * MIB + 1, 600 * MIB + 512),
+        ("roundup_power2_divisions:[64:8]", 600 * MIB, 640 * MIB),  # the last one named goes on
+    ],
+)
+def test_rounding(conf, size, rounded):
+    assert Settings.parse(conf).rounded(size) == rounded
+
+
+def test_large_blocks_are_kept_for_large_requests():
+    """A free block of 100 MiB serves 40 MiB by default, not with max_split_size_mb:64, and then a
+    request of 90 MiB gets it whole, one of 70 MiB does not (more than 20 MiB would be wasted)."""
+    free = [(0, 100 * MIB), (0, -100 * MIB)]
+    keep = Settings.parse("max_split_size_mb:64")
+    assert replay([*free, (1, 40 * MIB)]).peak_reserved == 100 * MIB
+    assert replay([*free, (1, 40 * MIB)], keep).peak_reserved == 140 * MIB
+    whole = replay([*free, (1, 90 * MIB)], keep)
+    assert (whole.peak_reserved, whole.allocated) == (100 * MIB, 100 * MIB)
+    assert replay([*free, (1, 70 * MIB)], keep).peak_reserved == 170 * MIB
+    wide = Settings.parse("max_split_size_mb:64,max_non_split_rounding_mb:64")
+    assert replay([*free, (1, 70 * MIB)], wide).peak_reserved == 100 * MIB
+
+
+def test_every_stream_has_its_own_pools():
+    machine = Machine(Settings())
+    machine.malloc(0, 40 * MIB, stream=0)
+    machine.free(0)
+    machine.malloc(1, 40 * MIB, stream=1)
+    assert machine.state.reserved == 80 * MIB
+    machine.malloc(2, 40 * MIB, stream=0)
+    assert machine.state.reserved == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_limit_gives_free_segments_back_before_memory_has_run_out(expandable):
+    settings_ = Settings(expandable)
+    events = [(0, 40 * MIB), (1, 1), (0, -40 * MIB), (2, 60 * MIB)]
+    assert replay(events, settings_, limit=62 * MIB).full is None
+    made = replay([*events, (3, 30 * MIB)], settings_, limit=91 * MIB)
+    assert (made.full.event, made.full.size) == (4, 30 * MIB)
+    assert made.full.allocated == 60 * MIB + 512
+    enough = replay([*events, (3, 30 * MIB)], settings_, limit=made.full.reserved + 40 * MIB)
+    assert enough.full is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories(), st.booleans(), st.integers(0, 200))
+def test_reserved_never_exceeds_the_limit(history, expandable, limit):
+    made = replay(history[0], Settings(expandable), limit=limit * MIB)
+    assert made.peak_reserved <= limit * MIB
+    free = replay(history[0], Settings(expandable))
+    if made.full is None:
+        assert made.peak_allocated == free.peak_allocated
+    else:
+        assert free.peak_reserved > limit * MIB

@@ -240,7 +240,7 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("diff", "{base}"), "takes 2 path"),
         (("record", "{job}"), "needs a file to write"),
         (("record", "{job}", "-o", "{base}"), "is not overwritten"),
-        (("record", "{job}", "-o", "x.json", "alloc=max_split_size_mb:3"), "not modelled"),
+        (("record", "{job}", "-o", "x.json", "alloc=backend:x"), "not modelled"),
         (("explain", "{job}", "class=pp=7"), "there is no class pp=7"),
         (("explain", "{job}", "top=x"), "top=x is no number"),
         (("explain", "none"), "cannot read none"),

@@ -37,7 +37,9 @@ ROWS = [
     "flight_recorder quiescence hang_graph",
     "flight_export outstanding faults",
     "votes",
+    "allocator_settings",
     "allocator",
+    "allocator_trace",
     "memory hang stochastic",  # the analyses never import each other
     "memory_baseline hang_world",
     "report",
