@@ -183,6 +183,7 @@ COMMANDS = {
         (
             OUT,
             FORCE,
+            (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "processes=N"}),
         ),
     ),

@@ -7,6 +7,7 @@ Nothing here imports torch; only ``capture`` starts processes that do.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,37 @@ def calibrate(args: argparse.Namespace) -> int:
     """Measure how long calls take among this host's devices, for prism replay.
 
     prism calibrate -o h200x4.json [processes=4]
-    """
-    from megatron_prism.plugin import calibrate as calibrating
+    prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
 
+    The second takes what nccl-tests measured, on any number of hosts; node_gpus=72 says how many
+    GPUs NVLink joins where that is more than a host has.
+    """
     if args.out is None:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
+    if args.from_nccl_tests:
+        return _from_nccl_tests(args)
+    from megatron_prism.plugin import calibrate as calibrating
+
     keys = {"processes": cli_settings.count(0, 9999, "processes=4")}
     settings = cli_settings.read(args.settings, keys, "calibrate")
     calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=console())
+    return 0
+
+
+def _from_nccl_tests(args: argparse.Namespace) -> int:
+    from megatron_prism.artefact import write_whole
+    from megatron_prism.costs import nccl_tests
+
+    files = [word for word in args.from_nccl_tests if "=" not in word or Path(word).exists()]
+    words = [*args.settings, *(word for word in args.from_nccl_tests if word not in files)]
+    keys = {"node_gpus": cli_settings.count(1, 9999, "node_gpus=72")}
+    settings = cli_settings.read(words, keys, "calibrate --from-nccl-tests")
+    runs = [nccl_tests.read(file) for file in files]
+    stored = nccl_tests.calibration(runs, settings.get("node_gpus"))
+    write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)
+    out = console()
+    for run in runs:
+        where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
+        out.print(f"{run.path}: {run.op}, {run.ranks} ranks, {where}, {len(run.rows)} sizes")
+    out.print(f"wrote {args.out}: {stored['source']}")
     return 0

@@ -65,7 +65,7 @@ def test_options_of_commands():
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
-        "calibrate": ["-o", "--out", "--force"],
+        "calibrate": ["-o", "--out", "--force", "--from-nccl-tests"],
         "world": ["--json"],
         "recipes": ["--json"],
     }

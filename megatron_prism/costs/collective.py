@@ -42,19 +42,25 @@ class Shape:
 class Calibration:
     """Collective times measured on some machine.
 
-    points : (collective, ranks) -> ascending (message bytes, ns) of groups inside one node
+    points : (collective, ranks, of them per node) -> ascending (message bytes, ns)
     source : where and when
     """
 
-    points: dict[tuple[str, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    points: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     source: str = ""
 
-    def look_up(self, name: str, size: int, num_bytes: int) -> int | None:
-        """ns, interpolated between measured sizes; None if the group size was not measured.
+    def look_up(
+        self, name: str, size: int, num_bytes: int, per_node: int | None = None
+    ) -> int | None:
+        """ns, interpolated between measured sizes; None if such a group was not measured.
+
+        ``per_node``: how many of its ranks share a node; None: all of them.
 
         Below the smallest size its time, above the largest the rate of the last two.
         """
-        points = self.points.get(("send" if name == "recv" else name, size))
+        points = self.points.get(
+            ("send" if name == "recv" else name, size, size if per_node is None else per_node)
+        )
         if not points:
             return None
         place = bisect.bisect_left(points, (num_bytes, 0))
@@ -71,15 +77,16 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         if stored.get("format") != FORMAT:
             raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
-        points: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        points: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
         for row in stored["collectives"]:
-            key = (row["op"], int(row["ranks"]))
+            ranks = int(row["ranks"])
+            key = (row["op"], ranks, int(row.get("per_node", ranks)))
             point = (int(row["bytes"]), int(row["ns"]))
             if min(point) <= 0:
                 raise ValueError(f"{key[0]} of {point[0]} bytes takes {point[1]} ns")
             points.setdefault(key, []).append(point)
         table = {key: tuple(sorted(set(values))) for key, values in points.items()}
-        for (name, size), values in table.items():
+        for (name, size, _), values in table.items():
             for (one, ns), (other, more) in itertools.pairwise(values):
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"

@@ -121,11 +121,10 @@ def _call(
 ) -> tuple[int, int]:
     if shape.size == 1:
         return 0, 4
-    if shape.nodes == 1:
-        for row in (table, name):
-            measured = calibration.look_up(row, shape.size, num_bytes)
-            if measured is not None:
-                return measured, 3
+    for row in (table, name):
+        measured = calibration.look_up(row, shape.size, num_bytes, shape.per_node)
+        if measured is not None:
+            return measured, 3
     return modelled(name, shape, num_bytes, machine), 4
 
 
