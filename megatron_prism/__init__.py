@@ -28,7 +28,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     flight_export.py         the same as Flight Recorder dumps
     faults.py                healthy programs with faults planted in them
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
-    hang.py                  who made it hang, by majorities and waits (outstanding.py, votes.py)
+    hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs
     report/                  the timeline as text, one HTML page, a trace

@@ -29,7 +29,7 @@ from typing import BinaryIO
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["ArtefactFolder", "whole_file", "write_whole"]
+__all__ = ["ArtefactFolder", "check_writable", "whole_file", "write_whole"]
 
 
 class ArtefactFolder:
@@ -84,7 +84,7 @@ class ArtefactFolder:
         """UsageError unless an artefact may be put at ``path``: call it before any long work."""
         path = Path(path).absolute()
         if not os.path.lexists(path):
-            _check_writable(path.parent)
+            check_writable(path.parent)
             return
         if path.is_symlink() or not path.is_dir():
             raise UsageError(
@@ -95,7 +95,7 @@ class ArtefactFolder:
                 f"{path} exists already",
                 fix="name another place with -o DIR, or replace it with --force",
             )
-        _check_writable(path.parent)
+        check_writable(path.parent)
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one UTF-8 file, making its folders; returns where it lies for now."""
@@ -210,7 +210,7 @@ def _check_not_taken(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path, where: str = "-o DIR") -> None:
     """UsageError unless ``folder``, or the nearest of its parents that exists, takes new files."""
     place = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     why = None
@@ -220,7 +220,7 @@ def _check_writable(folder: Path) -> None:
         why = f"{place} may not be written"
     if why is not None:
         raise UsageError(
-            f"cannot write to {folder}: {why}", fix="name a folder you may write to with -o DIR"
+            f"cannot write to {folder}: {why}", fix=f"name a folder you may write to with {where}"
         )
 
 

@@ -7,6 +7,7 @@ type instead.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -67,12 +68,15 @@ def count(lowest: int, highest: int, example: str) -> Reader:
 
 
 def number(example: str) -> Reader:
-    """Reads a number with a fraction; ``example`` is what to type."""
+    """Reads a finite number with a fraction; ``example`` is what to type."""
 
     def reader(text: str) -> float:
         try:
-            return float(text)
+            found = float(text)
         except ValueError:
-            raise UnitError(f"{text!r} is no number", fix=example) from None
+            found = math.nan
+        if not math.isfinite(found):
+            raise UnitError(f"{text!r} is no number", fix=example)
+        return found
 
     return reader

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_prism import programs
+from megatron_prism.artefact import check_writable
 from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.program import Program
 from megatron_prism.program_parse import parse
@@ -47,6 +48,7 @@ class SliceStore:
 
         UsageError if it holds slices of another job, or things that are no slices.
         """
+        check_writable(self.folder)  # now, not when the first slice is done
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -118,6 +120,11 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
     for one, path in zip(slices[1:], paths[1:], strict=True):
         store.check(one, path)
     captured = [one.programs[0] for one in slices]
+    for program, path in zip(captured, paths, strict=True):
+        if store.path(program.rank).name != path.name:
+            raise ProgramError(
+                f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
+            )
     of = stand_in_for(first.world, [program.rank for program in captured])
     return Programs(first.world, tuple(captured), of, source=first.source)
 

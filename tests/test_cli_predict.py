@@ -49,6 +49,7 @@ def test_json_is_the_same_every_time(world, capsys):
         (["speed=3"], "does not understand speed=3"),
         (["samples=many"], "is no number"),
         (["slow=x"], "is no number"),
+        (["slow=nan"], "is no number"),
         (["slow=-1"], "slow is a factor"),
         (["samples=10"], "10 samples say little"),
         (["samples=1B"], "take hours"),

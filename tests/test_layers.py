@@ -4,7 +4,9 @@ The table is the architecture.  To change the architecture, change the table in 
 """
 
 import ast
+import fnmatch
 import pathlib
+import re
 import sys
 
 import pytest
@@ -137,6 +139,14 @@ def _patterns(package):
         yield pattern
         if pattern.endswith("/*"):
             yield from (pattern + "/*", pattern + "/*/*")
+
+
+def test_the_map_names_every_module():
+    words = re.findall(r"[\w*]+\.py|\w+/", megatron_prism.__doc__)
+    for path in ROOT.iterdir():
+        name = f"{path.name}/" if path.is_dir() else path.name
+        known = name.startswith("__") or any(fnmatch.fnmatch(name, word) for word in words)
+        assert known, f"{name} is not on the map in megatron_prism/__init__.py"
 
 
 def test_imports_follow_the_table():

@@ -166,6 +166,22 @@ def test_slices_of_two_jobs_make_no_world(tmp_path):
         assemble(tmp_path)
 
 
+def test_a_slice_under_another_name_is_refused(tmp_path):
+    store_in(tmp_path, (0, 4))
+    (tmp_path / "slice-000004.prism").rename(tmp_path / "slice-000005.prism")
+    with pytest.raises(ProgramError, match="slice-000005.prism holds the slice of rank 4"):
+        assemble(tmp_path)
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path, force, monkeypatch):
+    store = store_in(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(UsageError, match="may not be written"):
+        store.prepare(force)
+    assert store.ranks() == [0, 4]
+
+
 def test_an_empty_folder_holds_no_slices(tmp_path):
     with pytest.raises(ProgramError, match="holds no slices") as caught:
         open_programs(tmp_path)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prism.artefact import check_writable
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import ending, flags
 
@@ -172,6 +173,7 @@ def _recording(options: flags.Options) -> Any:
             f"{options.world.size} are: virtual ranks say nothing worth keeping",
             fix=f"torchrun --nproc-per-node {options.world.size}, without --prism-values",
         )
+    check_writable(options.record, "--prism-record PATH")
     return Recorder(options.record, options.rank, header)
 
 

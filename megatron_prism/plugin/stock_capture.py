@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism import programs
+from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
@@ -35,6 +36,7 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
+    check_writable(folder, "--prism-capture DIR")
 
 
 class StockCapture:
