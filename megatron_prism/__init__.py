@@ -32,7 +32,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs
     report/                  the timeline as text, one HTML page, a trace
-    stochastic.py            the distribution of the iteration time
+    stochastic/              the distribution of the iteration time
     artefact.py              results that appear whole or not at all: a folder, a file
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

@@ -5,12 +5,13 @@ rich is imported on first use, so that ``prism --version`` and usage errors stay
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["console", "print_json", "print_table"]
+__all__ = ["console", "print_json", "print_table", "progress"]
 
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
@@ -39,3 +40,13 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def print_json(value: object) -> None:
     """One JSON value on stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr while work is done; call what it gives with the part that is, 0 to 1."""
+    from rich.progress import Progress
+
+    with Progress(console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda part: bar.update(task, completed=part)

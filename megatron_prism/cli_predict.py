@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_prism import cli_settings
-from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_output import console, print_json, print_table, progress
 from megatron_prism.errors import PrismError
 
 __all__ = ["predict"]
@@ -26,20 +26,27 @@ def predict(args: argparse.Namespace) -> int:
     prism predict DIR
     prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
 
-    variability= is the name of shipped spreads or a JSON file like costs/variability/public.json;
-    samples= how many copies of the model are drawn; slow= the factor of the one slow GPU.
+    variability= is fitted (to the timed iterations of DIR), the name of shipped spreads or a JSON
+    file like costs/variability/public.json; samples= how many iterations of the whole world are
+    drawn; slow= the factor of the one slow GPU.
     """
     from megatron_prism import costs, graph, stochastic
     from megatron_prism.costs.collective import read_calibration
+    from megatron_prism.costs.fitted import fitted
     from megatron_prism.costs.machine import machine
     from megatron_prism.costs.variability import variability
     from megatron_prism.slices import open_programs
 
     settings = _settings(args.settings)
-    spread = variability(settings["variability"])
     hardware = machine(settings["machine"])
     measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
-    made = graph.build(open_programs(args.programs))
+    programs = open_programs(args.programs)
+    spread = (
+        fitted(programs, variability("public"))
+        if settings["variability"] == "fitted"
+        else variability(settings["variability"])
+    )
+    made = graph.build(programs)
     found = made.check()
     if found:
         raise PrismError(
@@ -48,7 +55,7 @@ def predict(args: argparse.Namespace) -> int:
             fix=f"prism check {args.programs}",
         )
     prices = costs.price(made, hardware, measured)
-    with console(stderr=True).status("drawing copies of the model"):
+    with progress("drawing iterations") as told:
         result = stochastic.predict(
             made,
             prices,
@@ -56,6 +63,7 @@ def predict(args: argparse.Namespace) -> int:
             samples=settings["samples"],
             seed=settings["seed"],
             slow_by=settings["slow"],
+            progress=told,
         )
     if args.json:
         print_json(_plain(result))
@@ -89,23 +97,27 @@ def _print(result: Any, graph: Any, spread: Any) -> None:
     out = console()
     out.print(f"{graph}")
     out.print(f"  without variation  {_ms(result.steady)}  (the longest path)")
-    out.print(f"  drawn              {result.samples:,} copies of the model, seed {result.seed};")
-    out.print(f"                     the job has {result.replicas:,}, and the slowest one counts")
+    out.print(
+        f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
+    )
+    out.print(f"                     of {result.replicas:,} copies of the model counts")
     rows = []
-    for one in result.quantiles:
-        more = "" if one.ns is not None else f"needs {one.needed:,} samples"
+    for one, bound in zip(result.quantiles, result.bounds, strict=True):
         over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
-        between = "" if one.ns is None else f"{_ms(one.low)} to {_ms(one.high)}"
-        rows.append((f"p{100 * one.level:g}", _ms(one.ns), over, between + more))
-    print_table(("iteration", "", "over the path", "95 % interval"), rows)
+        between = f"needs {one.needed:,} samples"
+        if one.ns is not None:
+            between = f"{_ms(one.low)} to {_ms(one.high)}"
+        surely = f"{_ms(bound.low)} to {_ms(bound.high)}"
+        rows.append((f"p{100 * one.level:g}", _ms(one.ns), over, between, surely))
+    print_table(("iteration", "", "over the path", "95 % interval", "analytic bounds"), rows)
     p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
     if p95 is not None:
         out.print("\nwhat moves p95")
         rows = [
-            (f"{part} spread {getattr(spread, part):g} halved", _ms(ns), _ms(ns - p95))
-            for part, ns in sorted(result.halved.items(), key=lambda item: item[1] or 0)
-            if ns is not None
-        ]
+            (f"{part} spread {getattr(spread, part):.2g} halved", _ms(ns),
+             _ms(ns - result.halved_from))
+            for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
+        ]  # fmt: skip
         rows += [
             (f"one GPU of class {index} {result.slow_by:g} x slower", _ms(ns), f"{_ms(ns - p95)}")
             for index, ns in result.slow.items()

@@ -138,6 +138,8 @@ class Program:
     strings     : what the text columns of ``ops`` index; strings[0] is ""
     splits      : (send rows, receive rows) of all-to-alls, by group rank
     allocations : ALLOCATION [m], ascending in ``before``
+    samples     : int64 [iterations, compute ops] ns: each iteration that was only timed, if any;
+                  what a program *is* does not depend on them, and the text form leaves them out
     """
 
     rank: int
@@ -145,6 +147,7 @@ class Program:
     strings: tuple[str, ...] = ("", "main")
     splits: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     allocations: np.ndarray = field(default_factory=lambda: np.empty(0, ALLOCATION))
+    samples: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:

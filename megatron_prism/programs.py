@@ -19,13 +19,14 @@ import numpy as np
 
 from megatron_prism.artefact import whole_file
 from megatron_prism.errors import ProgramError, WorldError
-from megatron_prism.ops import ALLOCATION, OP
+from megatron_prism.ops import ALLOCATION, CODE, OP
 from megatron_prism.program import Program
 from megatron_prism.world import World
 
 __all__ = ["FORMAT", "Programs", "load", "save"]
 
 FORMAT = 2  # of the file; raised when its content changes meaning, and older ones then convert
+_NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
 _NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
 SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
@@ -108,6 +109,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
     heads = []
     for i, program in enumerate(programs.programs):
         arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
+        if program.samples.size:
+            arrays[f"samples{i}"] = program.samples
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
@@ -180,7 +183,12 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
                 raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
             splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])
-            programs.append(Program(one["rank"], ops, tuple(one["strings"]), splits, allocations))
+            samples = arrays.get(f"samples{i}", _NO_SAMPLES)
+            segments = int((ops["name"] == CODE["compute"]).sum())
+            if samples.size and (samples.dtype != np.int64 or samples.shape[1:] != (segments,)):
+                raise ProgramError(f"{path}: samples of program {i} are not its own", fix=FIX)
+            strings = tuple(one["strings"])
+            programs.append(Program(one["rank"], ops, strings, splits, allocations, samples))
         groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
         return Programs(
             World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]

@@ -5,10 +5,12 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_prism.ops import CODE
 from megatron_prism.slicer.recorder import Recorder
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
@@ -307,6 +309,9 @@ def test_times_of_quick_recordings_replace_those_of_the_written_one(world):
     program, count = typical(made)
     assert count == 3  # the one with another op is left out
     assert 3_000_000 <= program.ops["ns"].max() < 20_000_000
+    segments = program.ops["ns"][program.ops["name"] == CODE["compute"]]
+    assert program.samples.shape == (3, len(segments))
+    assert np.array_equal(np.median(program.samples, axis=0).round(), segments)
     alone, count = typical(made[:1])
     assert count == 1
     assert alone.ops["ns"].max() >= 30_000_000

@@ -19,9 +19,13 @@ def shipped(folder: Path) -> dict[str, Path]:
 
 
 def read(
-    name: str | os.PathLike[str], folder: Path, what: str, fields: Collection[str]
+    name: str | os.PathLike[str],
+    folder: Path,
+    what: str,
+    fields: Collection[str],
+    optional: Collection[str] = (),
 ) -> tuple[Path, dict[str, Any]]:
-    """The file of that name, and its ``fields``: all of them and no others.
+    """The file of that name, and its ``fields``: all of them but ``optional`` ones, and no others.
 
     UsageError says what is wrong; ``what`` it is (a machine) is for people.
     """
@@ -35,7 +39,8 @@ def read(
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} is no JSON: {error}", fix=f"see costs/{folder.name}/") from error
-    wrong = sorted((set(found) if isinstance(found, dict) else set()) ^ set(fields))
+    given = set(found) if isinstance(found, dict) else set()
+    wrong = sorted((given ^ set(fields)) - (set(fields) & set(optional)))
     if wrong:
         raise UsageError(
             f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",

@@ -1,0 +1,115 @@
+"""What do the timed iterations of slices say about variation?  Spreads fitted to them.
+
+In : Programs with ``samples``, and a Variability for what slices cannot say.  Out: Variability.
+
+Temporal: an iteration of a rank over the rank's mean (``step``), and its segments over their own
+means once that is taken out (``segment``).  Spatial: ranks that run the same ops on GPUs of their
+own (``gpu``); nothing if every rank of the world was captured, because then each rank's own times
+are its GPU's.  Calls and the network come from the other Variability: a captured rank's peers are
+virtual.  Means of few iterations stand for the truth, so deviations are widened by n / (n - 1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from megatron_prism.costs.distribution import Distribution, fit
+from megatron_prism.costs.variability import Variability
+from megatron_prism.errors import PrismError
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+
+__all__ = ["fitted"]
+
+_SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at
+_RANKS = 5  # of the same ops: fewer say nothing of the spread between GPUs
+
+
+def fitted(programs: Programs, other: Variability) -> Variability:
+    """``other``, with what the slices' samples say instead.
+
+    PrismError if no slice has two timed iterations, or if there are samples that cannot be.
+    """
+    timed = [one for one in programs.programs if len(one.samples) > 1]
+    if not timed:
+        raise PrismError(
+            "the slices hold no repeated times (only iterations on a GPU or the cpu tier are "
+            "timed, and slices of earlier releases kept their median)",
+            fix="variability=public",
+        )
+    for one in timed:
+        if (one.samples < 0).any() or not one.samples.sum(axis=1).all():
+            raise PrismError(
+                f"rank {one.rank} has an iteration of no time, or a negative one",
+                fix="capture that rank again",
+            )
+    steps = _centred(fit(np.concatenate([_steps(one) for one in timed]), "an iteration's factor"))
+    parts = [_segments(one) for one in timed]
+    segments = _centred(fit(np.concatenate(parts), "a segment's factor"))
+    gpu, how = _between(programs, timed, other)
+    said = (
+        f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
+        f"ranks (step: {steps}; segment: {segments}; gpu: {how}); calls and network: {other.name}"
+    )
+    return dataclasses.replace(
+        other,
+        name="fitted",
+        source=f"{said} ({other.source})",
+        gpu=gpu,
+        step=steps.spread,
+        segment=segments.spread,
+        slow_gpu=(0.0, 1.0),
+        shapes={**other.shapes, "step": steps, "segment": segments},
+    )
+
+
+def _steps(program: Program) -> np.ndarray:
+    """Factors of whole iterations about 1."""
+    totals = program.samples.sum(axis=1).astype(float)
+    return _widened(totals / totals.mean(), len(totals))
+
+
+def _segments(program: Program) -> np.ndarray:
+    """Factors of the long segments about 1, iterations' own factors taken out."""
+    means = program.samples.mean(axis=0)
+    longest = np.argsort(-means, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
+    chosen = longest[:enough]
+    totals = program.samples.sum(axis=1, keepdims=True) / program.samples.sum(axis=1).mean()
+    ratios = program.samples[:, chosen] / means[chosen] / totals
+    return _widened(ratios, len(program.samples)).ravel()
+
+
+def _widened(ratios: np.ndarray, iterations: int) -> np.ndarray:
+    return np.maximum(1 + (ratios - 1) * math.sqrt(iterations / (iterations - 1)), 1e-3)
+
+
+def _centred(one: Distribution) -> Distribution:
+    """The same about a mean of 1; a few hundred quantiles stand for many samples."""
+    if one.kind != "empirical":
+        return one
+    values = np.asarray(one.numbers)
+    if len(values) > 1001:
+        values = np.quantile(values, (np.arange(1001) + 0.5) / 1001)
+    return dataclasses.replace(one, numbers=tuple((values / values.mean()).tolist()))
+
+
+def _between(programs: Programs, timed: list[Program], other: Variability) -> tuple[float, str]:
+    """(spread between GPUs, where it is from)."""
+    if len(programs.programs) == programs.world.size == len(timed):
+        return 0.0, "every rank has times of its own"
+    alike: dict[bytes, list[float]] = {}
+    for one in timed:
+        key = one.ops["name"].tobytes() + one.ops["num_in"].tobytes()
+        alike.setdefault(key, []).append(float(one.samples.sum(axis=1).mean()))
+    ratios = [
+        ns / float(np.mean(group)) for group in alike.values() if len(group) >= _RANKS
+        for ns in group
+    ]  # fmt: skip
+    if not ratios:
+        return other.gpu, f"{other.name}, as fewer than {_RANKS} ranks run the same"
+    found = fit(ratios, "a GPU's factor")
+    return found.spread, str(found)

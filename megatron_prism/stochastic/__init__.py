@@ -1,0 +1,18 @@
+"""How long does an iteration take, and a whole run?  Distributions, not numbers, after PRISM
+(arXiv 2510.15596): serial parts add, parallel parts take the maximum, one draw per call for all
+that take part, one network regime per iteration.
+
+    quantiles.py   quantiles of draws, with intervals that cover
+    paths.py       a replica's longest path for many draws at once
+    sampler.py     draws of iterations of the whole world
+    bounds.py      the same within analytic bounds, in milliseconds
+    predict.py     quantiles, what moves them, where a slow GPU hurts
+    whatifs.py     single kinds of calls, placements, hot nodes, scale
+    whole_run.py   will N iterations finish by then, failures and restarts included?
+"""
+
+from megatron_prism.stochastic.predict import Prediction, predict
+from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
+from megatron_prism.stochastic.sampler import Sampler
+
+__all__ = ["Prediction", "Quantile", "Sampler", "needed", "predict", "quantile"]

@@ -1,0 +1,180 @@
+"""How long does one replica take, for many draws of its factors at once?
+
+In : a Dag and its durations.  Out: Paths; ``longest(factors, …)`` -> ns per draw.  Who waits for
+whom never changes, so the graph is made small once: points in time that wait for one thing are that
+thing, waits that others imply go, and nodes keep their end only until the last one that waits for
+it is done.  Draws are evaluated ``LANES`` at a time, side by side.  Times are floats (ns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.replay import dag as dags
+from megatron_prism.replay import kernels, maxplus
+
+__all__ = ["LANES", "Paths", "build"]
+
+LANES = 128
+ROWS = 4096  # draws of a node's own factor, a power of two; nodes pick a row by a hash
+_FEW = 8  # predecessors up to which implied waits are looked for three steps back
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Nodes in an order in which predecessors come first.
+
+    lasts : float64 [n] ns
+    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings
+    node  : int64 [n], the node of the Dag
+    slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
+    sink  : bool [n], nobody waits for it
+    """
+
+    lasts: np.ndarray
+    row: np.ndarray
+    node: np.ndarray
+    slot: np.ndarray
+    start: np.ndarray
+    before: np.ndarray
+    sink: np.ndarray
+
+    def longest(
+        self, factors: np.ndarray, share: np.ndarray, table: np.ndarray, seed: int
+    ) -> np.ndarray:
+        """ns, float64 [draws].
+
+        factors : float64 [rows, draws], by ``row``
+        share   : float64 [n]: how much of its own factor's deviation a node takes; 0: none
+        table   : float64 [2 * ROWS, LANES], own factors of meetings, then those of segments
+        """
+        count = factors.shape[1]
+        blocks = -(-count // LANES)
+        padded = np.ones((len(factors), blocks * LANES))
+        padded[:, :count] = factors
+        lanes = np.ascontiguousarray(padded.reshape(-1, blocks, LANES).swapaxes(0, 1))
+        found = np.zeros((blocks, LANES))
+        slots = int(self.slot.max(initial=0)) + 1
+        run = kernels._compiled(_longest)
+        given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, table)
+
+        def part(first: int, last: int) -> None:
+            if first < last:
+                run(*given, lanes[first:last], seed + first, slots, found[first:last])
+
+        edges = [blocks * i // THREADS for i in range(THREADS + 1)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(part, edges[:-1], edges[1:]))
+        return found.ravel()[:count]
+
+
+def _longest(  # type: ignore[no-untyped-def]
+    lasts, row, slot, sink, start, before, share, table, factors, seed, slots, found
+):
+    end, latest = np.zeros((slots, LANES)), np.zeros(LANES)
+    segments = len(factors[0]) - 1  # the row of meetings
+    for block in range(len(found)):
+        top = found[block]
+        for node in range(len(lasts)):
+            last, own, to = lasts[node], factors[block, row[node]], end[slot[node]]
+            first, after = start[node], start[node + 1]
+            if first == after:
+                for lane in range(LANES):
+                    latest[lane] = 0.0
+            else:
+                source = end[before[first]]
+                for lane in range(LANES):
+                    latest[lane] = source[lane]
+                for edge in range(first + 1, after):
+                    source = end[before[edge]]
+                    for lane in range(LANES):
+                        if source[lane] > latest[lane]:
+                            latest[lane] = source[lane]
+            if share[node] != 0.0:
+                mixed = node * 40503 + (seed + block) * 30011
+                mixed = (mixed ^ (mixed >> 7)) * 7919
+                pick = (mixed ^ (mixed >> 11)) & (ROWS - 1)
+                if row[node] != segments:
+                    pick += ROWS
+                draws, part = table[pick], share[node]
+                for lane in range(LANES):
+                    to[lane] = latest[lane] + last * own[lane] * (1 + part * (draws[lane] - 1))
+            else:
+                for lane in range(LANES):
+                    to[lane] = latest[lane] + last * own[lane]
+            if sink[node]:
+                for lane in range(LANES):
+                    if to[lane] > top[lane]:
+                        top[lane] = to[lane]
+
+
+def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
+    """``dag`` made small; ``durations`` decide only the order in which nodes are visited."""
+    waits = _implied_gone(dag)
+    begin, _ = maxplus.evaluate(dag, durations)
+    place = np.empty(len(dag), dtype=np.int64)
+    place[dag.order] = np.arange(len(dag))
+    kept = np.fromiter(waits, dtype=np.int64, count=len(waits))
+    order = kept[np.lexsort((place[kept], begin[kept]))]
+    slot, last = _slots(order.tolist(), waits)
+    edges = [[slot[p] for p in waits[n]] for n in order.tolist()]
+    owner = dag.owner[order].astype(np.int64)
+    return Paths(
+        lasts=durations[order].astype(np.float64),
+        row=np.where(owner >= 0, owner, classes),
+        node=order,
+        slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
+        start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),
+        before=np.array([p for e in edges for p in e], dtype=np.int64),
+        sink=np.array([n not in last for n in order.tolist()], dtype=bool),
+    )
+
+
+def _implied_gone(dag: dags.Dag) -> dict[int, list[int]]:
+    """node -> predecessors, of nodes that are kept: waits that another wait implies are left out
+    (looked for three steps back), and so are points in time that wait for one node only."""
+    start, before = dag.start.tolist(), dag.before.tolist()
+    point = (dag.kind == dags.JOIN).tolist()
+    found: list[Sequence[int]] = [()] * len(dag)
+    kept: dict[int, list[int]] = {}
+    for node in dag.order.tolist():
+        waits: set[int] = set()
+        for p in before[start[node] : start[node + 1]]:
+            waits.add(found[p][0] if point[p] and len(found[p]) == 1 else p)
+        if len(waits) > 1:
+            deep = len(waits) <= _FEW
+            for p in list(waits):
+                _discard(waits, found[p], found, 2 if deep else 0)
+        found[node] = sorted(waits)
+        if not (point[node] and len(waits) == 1):
+            kept[node] = found[node]  # type: ignore[assignment]
+    return kept
+
+
+def _discard(waits: set[int], nodes: Sequence[int], found: list[Sequence[int]], deep: int) -> None:
+    for node in nodes:
+        waits.discard(node)
+        if deep and len(found[node]) <= _FEW:
+            _discard(waits, found[node], found, deep - 1)
+
+
+def _slots(order: list[int], waits: dict[int, list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+    """(node -> slot, node -> the last node that reads it)."""
+    last = {p: i for i, node in enumerate(order) for p in waits[node]}
+    free: list[int] = []
+    slot: dict[int, int] = {}
+    most = 0
+    for i, node in enumerate(order):
+        if free:
+            slot[node] = free.pop()
+        else:
+            slot[node], most = most, most + 1
+        free += [slot[p] for p in waits[node] if last[p] == i]
+        if node not in last:
+            free.append(slot[node])
+    return slot, last

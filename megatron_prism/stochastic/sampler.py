@@ -1,0 +1,211 @@
+"""Draws of whole iterations: the slowest replica counts.
+
+A *replica* is one copy of the model: the ranks that talk to each other in every layer and along the
+pipeline (tp x cp, etp x ep, pp).  Ranks of one class in a replica wait for each other all the time,
+so their computing takes the slowest one's factor: the largest of as many draws, by order
+statistics.  Replicas meet only at the end of an iteration, which takes as long as the slowest of
+them; all of them are drawn, under one network regime per iteration.
+
+Approximated: calls between replicas are priced but do not make a replica wait within the iteration;
+ranks of a class do not drift between two calls.  Where replicas are not alike the whole world is
+taken as one: exact if every rank is a class of its own, else a little slow.  Every replica has a
+random stream of its own, so what-ifs that change one replica draw only that one, and change
+nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.costs import Prices
+from megatron_prism.costs.distribution import largest
+from megatron_prism.costs.variability import Variability
+from megatron_prism.errors import PrismError
+from megatron_prism.graph import WorldGraph
+from megatron_prism.replay import dag as dags
+from megatron_prism.replay import timeline
+from megatron_prism.stochastic import paths
+
+__all__ = ["Sampler", "Slow", "replica_of"]
+
+Slow = Mapping[int, tuple[int, float]]  # class -> (how many of its ranks, factor)
+_AT_ONCE = 1 << 16  # draws whose factors are kept at a time
+_CLUSTER, _NETWORK, _TABLE = 1 << 40, (1 << 40) + 1, (1 << 40) + 2  # streams beside the replicas'
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Values at standard normal scores: of a rank's computing in an iteration, of its GPU alone, of
+    its step alone, of the network."""
+
+    rank: tuple[np.ndarray, np.ndarray]
+    gpu: tuple[np.ndarray, np.ndarray]
+    step: tuple[np.ndarray, np.ndarray]
+    network: tuple[np.ndarray, np.ndarray]
+
+
+class Sampler:
+    """Draws iterations.  The same seed gives the same draws.
+
+    replicas : independent copies of the model
+    members  : ranks of each class in one of them
+    """
+
+    def __init__(self, graph: WorldGraph, prices: Prices, seed: int = 0) -> None:
+        self.graph, self.prices, self.seed = graph, prices, seed
+        self.replicas, self.members = _replicas(graph)
+        made = dags.build(graph, 1)
+        if len(made.order) < len(made):
+            raise PrismError("the job hangs, so it has no iteration time", fix="prism check")
+        self.kind, self.op = made.kind, made.op
+        self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
+
+    def steady(self, compute: float = 1.0, calls: float = 1.0) -> float:
+        """The longest path if all computing and all calls take these factors, ns."""
+        factors = np.full((len(self.members) + 1, 1), compute)
+        factors[-1] = calls
+        return float(self._run(factors, np.zeros(len(self.paths.lasts)), self._still(), 0)[0])
+
+    def draw(
+        self,
+        spread: Variability,
+        count: int,
+        *,
+        slow: Slow | None = None,
+        share: np.ndarray | None = None,
+        replicas: range | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> np.ndarray:
+        """ns, float64 [count, replicas]: how long each replica takes in each iteration; every
+        iteration is one of another cluster.
+
+        slow     : ranks of one replica, computing slower
+        share    : float64 [nodes of ``paths``], how much of a node's own deviation counts;
+                   default 1 for all
+        replicas : which of them; default all
+        """
+        shapes = _shapes(spread)
+        which = range(self.replicas) if replicas is None else replicas
+        network = self._network(shapes, count)
+        table, shares = self._tables(spread, share)
+        found = np.empty((count, len(which)))
+        together = max(1, _AT_ONCE // max(1, count))
+        for first in range(0, len(which), together):
+            part = which[first : first + together]
+            factors = np.empty((len(self.members) + 1, len(part), count))
+            for place, replica in enumerate(part):
+                factors[:-1, place] = self._computing(shapes.rank, count, replica, slow or {})
+                factors[-1, place] = network
+            seed = part[0] * 1_000_003
+            times = self._run(factors.reshape(len(factors), -1), shares, table, seed)
+            found[:, first : first + len(part)] = times.reshape(len(part), count).T
+            if progress is not None:
+                progress(len(part) * count)
+        return found
+
+    def of_cluster(self, spread: Variability, cluster: int, count: int) -> np.ndarray:
+        """ns, float64 [count]: iterations of one and the same cluster, whose GPUs stay as they are
+        from iteration to iteration."""
+        shapes = _shapes(spread)
+        rng = np.random.default_rng([self.seed, _CLUSTER, cluster])
+        network = np.interp(rng.standard_normal(count), *shapes.network)
+        table, shares = self._tables(spread, None)
+        slowest = np.zeros(count)
+        together = max(1, _AT_ONCE // count)
+        for first in range(0, self.replicas, together):
+            width = min(together, self.replicas - first)
+            factors = np.empty((len(self.members) + 1, width, count))
+            factors[-1] = network
+            for index, members in enumerate(self.members):
+                gpus = np.interp(rng.standard_normal((width, members)), *shapes.gpu)
+                worst = np.zeros((width, count))
+                for member in range(members):
+                    steps = np.interp(rng.standard_normal((width, count)), *shapes.step)
+                    np.maximum(worst, gpus[:, member, None] * steps, out=worst)
+                factors[index] = worst
+            seed = (cluster + 1) * 7_919 + first
+            times = self._run(factors.reshape(len(factors), -1), shares, table, seed)
+            np.maximum(slowest, times.reshape(width, count).max(axis=0), out=slowest)
+        return slowest
+
+    def _network(self, shapes: _Factors, count: int) -> np.ndarray:
+        rng = np.random.default_rng([self.seed, _NETWORK])
+        return np.interp(rng.standard_normal(count), *shapes.network)
+
+    def _computing(
+        self, curve: tuple[np.ndarray, np.ndarray], count: int, replica: int, slow: Slow
+    ) -> np.ndarray:
+        """float64 [classes, count]: the slowest member's factor."""
+        found = np.empty((len(self.members), count))
+        for index, members in enumerate(self.members):
+            rng = np.random.default_rng([self.seed, replica, index])
+            few, factor = slow.get(index, (0, 1.0))
+            few = min(few, members)
+            worst = np.zeros(count)
+            if few:
+                worst = factor * np.interp(largest(rng, few, (count,)), *curve)
+            if members > few:
+                rest = np.interp(largest(rng, members - few, (count,)), *curve)
+                np.maximum(worst, rest, out=worst)
+            found[index] = worst
+        return found
+
+    def _tables(
+        self, spread: Variability, share: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(own factors, how much of them counts)."""
+        rng = np.random.default_rng([self.seed, _TABLE])
+        parts = [
+            spread.of(part).at(rng.standard_normal((paths.ROWS, paths.LANES)))
+            for part in ("call", "segment")
+        ]
+        vary = [float(np.ptp(part)) > 0 for part in parts]
+        meets = self.paths.row == len(self.members)
+        own = np.where(meets, vary[0], vary[1]) & (self.paths.lasts > 0)
+        return np.concatenate(parts), own * (1.0 if share is None else share)
+
+    def _still(self) -> np.ndarray:
+        return np.ones((2 * paths.ROWS, paths.LANES))
+
+    def _run(
+        self, factors: np.ndarray, share: np.ndarray, table: np.ndarray, seed: int
+    ) -> np.ndarray:
+        return self.paths.longest(factors, share.astype(np.float64), table, seed)
+
+
+def _shapes(spread: Variability) -> _Factors:
+    return _Factors(
+        spread.curve("gpu", "step"),
+        spread.curve("gpu"),
+        spread.curve("step"),
+        spread.curve("network"),
+    )
+
+
+def _together(graph: WorldGraph) -> int:
+    """Ranks of a stage that make up one replica."""
+    world = graph.programs.world
+    etp = world.tp if world.etp is None else world.etp
+    return math.lcm(world.tp * world.cp, etp * world.ep)
+
+
+def _replicas(graph: WorldGraph) -> tuple[int, tuple[int, ...]]:
+    """(independent replicas, members of each class in one)."""
+    world = graph.programs.world
+    count = max(1, world.size // (world.pp * _together(graph)))
+    if any(ranks % count for ranks in graph.classes.counts):
+        count = 1  # not alike: the whole world waits for all of itself
+    return count, tuple(ranks // count for ranks in graph.classes.counts)
+
+
+def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
+    """The replica that each rank is in."""
+    world = graph.programs.world
+    if _replicas(graph)[0] == 1:
+        return np.zeros(len(ranks), dtype=np.int64)
+    tp, cp, dp = (np.asarray(world._along(axis, ranks)) for axis in ("tp", "cp", "dp"))
+    return (tp + world.tp * (cp + world.cp * dp)) // _together(graph)
