@@ -8,8 +8,9 @@ Stand-ins for fused kernels, which only allocate, say themselves what they would
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,7 @@ class Meter:
     def __init__(self) -> None:
         self._work = Work()
         self._names: dict[Any, str] = {}
+        self._held: list[tuple[str, int, int, list[torch.Tensor]]] | None = None
         self.memory: Callable[[int, int, str], None] | None = None
         self.note: Callable[[], str] | None = None  # whose a storage is that comes to be now
 
@@ -74,6 +76,19 @@ class Meter:
         if self.memory is not None and num_bytes:
             self.memory(storage, num_bytes, note)
         return note
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[list[tuple[str, int, int, list[torch.Tensor]]]]:
+        """Kernels are put on a list, (name, flops, traffic, tensors), and count at the end if they
+        are still there; inside another ``held`` they go on its list."""
+        outer, self._held = self._held, []
+        kernels = self._held
+        try:
+            yield kernels
+        finally:
+            self._held = outer
+            for kernel in kernels:
+                self.add(*kernel)
 
     def take(self) -> Work:
         """The work since the last call."""
@@ -101,6 +116,9 @@ class Meter:
 
     def add(self, name: str, flops: int, traffic: int, tensors: list[torch.Tensor]) -> None:
         """A kernel that ran, or would have run: fused ones are added by their stand-ins."""
+        if self._held is not None:
+            self._held.append((name, flops, traffic, tensors))
+            return
         work = self._work
         work.flops += flops
         work.traffic += traffic

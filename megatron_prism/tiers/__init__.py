@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UsageError
+from megatron_prism.tiers import compiled
 from megatron_prism.tiers.live import LiveBytes
 
 __all__ = ["Tier", "best", "install"]
@@ -100,6 +101,7 @@ def _without_cuda(name: str) -> Tier:
     _remap_backward(remap)
     live = None
     if name == "meta":
+        compiled.install()
         live = LiveBytes("meta")
         live.__enter__()
         cuda_stubs.set_memory_source(live)
