@@ -11,13 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_prism import cli_settings
+from megatron_prism import cli_settings, units
 from megatron_prism.cli_output import console, print_json, print_table, progress
-from megatron_prism.errors import PrismError
+from megatron_prism.errors import PrismError, UnitError, UsageError
 
 __all__ = ["predict"]
 
 _MOST_SAMPLES = 5_000_000
+_RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -29,23 +30,21 @@ def predict(args: argparse.Namespace) -> int:
     variability= is fitted (to the timed iterations of DIR), the name of shipped spreads or a JSON
     file like costs/variability/public.json; samples= how many iterations of the whole world are
     drawn; slow= the factor of the one slow GPU.
+
+    prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
+
+    The whole run: mtbf= of the job, checkpoint= the time between two (or best).
     """
     from megatron_prism import costs, graph, stochastic
     from megatron_prism.costs.collective import read_calibration
-    from megatron_prism.costs.fitted import fitted
     from megatron_prism.costs.machine import machine
-    from megatron_prism.costs.variability import variability
     from megatron_prism.slices import open_programs
 
     settings = _settings(args.settings)
     hardware = machine(settings["machine"])
     measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
     programs = open_programs(args.programs)
-    spread = (
-        fitted(programs, variability("public"))
-        if settings["variability"] == "fitted"
-        else variability(settings["variability"])
-    )
+    spread = _spread(settings["variability"], programs)
     made = graph.build(programs)
     found = made.check()
     if found:
@@ -65,11 +64,60 @@ def predict(args: argparse.Namespace) -> int:
             slow_by=settings["slow"],
             progress=told,
         )
+    run = None
+    if (plan := _plan(settings)) is not None:
+        with progress("drawing clusters") as told:
+            sampler = stochastic.Sampler(made, prices, settings["seed"])
+            run = stochastic.predict_run(sampler, spread, plan, progress=told)
     if args.json:
-        print_json(_plain(result))
-    else:
-        _print(result, made, spread)
+        print_json({**_plain(result), "run": None if run is None else dataclasses.asdict(run)})
+        return 0
+    _print(result, made, spread)
+    if run is not None:
+        _print_run(run)
     return 0
+
+
+def _spread(name: str, programs: Any) -> Any:
+    from megatron_prism.costs.fitted import fitted
+    from megatron_prism.costs.variability import variability
+
+    if name == "fitted":
+        return fitted(programs, variability("public"))
+    return variability(name)
+
+
+def _duration(text: str) -> float:
+    """ns; ``30d`` as well."""
+    days = text.strip().removesuffix("d")
+    try:
+        if days != text.strip():
+            return float(days) * 24 * 3600e9
+        return float(units.parse_ns(text))
+    except ValueError:
+        raise UnitError(
+            f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s"
+        ) from None
+
+
+def _plan(settings: dict[str, Any]) -> Any:
+    """The run that was asked for, if one was."""
+    from megatron_prism.stochastic.whole_run import Plan
+
+    given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
+    if not given:
+        return None
+    if "iterations" not in given:
+        raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
+    interval = given.get("checkpoint")
+    return Plan(
+        given["iterations"],
+        given.get("deadline"),
+        given.get("mtbf"),
+        None if interval == "best" else interval,
+        given.get("checkpoint_cost", 0.0),
+        given.get("restart", 0.0),
+    )
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
@@ -80,6 +128,9 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": cli_settings.count(0, 1 << 62, "seed=2"),
         "slow": cli_settings.number("slow=1.2"),
+        **dict.fromkeys(("deadline", "mtbf", "checkpoint_cost", "restart"), _duration),
+        "iterations": cli_settings.count(1, 1 << 40, "iterations=500000"),
+        "checkpoint": lambda text: text if text == "best" else _duration(text),
     }
     return {**defaults, **cli_settings.read(words, keys, "predict")}
 
@@ -124,4 +175,34 @@ def _print(result: Any, graph: Any, spread: Any) -> None:
         ]
         print_table(("if", "p95", "change"), rows)
     out.print(f"\nspreads: {result.source}")
-    out.print("not in it: failures and restarts, contention, drift of a rank between two calls")
+    out.print("not in it: contention, drift of a rank between two calls")
+
+
+def _long(ns: float | None) -> str:
+    """Days, hours, minutes or seconds."""
+    if ns is None:
+        return "none"
+    for name, size in (("days", 86_400e9), ("h", 3_600e9), ("min", 60e9)):
+        if ns >= 2 * size:
+            return f"{ns / size:,.1f} {name}"
+    return f"{ns / 1e9:,.3g} s"
+
+
+def _print_run(run: Any) -> None:
+    out = console()
+    plan = run.plan
+    out.print(f"\n{plan.iterations:,} iterations of {_ms(run.iteration)} on average")
+    rows = [("iterations alone", _long(run.work)), ("mean, all included", _long(run.mean))]
+    rows += [(f"p{100 * level:g}", _long(ns)) for level, ns in run.quantiles]
+    rows.append(("failures", f"{run.failures:,.1f}"))
+    if run.interval is not None:
+        said = f"{_long(run.interval)} of work"
+        if run.young is not None:
+            best = f"best {_long(run.best)}, Young {_long(run.young)}, Daly {_long(run.daly)}"
+            said = f"{said} ({best})"
+        rows.append(("between checkpoints", said))
+    if run.chance is not None:
+        low, high = 100 * run.chance_low, 100 * run.chance_high
+        said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
+        rows.append((f"by the deadline, {_long(plan.deadline)}", said))
+    print_table(("the whole run", ""), rows)

@@ -14,5 +14,16 @@ that take part, one network regime per iteration.
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
+from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
-__all__ = ["Prediction", "Quantile", "Sampler", "needed", "predict", "quantile"]
+__all__ = [
+    "Plan",
+    "Prediction",
+    "Quantile",
+    "RunPrediction",
+    "Sampler",
+    "needed",
+    "predict",
+    "predict_run",
+    "quantile",
+]

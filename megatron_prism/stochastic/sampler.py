@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,13 +63,15 @@ class Sampler:
         if len(made.order) < len(made):
             raise PrismError("the job hangs, so it has no iteration time", fix="prism check")
         self.kind, self.op = made.kind, made.op
+        self._table: tuple[Any, np.ndarray] = (None, self._still())
         self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
 
     def steady(self, compute: float = 1.0, calls: float = 1.0) -> float:
         """The longest path if all computing and all calls take these factors, ns."""
         factors = np.full((len(self.members) + 1, 1), compute)
         factors[-1] = calls
-        return float(self._run(factors, np.zeros(len(self.paths.lasts)), self._still(), 0)[0])
+        none = np.zeros(len(self.paths.lasts))
+        return float(self._run(factors, none, self._still(), 0)[0])
 
     def draw(
         self,
@@ -158,18 +161,21 @@ class Sampler:
         self, spread: Variability, share: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """(own factors, how much of them counts)."""
-        rng = np.random.default_rng([self.seed, _TABLE])
-        parts = [
-            spread.of(part).at(rng.standard_normal((paths.ROWS, paths.LANES)))
-            for part in ("call", "segment")
-        ]
-        vary = [float(np.ptp(part)) > 0 for part in parts]
+        kinds = spread.of("call"), spread.of("segment")
+        vary = [float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in kinds]
+        if self._table[0] != kinds:  # a million draws each: kept for the next call
+            rng = np.random.default_rng([self.seed, _TABLE])
+            parts = [
+                one.at(rng.standard_normal((paths.ROWS, paths.LANES))) if any_ else self._still()
+                for one, any_ in zip(kinds, vary, strict=True)
+            ]
+            self._table = kinds, np.concatenate(parts)
         meets = self.paths.row == len(self.members)
         own = np.where(meets, vary[0], vary[1]) & (self.paths.lasts > 0)
-        return np.concatenate(parts), own * (1.0 if share is None else share)
+        return self._table[1], own * (1.0 if share is None else share)
 
     def _still(self) -> np.ndarray:
-        return np.ones((2 * paths.ROWS, paths.LANES))
+        return np.ones((paths.ROWS, paths.LANES))
 
     def _run(
         self, factors: np.ndarray, share: np.ndarray, table: np.ndarray, seed: int
