@@ -69,6 +69,9 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
+            if value is not None and value >= 1 << 31:  # tensors of such sizes overflow in torch
+                most = (1 << 31) - 1
+                raise RecipeError(f"{section}.{name} is {value}", fix=f"use at most {most}")
     for rule in (_numbers, _extra):
         for message, fix in rule(recipe):
             raise RecipeError(message, fix=fix)
@@ -86,6 +89,8 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
         for name, value in vars(part).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{section}.{name} is {value}", "use a finite number"
+    if m.init_method_std < 0:
+        yield f"model.init_method_std is {m.init_method_std}", "use a number of at least 0"
     for name in FRACTIONS:
         if not 0 <= getattr(m, name) <= 1:
             yield f"model.{name} is {getattr(m, name)}", "use a number from 0 to 1"

@@ -224,6 +224,8 @@ def test_a_bad_file_is_explained(tmp_path, text, says):
         (["model.normalization=BatchNorm"], "use LayerNorm or RMSNorm"),
         (["prism.tier=tpu"], "use auto or cuda or cpu or meta"),
         (["train.iterations=0"], "train.iterations is 0"),
+        (["model.vocab_size=99999999999999999999"], "use at most 2147483647"),
+        (["model.init_method_std=-1"], "model.init_method_std is -1.0"),
         (["train.lr=-1"], "train.lr is -1.0"),
         (["train.clip_grad=.nan"], "train.clip_grad is nan"),
         (["model.norm_epsilon=.inf"], "model.norm_epsilon is inf"),
