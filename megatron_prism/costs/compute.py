@@ -36,21 +36,23 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     measured = ops["ns"] >= 0
     ns[compute[measured]] = ops["ns"][measured]
     source[compute[measured]] = MEASURED
+    rest, rows = compute[~measured], ops[~measured]
+    columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
     known: dict[tuple[int, ...], int] = {}
-    for index in compute[~measured].tolist():
-        row = program.ops[index]
-        key = tuple(int(row[name]) for name in ("note", "flops", "traffic", "kernels"))
+    found = []
+    for key in zip(*columns, strict=True):
         if key not in known:
-            known[key] = min(_segment(program.strings[key[0]], row, machine), _MOST_NS)
-        ns[index] = known[key]
-        source[index] = ROOFLINE
+            known[key] = min(_segment(program.strings[key[0]], *key[1:], machine), _MOST_NS)
+        found.append(known[key])
+    ns[rest] = found
+    source[rest] = ROOFLINE
     return ns, source
 
 
-def _segment(note: str, row: np.void, machine: Machine) -> int:
+def _segment(note: str, flops: int, traffic: int, kernels: int, machine: Machine) -> int:
     """ns of one segment by its kernels; what they leave of its flops and bytes is one more."""
-    flops, traffic = max(0, int(row["flops"])), max(0, int(row["traffic"]))
-    total, kernels = 0, max(1, int(row["kernels"]))
+    flops, traffic = max(0, flops), max(0, traffic)
+    total, kernels = 0, max(1, kernels)
     for match in _KERNEL.finditer(note):
         count = int(match["count"] or 1)
         total += count * _kernel(match["name"].strip(), int(match["flops"]), int(match["bytes"]),

@@ -15,6 +15,7 @@ read once each (``issue.py``); classes that run the same one are copies.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,6 +73,17 @@ class Dag:
 
 def build(graph: WorldGraph, iterations: int = 1) -> Dag:
     """The dependencies of ``iterations`` iterations, one straight after the other."""
+    collects = gc.isenabled()
+    gc.disable()  # hundreds of thousands of small lists, none of them garbage
+    try:
+        return _assemble(graph, _issues(graph, iterations), iterations)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _issues(graph: WorldGraph, iterations: int) -> list[Issue]:
+    """Of every class; classes that run the same program in groups of the same sizes share it."""
     known: dict[object, Issue] = {}
     issues = []
     for program, rank in zip(graph.classes.programs, graph.classes.representatives, strict=True):
@@ -81,7 +93,7 @@ def build(graph: WorldGraph, iterations: int = 1) -> Dag:
         if key not in known:
             known[key] = issue(graph.programs.programs[program], sizes, iterations)
         issues.append(known[key])
-    return _assemble(graph, issues, iterations)
+    return issues
 
 
 def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:

@@ -20,6 +20,7 @@ __all__ = ["COMPUTE", "JOIN", "NOTHING", "Issue", "issue"]
 COMPUTE, JOIN = 0, 1  # a segment, a point in time
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE = CODE["compute"]
+_EMPTY: list[int] = []  # never changed
 _TALKS = (IS_COLLECTIVE | IS_PAIR).tolist()
 
 
@@ -91,20 +92,23 @@ class _Reader:
     def read(self, iteration: int) -> None:
         """The next iteration."""
         columns, base = self.columns, iteration * self.length
+        streams, members = self.streams, columns.members
         self.begins.append(len(self.op))
         self.handles = {}
-        for i, (name, stream) in enumerate(zip(columns.names, columns.streams, strict=True)):
+        rows = zip(columns.names, columns.streams, columns.batches, strict=True)
+        for i, (name, stream, batch) in enumerate(rows):
             if name == _COMPUTE:
                 node = self._add(i, self._queue(stream))
-                self.streams[stream] = [node]
+                streams[stream] = [node]
                 self.node[base + i] = node
             elif _TALKS[name]:
-                together = columns.members.get(columns.batches[i], [i])
+                together = [i] if batch < 0 else members[batch]
                 if together[0] == i:  # the rest of a batch was issued with its first
                     self._call(stream, together, base)
             elif name == _WAIT:
-                queue = [*self._queue(stream), *self.handles.get(columns.handles[i], ())]
-                self.streams[stream] = list(dict.fromkeys(queue))
+                queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
+                if ends != queue:
+                    streams[stream] = list(dict.fromkeys([*queue, *ends]))
             elif name == _RECORD:
                 self.handles[columns.handles[i]] = self._queue(stream)
             elif name == _HOST:
@@ -118,29 +122,36 @@ class _Reader:
 
     def _queue(self, stream: int) -> list[int]:
         """What the next op on ``stream`` waits for; not to be changed."""
-        queue, host = self.streams.get(stream, []), self.host
+        queue, host = self.streams.get(stream, _EMPTY), self.host
         return queue if host < 0 or host in queue else [*queue, host]
 
     def _call(self, stream: int, batch: list[int], base: int) -> None:
         """One call to NCCL: a collective, a message, or a batch of them."""
-        columns = self.columns
-        comm = columns.comms[batch[0]]
+        comm = self.columns.comms[batch[0]]
         queue = self._queue(stream)
-        earlier = [n for n in self.comms.get(comm, ()) if n not in queue]
-        ready = self._add(-1, queue + earlier)
-        ends = []
-        for i in batch:
-            self.calls.append(base + i)
-            self.ready.append(ready)
-            self.node[base + i], self.ready_of[base + i] = -1 - base - i, ready
-            ends.append(-1 - base - i)
-        end = ends if len(ends) == 1 else [self._add(-1, ends)]
+        last = self.comms.get(comm)
+        if last is not None and last != queue:
+            queue = queue + [n for n in last if n not in queue]
+        ready = self._add(-1, queue)
+        if len(batch) == 1:
+            end = [self._joins(batch[0], base, ready)]
+        else:
+            end = [self._add(-1, [self._joins(i, base, ready) for i in batch])]
         self.comms[comm] = end
+        handles = self.columns.handles
         for i in batch:
-            if columns.handles[i] >= 0:
-                self.handles[columns.handles[i]] = end
+            if handles[i] >= 0:
+                self.handles[handles[i]] = end
             else:
                 self.streams[stream] = end
+
+    def _joins(self, op: int, base: int, ready: int) -> int:
+        """The meeting of a call for which ``ready`` is the node."""
+        call = base + op
+        self.calls.append(call)
+        self.ready.append(ready)
+        self.node[call], self.ready_of[call] = -1 - call, ready
+        return -1 - call
 
     def _host_wait(self, stream: int, device: bool) -> None:
         waits = list(self.streams.get(stream, ()))

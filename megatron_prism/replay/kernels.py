@@ -15,15 +15,23 @@ import numpy as np
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["SMALL", "longest", "order", "run", "tails", "transposed"]
+__all__ = ["SMALL", "longest", "order", "run", "tails", "timed", "transposed"]
 
 SMALL = 1_000_000  # elements of all arguments up to which compiling (or importing numba) is slower
+_SHORT = (
+    3 * SMALL
+)  # the same for a loop that does little with an element; numba takes 0.5 s to load
 
 
-def run(function: Callable[..., None], given: Sequence[Any], changed: Sequence[np.ndarray]) -> None:
+def run(
+    function: Callable[..., None],
+    given: Sequence[Any],
+    changed: Sequence[np.ndarray],
+    short: int = 1,
+) -> None:
     """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``."""
     arguments = (*given, *changed)
-    if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > SMALL:
+    if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > short * SMALL:
         _compiled(function)(*arguments)
         return
     lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
@@ -78,13 +86,22 @@ def order(waiting: np.ndarray, first: np.ndarray, after: np.ndarray) -> np.ndarr
 
     ``waiting`` is how many predecessors each node has.
     """
+    return timed(waiting, first, after, np.zeros(len(waiting), dtype=np.int64))[0]
+
+
+def timed(
+    waiting: np.ndarray, first: np.ndarray, after: np.ndarray, durations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``order`` and, on the way, what ``longest`` finds of its nodes: (order, begin, end)."""
     found = np.full(len(waiting) + 1, -1, dtype=np.int64)
+    begin, end = np.zeros_like(durations), np.zeros_like(durations)
     stack = np.zeros_like(found)
-    run(_order, [first, after], [waiting.copy(), stack, found])
-    return found[: found[-1]]
+    changed = [waiting.copy(), stack, found, begin, end]
+    run(_timed, [first, after, durations], changed, _SHORT)
+    return found[: found[-1]], begin, end
 
 
-def _order(first, after, waiting, stack, found):  # type: ignore[no-untyped-def]
+def _timed(first, after, durations, waiting, stack, found, begin, end):  # type: ignore[no-untyped-def]
     n = len(waiting)
     top = count = 0
     for node in range(n):
@@ -96,8 +113,12 @@ def _order(first, after, waiting, stack, found):  # type: ignore[no-untyped-def]
         node = stack[top]
         found[count] = node
         count += 1
+        ended = begin[node] + durations[node]
+        end[node] = ended
         for edge in range(first[node], first[node + 1]):
             follower = after[edge]
+            if begin[follower] < ended:
+                begin[follower] = ended
             waiting[follower] -= 1
             if waiting[follower] == 0:
                 stack[top] = follower
@@ -110,7 +131,7 @@ def longest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(begin, end) of every node: it begins when the last of its predecessors has ended."""
     begin, end = np.zeros_like(durations), np.zeros_like(durations)
-    run(_longest, [order, start, before, durations], [begin, end])
+    run(_longest, [order, start, before, durations], [begin, end], _SHORT)
     return begin, end
 
 
@@ -118,8 +139,9 @@ def _longest(order, start, before, durations, begin, end):  # type: ignore[no-un
     for node in order:
         latest = 0
         for edge in range(start[node], start[node + 1]):
-            if end[before[edge]] > latest:
-                latest = end[before[edge]]
+            ended = end[before[edge]]
+            if ended > latest:
+                latest = ended
         begin[node] = latest
         end[node] = latest + durations[node]
 
@@ -129,7 +151,7 @@ def tails(
 ) -> np.ndarray:
     """Longest way from the end of every node to the end of everything, int64 [n]."""
     found = np.zeros_like(durations)
-    run(_tails, [order, start, before, durations], [found])
+    run(_tails, [order, start, before, durations], [found], _SHORT)
     return found
 
 

@@ -21,12 +21,18 @@ def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     PrismError if some nodes wait for each other.
     """
+    known = "order" in vars(dag)
+    if not known:  # one pass finds the order and the times
+        first, begin, end = kernels.timed(np.diff(dag.start), *dag.followers, durations)
+        vars(dag)["order"] = first
     if len(dag.order) < len(dag):
         raise PrismError(
             f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
             fix="prism check names calls that do not match; prism hang draws who waits for whom",
         )
-    return kernels.longest(dag.order, dag.start, dag.before, durations)
+    if known:
+        return kernels.longest(dag.order, dag.start, dag.before, durations)
+    return begin, end
 
 
 def critical_path(dag: Dag, end: np.ndarray) -> list[int]:
