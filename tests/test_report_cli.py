@@ -142,6 +142,44 @@ def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):
     assert run(world, "machine=h200", f"moved={name}", capsys=capsys)[0] == 0
 
 
+def test_a_calibration_of_another_machine_is_named(world, tmp_path, capsys):
+    file = tmp_path / "cal.json"
+    rows = [{"op": "all_reduce", "ranks": 2, "bytes": 8192, "ns": 123_456}]
+    for source, words, status in (
+        ("4 x NVIDIA H200, NCCL 2.28.9", ["machine=b200"], 2),
+        ("4 x NVIDIA H200, NCCL 2.28.9", ["moved=gb200_nvl72"], 2),
+        ("nccl-tests: NVIDIA H100 80GB HBM3 NCCL 22809", [], 2),
+        ("4 x NVIDIA GB200", ["machine=gb200_nvl72"], 0),
+        ("4 x NVIDIA H200, NCCL 2.28.9", [], 0),
+        ("2 x CPU, gloo", ["machine=b200"], 0),
+    ):
+        file.write_text(json.dumps({"format": 1, "source": source, "collectives": rows}))
+        found, _, err = run(world, f"calibration={file}", *words, capsys=capsys)
+        assert found == status, (source, words)
+        assert (f"another machine than {(words or ['=h200'])[0].partition('=')[2]}" in err) == (
+            status == 2
+        )
+
+
+def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
+    """A shape that nobody measured: roofline, flagged, never zero."""
+    world = tmp_path / "w.txt"
+    text = "prism-program 1\nworld size=1\nprogram ranks=0\n- compute {}\n- compute ns=3ms\n"
+    world.write_text(text.format("ns=1ms"))
+    sure = figures_of(world, capsys=capsys)
+    assert (sure["low_ns"], sure["iteration_ns"], sure["high_ns"]) == (4_000_000,) * 3
+    for work in ("flops=685000000000 traffic=1", "kernels=100", "flops=0", "traffic=8"):
+        world.write_text(text.format(work))
+        found = figures_of(world, capsys=capsys)
+        modelled = found["iteration_ns"] - 3_000_000
+        assert modelled > 0
+        assert found["high_ns"] - found["iteration_ns"] == pytest.approx(0.2 * modelled, abs=1)
+        assert found["iteration_ns"] - found["low_ns"] == pytest.approx(0.2 * modelled, abs=1)
+    _, out, _ = run(world, capsys=capsys)
+    assert "  between      3.0" in out or "  between      3 ms to" in out
+    assert "roofline by 20%" in out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

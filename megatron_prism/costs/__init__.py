@@ -6,6 +6,6 @@ segments' own measurements.  Every price has a provenance; an op without any bas
 
 from __future__ import annotations
 
-from megatron_prism.costs.prices import Prices, price
+from megatron_prism.costs.prices import ERRORS, Prices, price
 
-__all__ = ["Prices", "price"]
+__all__ = ["ERRORS", "Prices", "price"]

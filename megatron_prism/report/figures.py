@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_prism.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.parts import Call, PathPart, calls_of, critical_by_class, path_parts
 from megatron_prism.selectors import format_ranks
@@ -70,12 +71,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Figures:
-    """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1."""
+    """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
+
+    low_ns, high_ns : of the iteration, if what is modelled on its critical path is as far off as
+    ``costs.ERRORS`` says; measured parts count as exact
+    """
 
     sizes: str
     world: str
     source: Mapping[str, str]
     iteration_ns: int
+    low_ns: int
+    high_ns: int
     iterations: int
     computing: float
     exposed: float
@@ -113,11 +120,14 @@ def figures(timeline: Timeline) -> Figures:
     for part in path:
         on_path[part.source] += part.ns
     whole = (iteration or 1) * size
+    off = round(sum(ns * _error(text) for text, ns in on_path.items()))
     return Figures(
         sizes=str(graph.programs.world),
         world=str(graph),
         source=dict(graph.programs.source),
         iteration_ns=iteration,
+        low_ns=max(0, iteration - off),
+        high_ns=iteration + off,
         iterations=timeline.iterations,
         computing=sum(c.compute * c.count for c in classes) / whole,
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
@@ -132,6 +142,11 @@ def figures(timeline: Timeline) -> Figures:
             if busy[text] or on_path[text]
         ),
     )
+
+
+def _error(source: str) -> float:
+    """By which part of 1 times of that provenance may be off; what-ifs are as good as theirs."""
+    return next((error for start, error in ERRORS.items() if start in source), 0.0)
 
 
 def name_class(timeline: Timeline, index: int) -> str:

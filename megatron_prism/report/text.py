@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_prism.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.figures import ClassFigures, Figures, Value, figures
 from megatron_prism.units import format_bytes, format_ns
@@ -37,6 +38,10 @@ def _head(found: Figures) -> str:
     if what_if is not None:
         rows.append(("what if", what_if))
     rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
+    if found.high_ns > found.iteration_ns:
+        errors = ", ".join(f"{what.partition(': ')[2]} by {e:.0%}" for what, e in ERRORS.items())
+        between = f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}"
+        rows.append(("between", f"{between}  (if what is modelled is off: {errors})"))
     if found.iteration_ns:
         rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
         rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
