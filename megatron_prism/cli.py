@@ -164,6 +164,8 @@ COMMANDS = {
         (
             PROGRAMS,
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
+            (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
+            FORCE,
             JSON,
         ),
     ),

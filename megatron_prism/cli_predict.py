@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_prism import cli_settings, units
+from megatron_prism.artefact import whole_file
 from megatron_prism.cli_output import console, print_json, print_table, progress
 from megatron_prism.errors import PrismError, UnitError, UsageError
 
@@ -33,9 +34,10 @@ def predict(args: argparse.Namespace) -> int:
 
     prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
 
-    The whole run: mtbf= of the job, checkpoint= the time between two (or best).
+    The whole run: mtbf= of the job, checkpoint= the time between two (or best).  --html adds what
+    single calls, slow GPUs, a hot node and other world sizes do to p95.
     """
-    from megatron_prism import costs, graph, stochastic
+    from megatron_prism import costs, graph
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine
     from megatron_prism.slices import open_programs
@@ -53,7 +55,38 @@ def predict(args: argparse.Namespace) -> int:
             f"{found[0]}",
             fix=f"prism check {args.programs}",
         )
-    prices = costs.price(made, hardware, measured)
+
+    def pricing(graph: Any) -> Any:
+        return costs.price(graph, hardware, measured)
+
+    result, run, study = _answers(args, settings, made, spread, pricing, hardware.gpus_per_node)
+    if args.json:
+        more = {"run": run, "study": study}
+        shown = {name: None if v is None else dataclasses.asdict(v) for name, v in more.items()}
+        print_json({**_plain(result), **shown})
+        return 0
+    _print(result, made, spread)
+    if study is not None:
+        _print_study(study)
+    if run is not None:
+        _print_run(run)
+    return 0
+
+
+def _answers(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    made: Any,
+    spread: Any,
+    pricing: Callable[[Any], Any],
+    gpus_per_node: int,
+) -> tuple[Any, Any, Any]:
+    """(the prediction, of a whole run if one is described, the what-ifs if there is a page)."""
+    from megatron_prism import stochastic
+    from megatron_prism.report import distribution
+
+    plan, run, study = _plan(settings), None, None
+    prices = pricing(made)
     with progress("drawing iterations") as told:
         result = stochastic.predict(
             made,
@@ -64,18 +97,17 @@ def predict(args: argparse.Namespace) -> int:
             slow_by=settings["slow"],
             progress=told,
         )
-    run = None
-    if (plan := _plan(settings)) is not None:
+    if plan is not None:
         with progress("drawing clusters") as told:
             sampler = stochastic.Sampler(made, prices, settings["seed"])
             run = stochastic.predict_run(sampler, spread, plan, progress=told)
-    if args.json:
-        print_json({**_plain(result), "run": None if run is None else dataclasses.asdict(run)})
-        return 0
-    _print(result, made, spread)
-    if run is not None:
-        _print_run(run)
-    return 0
+    if args.html is not None:
+        with progress("what if") as told, whole_file(args.html, force=args.force) as file:
+            sampler = stochastic.Sampler(made, prices, settings["seed"])
+            study = stochastic.study(sampler, spread, gpus_per_node, pricing, told)
+            page = distribution.render(result, str(made.programs.world), study, run)
+            file.write(page.encode())
+    return result, run, study
 
 
 def _spread(name: str, programs: Any) -> Any:
@@ -168,6 +200,7 @@ def _print(result: Any, graph: Any, spread: Any) -> None:
             (f"{part} spread {getattr(spread, part):.2g} halved", _ms(ns),
              _ms(ns - result.halved_from))
             for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
+            if getattr(spread, part)
         ]  # fmt: skip
         rows += [
             (f"one GPU of class {index} {result.slow_by:g} x slower", _ms(ns), f"{_ms(ns - p95)}")
@@ -176,6 +209,27 @@ def _print(result: Any, graph: Any, spread: Any) -> None:
         print_table(("if", "p95", "change"), rows)
     out.print(f"\nspreads: {result.source}")
     out.print("not in it: contention, drift of a rank between two calls")
+
+
+def _print_study(study: Any) -> None:
+    out = console()
+    out.print("\np95 if a spread were half, or twice as large")
+    rows = [(bar.what, _ms(bar.halved), _ms(bar.doubled)) for bar in study.tornado]
+    print_table(("what varies", "half", "twice"), rows)
+    placed, hot = study.placement, study.hot
+    out.print(f"\none slow GPU, best and worst class; node {hot.node} hot ({hot.ranks} GPUs)")
+    rows = [
+        (f"x {factor:g}", _ms(min(row)), _ms(max(row)), f"{gain:.3f}", _ms(all_))
+        for factor, row, gain, (_, all_) in zip(
+            placed.factors, placed.p95, placed.gain, hot.p95, strict=True
+        )
+    ]
+    print_table(("slower", "best p95", "worst p95", "worst / best", "hot node"), rows)
+    if study.scale:
+        out.print("\nother worlds")
+        rows = [(f"{p.ranks:,}", _ms(p.steady), _ms(p.p50), _ms(p.p95)) for p in study.scale]
+        print_table(("ranks", "without variation", "p50", "p95"), rows)
+    out.print(study.note)
 
 
 def _long(ns: float | None) -> str:

@@ -63,7 +63,7 @@ def test_options_of_commands():
         "hang": ["--dumps", "-o", "--out", "--force", "--json"],
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
-        "predict": ["--json"],
+        "predict": ["--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force", "--from-nccl-tests"],
         "world": ["--json"],

@@ -14,6 +14,7 @@ that take part, one network regime per iteration.
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
+from megatron_prism.stochastic.whatifs import Study, study
 from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "Quantile",
     "RunPrediction",
     "Sampler",
+    "Study",
     "needed",
     "predict",
     "predict_run",
     "quantile",
+    "study",
 ]

@@ -80,6 +80,7 @@ class Sampler:
         *,
         slow: Slow | None = None,
         share: np.ndarray | None = None,
+        calm: Mapping[int, float] | None = None,
         replicas: range | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> np.ndarray:
@@ -89,7 +90,8 @@ class Sampler:
         slow     : ranks of one replica, computing slower
         share    : float64 [nodes of ``paths``], how much of a node's own deviation counts;
                    default 1 for all
-        replicas : which of them; default all
+        calm     : class -> how much of its ranks' deviations counts
+        replicas : which of them; default all, and there may be more than the world has
         """
         shapes = _shapes(spread)
         which = range(self.replicas) if replicas is None else replicas
@@ -102,6 +104,8 @@ class Sampler:
             factors = np.empty((len(self.members) + 1, len(part), count))
             for place, replica in enumerate(part):
                 factors[:-1, place] = self._computing(shapes.rank, count, replica, slow or {})
+                for index, part_of in (calm or {}).items():
+                    factors[index, place] = 1 + part_of * (factors[index, place] - 1)
                 factors[-1, place] = network
             seed = part[0] * 1_000_003
             times = self._run(factors.reshape(len(factors), -1), shares, table, seed)
