@@ -54,7 +54,8 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
         f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
     )
     _check_fits(graph, machine)
-    pairs = [compute_ns(program, machine) for program in graph.program_list]
+    once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
+    pairs = [once[program] for program in graph.classes.programs]
     meetings, meeting_source = _meetings(graph, machine, calibration)
     assert (MEASURED, ROOFLINE) == (0, 1)  # the order of ``sources``
     return Prices(
@@ -83,11 +84,15 @@ def _meetings(
     firsts = meet.start[:-1]
     owners, ops = meet.classes[firsts], meet.ops[firsts]
     known: dict[tuple[int, ...], tuple[int, int]] = {}
+    of_program: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for index, program in enumerate(graph.program_list):
         mine = np.flatnonzero(owners == index)
         rows = program.ops[ops[mine]]
-        messages = np.maximum(program.bytes_in, program.bytes_out)[ops[mine]]
-        both = _both_ways(program)[ops[mine]]
+        number = graph.classes.programs[index]
+        if number not in of_program:
+            size = np.maximum(program.bytes_in, program.bytes_out)
+            of_program[number] = size, _both_ways(program)
+        messages, both = (column[ops[mine]] for column in of_program[number])
         for place, name, group, peer, size, exchange in zip(
             mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), rows["peer"].tolist(),
             messages.tolist(), both.tolist(), strict=True,

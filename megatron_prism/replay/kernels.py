@@ -18,9 +18,7 @@ from megatron_prism.errors import UsageError
 __all__ = ["SMALL", "longest", "order", "run", "tails", "timed", "transposed"]
 
 SMALL = 1_000_000  # elements of all arguments up to which compiling (or importing numba) is slower
-_SHORT = (
-    3 * SMALL
-)  # the same for a loop that does little with an element; numba takes 0.5 s to load
+_SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
 
 
 def run(
@@ -29,7 +27,10 @@ def run(
     changed: Sequence[np.ndarray],
     short: int = 1,
 ) -> None:
-    """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``."""
+    """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``.
+
+    ``short``: how many times SMALL is still small for this loop.
+    """
     arguments = (*given, *changed)
     if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > short * SMALL:
         _compiled(function)(*arguments)
