@@ -6,13 +6,13 @@ In : programs that were captured, baselines.  Out: a page of text, JSON or GitHu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_prism import units
+from megatron_prism.cli_memory_text import annotation, describe, exact
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.errors import UsageError
 
@@ -21,25 +21,25 @@ __all__ = ["ACTIONS", "memory"]
 ACTIONS = ("record", "check", "diff", "explain", "update")
 _KEYS = {
     "record": ("alloc", "device"),
-    "check": ("baseline", "tol", "limit", "headroom", "device"),
+    "check": ("baseline", "tol", "limit", "headroom", "leak", "device"),
     "diff": (),
     "explain": ("class", "top", "alloc", "device"),
     "update": ("baseline", "device"),
 }
 _PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
-_SHOWN = 8  # origins of a growth
 
 
 def memory(args: argparse.Namespace) -> int:
     """Every rank's peak memory, and a baseline that guards it.
 
     prism memory record DIR -o memory.json [alloc=expandable_segments:True] [device=h200]
-    prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [--github]
+    prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [leak=1MiB]
     prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
     prism memory explain DIR [class=pp=0] [top=12]
     prism memory update DIR baseline=memory.json
 
-    Exit status 1: a class grew beyond tol, appeared, vanished, or exceeds limit - headroom.
+    Exit status 1: a class grew beyond tol, appeared, vanished, exceeds limit - headroom,
+    or leaves more than leak (1 MiB) behind after an iteration.  --github annotates.
     Allocated bytes are guarded; reserved is modelled and reported.  limit is held against device
     bytes, or against reserved where those are unknown.  device= is a shipped calibration of
     context, libraries and NCCL (default h200), a file of benchmarks/device_memory.py, or none.
@@ -122,10 +122,35 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
     path = _named(settings, "check")
     before = memory_baseline.load(path)
     after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
-    changes = memory_baseline.compare(
-        before, after, tol_bytes=tol, limit=None if limit is None else limit - headroom
-    )
-    return _report(args, changes, path)
+    limit = None if limit is None else limit - headroom
+    leak = _size(settings, "leak", memory_baseline.LEAK)
+    changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit, leak_bytes=leak)
+    return _report(args, changes, path, _runs_out(places[0], changes, after))
+
+
+def _runs_out(path: str, changes: list[Any], now: Any) -> dict[str, str]:
+    """Where every class that is over its limit would run out, by class."""
+    over = [change for change in changes if change.what == "over"]
+    if not over:
+        return {}
+    from megatron_prism import memory
+    from megatron_prism.slices import open_programs
+
+    programs = open_programs(path)
+    settings = memory.allocator.Settings.parse(now.job.get("alloc_conf", ""))
+    found = {}
+    for change in over:
+        one = now.classes[change.name]
+        beyond = one["peak_device"] - one["peak_reserved"] if change.level == "device" else 0
+        rank = int(change.ranks.replace(",", "-").replace(":", "-").split("-")[0])
+        place = memory.overflow(programs.of(rank), change.before - beyond, settings)
+        found[change.name] = (
+            "  fits if the allocator gives its cache back in time"
+            if place is None
+            else f"  runs out in {place.op.label} {place.op.name} {place.site}: "
+            f"{place.size:,} B do not fit beside {exact(place.reserved)} reserved"
+        )
+    return found
 
 
 def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
@@ -177,7 +202,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     _overview(made)
     for name in names:
         one, at = made.classes[name], made.classes[name]["at"]
-        print(f"\n{name}: {_exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
+        print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
         kinds = ", ".join(
             f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v
         )
@@ -188,10 +213,6 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         ]
         print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
     return 0
-
-
-def _exact(num_bytes: int) -> str:
-    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
 def _bytes(num_bytes: int | None) -> str:
@@ -213,7 +234,9 @@ def _overview(made: Any) -> None:
         print(f"  {level:<15} {source}")
 
 
-def _report(args: argparse.Namespace, changes: list[Any], path: str) -> int:
+def _report(
+    args: argparse.Namespace, changes: list[Any], path: str, runs_out: dict[str, str] | None = None
+) -> int:
     failed = [change for change in changes if change.fails]
     if args.json:
         print_json([asdict(change) for change in changes])
@@ -221,48 +244,14 @@ def _report(args: argparse.Namespace, changes: list[Any], path: str) -> int:
     for change in changes:
         if change.what != "same":
             print(describe(change))
+            if change.what == "over" and runs_out:
+                print(runs_out[change.name])
             if args.github and change.fails:
                 print(annotation(change, path))
     if any(change.what == "shrunk" for change in changes) and not failed:
         print(f"smaller than {path}: prism memory update keeps it that way")
     print(f"{len(failed)} failures" if failed else "no class grew")
     return 1 if failed else 0
-
-
-def describe(change: Any) -> str:
-    """A few lines about one class."""
-    head = f"{change.name} (ranks {change.ranks}): {change.what}"
-    if change.what == "appeared":
-        return f"{head}: {_exact(change.after)}, and the baseline has no such class"
-    if change.what == "vanished":
-        return f"{head}: the baseline has {_exact(change.before)}"
-    grown = change.after - change.before
-    if change.what == "over":
-        return (
-            f"{head} the limit: {change.level} {_exact(change.after)} (modelled), "
-            f"{_exact(grown)} above {_exact(change.before)}"
-        )
-    lines = [f"{head} {grown:+,} B: {_exact(change.before)} -> {_exact(change.after)}"]
-    if change.moved:
-        lines.append(f"  peak moved: {change.moved}")
-    if change.by_kind:
-        lines.append("  " + ", ".join(f"{k} {v:+,} B" for k, v in change.by_kind.items()))
-    lines += [
-        f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}"
-        for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]
-    ]
-    return "\n".join(lines)
-
-
-def annotation(change: Any, path: str) -> str:
-    """``::error file=…,line=…::``: what GitHub shows beside the line that grew."""
-    site = next((g.site for g in change.origins if g.num_bytes > 0 and g.site), "")
-    file, _, line = site.rpartition(":")
-    if file.startswith(("core/", "training/")):
-        file = f"megatron/{file}"
-    place = f"file={file},line={line}" if line.isdigit() else f"file={path}"
-    text = describe(change).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::error {place},title=prism memory {json.dumps(change.name)[1:-1]}::{text}"
 
 
 _RUN = {

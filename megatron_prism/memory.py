@@ -36,7 +36,8 @@ from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["KINDS", "ClassMemory", "Holding", "Peak", "analyse", "class_name", "peak"]
+__all__ = ["KINDS", "ClassMemory", "Holding", "Peak", "Overflow", "analyse", "class_name", "growth",
+           "overflow", "peak"]  # fmt: skip
 
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
@@ -81,10 +82,22 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Overflow:
+    """Where a class runs out of memory: ``limit`` bytes of segments are not enough for a request of
+    ``size`` bytes at ``op``, after cached segments were given back."""
+
+    op: Op
+    site: str
+    size: int
+    reserved: int
+
+
+@dataclass(frozen=True)
 class ClassMemory:
     """Memory of the ranks of one class: peak of allocated, and reserved as modelled.
 
     program : index of the program that they run
+    growth  : what an iteration leaves behind, ``growth``
     """
 
     name: str
@@ -93,6 +106,7 @@ class ClassMemory:
     peak: Peak
     reserved: int
     program: int = 0
+    growth: tuple[Holding, ...] | None = None
 
 
 def peak(program: Program) -> Peak | None:
@@ -155,6 +169,44 @@ def _holdings(program: Program, top: int) -> tuple[Holding, ...]:
         entry[1] += 1
     made = [Holding(*key, num_bytes=size, count=n) for key, (size, n) in total.items()]
     return tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key)))
+
+
+def growth(program: Program) -> tuple[Holding, ...] | None:
+    """What is alive after the iteration and was not before it, by origin, largest first.
+
+    An origin that replaces what it left the last time has not grown.  None in a job's first
+    iteration, which makes what the optimizer keeps, and where notes do not say.
+    """
+    events = program.allocations
+    notes = [program.strings[note] for note in np.unique(events["note"][events["before"] == 0])]
+    if not any(n.startswith("optim:") and not n.startswith("optim:main") for n in notes):
+        return None
+    ids, first, which = np.unique(events["storage"], return_index=True, return_inverse=True)
+    left = np.zeros(ids.size, dtype=np.int64)
+    np.add.at(left, which.ravel(), events["bytes"])
+    stood = np.zeros(ids.size, dtype=np.int64)
+    early = events["before"] == 0
+    np.add.at(stood, which.ravel()[early], events["bytes"][early])
+    total: dict[tuple[str, str], list[int]] = {}
+    for one in np.flatnonzero(left != stood):
+        _, module, site = _split(program.strings[events["note"][first[one]]])
+        entry = total.setdefault((_NUMBER.sub("*", module), site), [0, 0])
+        entry[0] += int(left[one] - stood[one])
+        entry[1] += 1 if left[one] > stood[one] else -1
+    made = [Holding("other", *key, num_bytes=size, count=n) for key, (size, n) in total.items()]
+    return tuple(sorted((h for h in made if h.num_bytes), key=lambda h: (-h.num_bytes, h.key)))
+
+
+def overflow(
+    program: Program, limit: int, settings: allocator.Settings | None = None
+) -> Overflow | None:
+    """Where the program runs out of ``limit`` bytes of segments; None if they are enough."""
+    full = allocator.replay(_changes(program), settings, limit).full
+    if full is None:
+        return None
+    row = program.allocations[full.event]
+    op = program[min(int(row["before"]), len(program) - 1)]
+    return Overflow(op, _split(program.strings[row["note"]])[2], full.size, full.reserved)
 
 
 def _origin(
@@ -223,7 +275,8 @@ def analyse(
         reserved = allocator.replay(_changes(program), settings).peak_reserved
         name = class_name(programs.world, ranks.tolist())
         shown = format_ranks(ranks.tolist())
-        found.append(ClassMemory(name, shown, ranks.size, top, reserved, int(index)))
+        found.append(ClassMemory(name, shown, ranks.size, top, reserved, int(index),
+                                 growth(program)))  # fmt: skip
     return tuple(sorted(found, key=lambda one: int(re.match(r"\d+", one.ranks)[0])))
 
 

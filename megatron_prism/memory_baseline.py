@@ -28,6 +28,7 @@ from megatron_prism.programs import Programs
 __all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "save"]
 
 SCHEMA = "prism.mem-baseline/1"
+LEAK = 1 << 20  # bytes that an iteration may leave behind
 TOP = 48  # origins that a class lists; what is smaller is summed up
 PROVENANCE = {
     "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
@@ -60,7 +61,7 @@ class Growth:
 class Change:
     """One class against its baseline.
 
-    what    : grown, shrunk, same, appeared, vanished, over (its limit; ``level`` says what is)
+    what    : grown, shrunk, same, appeared, vanished, over (its limit: ``level``), leaks
     before  : peak of allocated bytes in the baseline, None if the class appeared
     by_kind : bytes per kind, after - before, where they differ
     origins : the same per origin, largest growth first
@@ -79,7 +80,7 @@ class Change:
 
     @property
     def fails(self) -> bool:
-        return self.what in ("grown", "appeared", "vanished", "over")
+        return self.what in ("grown", "appeared", "vanished", "over", "leaks")
 
 
 def measure(
@@ -132,6 +133,8 @@ def _figures(one: ClassMemory) -> dict[str, Any]:
         "by_category": top.by_kind,
         "top": listed,
         "smaller": left,
+        "growth": None if one.growth is None else sum(h.num_bytes for h in one.growth),
+        "growth_top": [asdict(h) for h in (one.growth or ())[:TOP] if h.num_bytes > 0],
     }
 
 
@@ -174,6 +177,7 @@ def _check(value: dict[str, Any]) -> None:
         kinds = one["by_category"]
         numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
         numbers += [entry["num_bytes"] for entry in one["top"]]
+        numbers += [entry["num_bytes"] for entry in one.get("growth_top", ())]
         numbers += [one[key] for key in ("nccl", "peak_device") if one.get(key) is not None]
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
@@ -194,12 +198,14 @@ def compare(
     *,
     tol_bytes: int = 0,
     limit: int | None = None,
+    leak_bytes: int = LEAK,
     any_job: bool = False,
 ) -> list[Change]:
     """Every class of both, in the order of their ranks.
 
     tol_bytes : growth that is still no failure
     limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
+    leak_bytes: what an iteration may leave behind (the last losses are a few bytes)
     any_job   : compare although arguments, versions or tier differ; else UsageError
     """
     if not any_job:
@@ -210,6 +216,11 @@ def compare(
         old, new = before.classes.get(name), after.classes.get(name)
         one = _change(name, old, new, tol_bytes)
         found.append(one)
+        if new is not None and (new.get("growth") or 0) > leak_bytes:
+            left = tuple(
+                Growth(h["kind"], h["module"], h["site"], h["num_bytes"]) for h in new["growth_top"]
+            )
+            found.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
         if new is not None and limit is not None:
             level = "reserved" if new.get("peak_device") is None else "device"
             if (size := new[f"peak_{level}"]) > limit:

@@ -111,7 +111,7 @@ class MemoryGuard:
         except PrismError as error:
             pytest.fail(str(error), pytrace=False)
         if failed:
-            from megatron_prism.cli_memory import describe
+            from megatron_prism.cli_memory_text import describe
 
             pytest.fail("\n".join(map(describe, failed)), pytrace=False)
 

@@ -266,3 +266,64 @@ def test_errors_are_of_our_tree():
     with pytest.raises(UsageError):
         memory_baseline.measure(parse("prism-program 1\nworld size=1\nprogram rank=0\nO compute\n"))
     assert issubclass(UsageError, PrismError)
+
+
+# -- leaks, and where memory runs out --------------------------------------------------------------
+LEAK = """
+program ranks=0-3
+-    alloc       storage=0 bytes=1048576 note="param:decoder[2]"
+-    alloc       storage=1 bytes=2097152 note="{state}"
+-    alloc       storage=2 bytes=8 note="@core/pipeline_parallel/schedules.py:256"
+0F0  compute     kernels=1
+-    alloc       storage=3 bytes=3145728 note="decoder.layers.0.mlp @core/transformer/mlp.py:5"
+-    alloc       storage=4 bytes=8 note="@core/pipeline_parallel/schedules.py:256"
+-    free        storage=2 bytes=8
+0B0  compute     kernels=1
+{free}
+O    compute     kernels=1
+"""
+FREED = "-    free        storage=3 bytes=3145728"
+
+
+def leaking(path, free="", state="optim:exp_avg"):
+    path.write_text(HEAD.replace(" pp=2", "") + LEAK.format(free=free, state=state))
+    return str(path)
+
+
+def test_what_an_iteration_leaves_behind_is_a_leak(tmp_path, capsys):
+    """Also when the baseline leaks as much: its peak has not grown, and the job will still fail."""
+    path, base = leaking(tmp_path / "a.txt"), str(tmp_path / "m.json")
+    assert run(capsys, "record", path, "-o", base)[0] == 0
+    code, out = run(capsys, "check", path, f"baseline={base}")
+    assert code == 1
+    assert "all (ranks 0-3): leaks 3,145,728 B an iteration" in out
+    assert "core/transformer/mlp.py:5  decoder.layers.*.mlp" in out
+    assert "schedules.py:256" not in out  # replaced what it left the last time
+    assert run(capsys, "check", path, f"baseline={base}", "leak=3145728")[0] == 0
+    assert run(capsys, "check", path, f"baseline={base}", "leak=3145727")[0] == 1
+    clean = leaking(tmp_path / "b.txt", FREED)
+    assert run(capsys, "check", clean, f"baseline={base}")[0] == 0
+    assert json.loads(Path(base).read_text())["classes"]["all"]["growth"] == 3145728
+
+
+def test_the_first_iteration_of_a_job_is_no_leak(tmp_path, capsys):
+    path, base = leaking(tmp_path / "a.txt", state="optim:main parameters"), tmp_path / "m.json"
+    assert run(capsys, "record", path, "-o", str(base))[0] == 0
+    assert json.loads(base.read_text())["classes"]["all"]["growth"] is None
+    assert run(capsys, "check", path, f"baseline={base}")[0] == 0
+
+
+def test_over_the_limit_names_the_op_that_does_not_fit(tmp_path, capsys):
+    """2 + 20 MiB of segments stand; the third MiB needs no other one, 25 MiB do."""
+    big = LEAK.replace("storage=3 bytes=3145728", "storage=3 bytes=26214400")
+    path, base = tmp_path / "a.txt", str(tmp_path / "m.json")
+    path.write_text(HEAD.replace(" pp=2", "") + big.format(free="", state="optim:exp_avg"))
+    assert run(capsys, "record", str(path), "-o", base)[0] == 0
+    words = ("check", str(path), f"baseline={base}", "leak=1GiB", "device=none")
+    code, out = run(capsys, *words, "limit=40MiB")
+    assert code == 1
+    assert "all (ranks 0-3): over the limit: reserved 48 MiB" in out
+    assert "runs out in 0B0 compute core/transformer/mlp.py:5: 26,214,400 B do not fit" in out
+    missing = int(re.search(r"([\d,]+) B\) above", out)[1].replace(",", ""))
+    assert run(capsys, *words, f"limit={40 * 1024 * 1024 + missing}")[0] == 0
+    assert run(capsys, *words, f"limit={40 * 1024 * 1024 + missing - 1}")[0] == 1

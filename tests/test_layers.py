@@ -49,7 +49,7 @@ ROWS = [
     "recipe_checks",
     "recipe_schema",
     "recipe testing",
-    "cli_output cli_settings",
+    "cli_output cli_settings cli_memory_text",
     "cli_world cli_programs cli_hang cli_schedule cli_replay cli_predict cli_memory",
     "cli pytest_plugin _attach",
     "__main__",
