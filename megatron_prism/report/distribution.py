@@ -99,7 +99,7 @@ class _Plot:
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
         up = (y - self.y[0]) / ((self.y[1] - self.y[0]) or 1)
         tall = self.height - _BELOW - _TOP
-        return _LEFT + across * (_W - _LEFT - 20), _TOP + (1 - up) * tall
+        return _LEFT + across * (_W - _LEFT - 44), _TOP + (1 - up) * tall
 
     def line(self, xs: Sequence[float], ys: Sequence[float], colour: str) -> None:
         points = " ".join("{:.1f},{:.1f}".format(*self.at(*p)) for p in zip(xs, ys, strict=True))
