@@ -26,8 +26,10 @@ function cards() {
   const value = (found, write) => found.value === null ? null : write(found.value);
   const peaks = F.classes.filter((one) => one.peak_bytes !== null);
   const peak = peaks.length ? peaks.reduce((a, b) => b.peak_bytes > a.peak_bytes ? b : a) : null;
+  const range = F.high_ns > F.iteration_ns
+    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} if what is modelled is as far off as it was elsewhere` : "";
   at("cards").append(
-    card("iteration", formatNs(F.iteration_ns), basis() || "nothing takes time"),
+    card("iteration", formatNs(F.iteration_ns), (basis() || "nothing takes time") + range),
     card("computing", percent(F.computing), "of all ranks' time"),
     card("exposed", percent(F.exposed), "communication that nothing hides"),
     card("bubble", percent(F.bubble), "waiting for others, or idle"),
