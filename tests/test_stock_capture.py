@@ -6,7 +6,7 @@ import pytest
 
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin.stock_capture import StockCapture, check_free
+from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
 from megatron_prism.world import World
@@ -41,3 +41,10 @@ def test_places_that_are_free_or_not(tmp_path):
     with pytest.raises(UsageError, match="is not overwritten"):
         check_free(tmp_path, 4, False)
     check_free(tmp_path, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "first"), [(1, 1), (2, 2), (3, 2), (8, 2), (10, 4), (12, 5), (60, 5), (500, 435)]
+)
+def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
+    assert first_recorded(wanted) == first

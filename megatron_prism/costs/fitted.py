@@ -56,7 +56,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     )
     return dataclasses.replace(
         other,
-        name="fitted",
+        name="slices",
         source=f"{said} ({other.source})",
         gpu=gpu,
         step=steps.spread,

@@ -1,10 +1,10 @@
 """``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
 
 Records from the start of one train step to the start of the next, so that what comes between train
-steps (logging, timers, their barriers) is in the program too.  The last ``KEPT`` such iterations
-are recorded, if the job is long enough: the first is written down, the others only timed, and the
-slice has the median time of each segment.  A job of one or two steps has only its last recorded.
-The slice is written when the job has trained.
+steps (logging, timers, their barriers) is in the program too.  Of such iterations the last six are
+recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down, the
+others only timed; the slice has the median time of each segment, and all times beside it.  A job of
+one or two steps has only its last recorded.  The slice is written when the job has trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from megatron_prism.slices import SliceStore
 
 __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
 
-KEPT = 6  # iterations: one written down, the others timed
+KEPT = 65  # iterations at most: one written down, the others timed
+FEW = 6  # of a short job, though the first ones are still warming up
+WARM = 5  # the first iteration that is recorded if the job is long enough
+
+
+def first_recorded(wanted: int) -> int:
+    """The train step (from 1) of a job of ``wanted`` from which on iterations are recorded."""
+    if wanted <= 2:
+        return wanted
+    return max(2, wanted - KEPT, min(WARM, wanted - FEW))
 
 
 def check_free(folder: Path, rank: int, force: bool) -> None:
@@ -73,7 +82,7 @@ class StockCapture:
         if wanted > 2 and number >= wanted or meta and self._recordings:
             if self._recorder is not None:
                 self._remove(proof)
-        elif number >= max(2 if wanted > 2 else wanted, wanted - KEPT):
+        elif number >= first_recorded(wanted):
             if self._recorder is None:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
