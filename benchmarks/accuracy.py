@@ -1,6 +1,7 @@
 """How far off is the predicted iteration time?  Real and predicted back to back on one machine.
 
-``python benchmarks/accuracy.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR]``
+``python benchmarks/accuracy.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR]
+[--real-steps N] [--alone-steps N]`` (``tails_reality.py`` wants 210 and 45 or more)
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  On a host
 with 4 GPUs, for every configuration: the real job on 4 GPUs; then every rank alone on one GPU with
@@ -47,8 +48,15 @@ BOUND_MEAN, BOUND_MAX = 2.0, 5.0  # percent
 class Sitting:
     """One machine, one sitting: real runs, captures and the calibration go to ``work``."""
 
-    def __init__(self, scripts: Path, work: Path) -> None:
+    def __init__(
+        self,
+        scripts: Path,
+        work: Path,
+        real_steps: int = REAL_STEPS,
+        alone_steps: int = ALONE_STEPS,
+    ) -> None:
         self.script, self.work = str(scripts / "pretrain_gpt.py"), work
+        self.real_steps, self.alone_steps = real_steps, alone_steps
         root = Path(__file__).resolve().parent.parent
         paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         self.environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": paths}
@@ -74,7 +82,7 @@ class Sitting:
         program = str(Path(__file__).with_name("real_steps.py"))
         launcher = ["-m", "torch.distributed.run", "--standalone"]
         launcher += ["--nproc-per-node", str(NUM_RANKS), program, str(folder)]
-        self._start(folder.name, [*launcher, *self.job(config, REAL_STEPS)]).wait()
+        self._start(folder.name, [*launcher, *self.job(config, self.real_steps)]).wait()
         file = folder / "rank-0.json"
         if not file.exists():
             return []
@@ -87,7 +95,14 @@ class Sitting:
         for rank in range(NUM_RANKS):
             ours = ["--prism-world-size", str(NUM_RANKS), "--prism-ranks", str(rank)]
             ours += ["--prism-capture", str(folder)]
-            words = ["-m", "megatron_prism", "run", *ours, "--", *self.job(config, ALONE_STEPS)]
+            words = [
+                "-m",
+                "megatron_prism",
+                "run",
+                *ours,
+                "--",
+                *self.job(config, self.alone_steps),
+            ]
             name = f"{config}-alone-{rank}"
             running.append(self._start(name, words, CUDA_VISIBLE_DEVICES=str(rank)))
         for process in running:
@@ -155,11 +170,13 @@ def main() -> int:
     parser.add_argument("--configs", default=",".join(JOBS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
+    parser.add_argument("--real-steps", type=int, default=REAL_STEPS)
+    parser.add_argument("--alone-steps", type=int, default=ALONE_STEPS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        sitting = Sitting(args.scripts, work)
+        sitting = Sitting(args.scripts, work, args.real_steps, args.alone_steps)
         rows = [measure(sitting, config) for config in args.configs.split(",")]
         calibration = sitting.calibrate()
         for row in rows:
