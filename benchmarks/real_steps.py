@@ -3,7 +3,7 @@
 ``torchrun --nproc-per-node 4 benchmarks/real_steps.py DIR pretrain_gpt.py <arguments>`` writes
 ``DIR/rank-N.json``: milliseconds from the start of each train step to the start of the next, and
 the Flight Recorder's entries of the last whole iteration.  It knows nothing of emulation, and it
-waits for nothing: the job is the plain one.
+waits for nothing: the job is the plain one.  Peaks are bytes; ``device_used`` is at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ class _Steps:
     def write(self, rank: int) -> None:
         ms = [1e3 * (b - a) for a, b in zip(self.starts, self.starts[1:], strict=False)]
         self.folder.mkdir(parents=True, exist_ok=True)
-        stored = {"iteration_ms": ms, "flight_recorder": self.entries}
+        free, total = torch.cuda.mem_get_info()
+        stored = {
+            "iteration_ms": ms,
+            "allocated_peak": torch.cuda.max_memory_allocated(),
+            "reserved_peak": torch.cuda.max_memory_reserved(),
+            "device_used": total - free,
+            "flight_recorder": self.entries,
+        }
         (self.folder / f"rank-{rank}.json").write_text(json.dumps(stored))
 
 

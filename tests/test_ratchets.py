@@ -77,6 +77,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-emulate",
         "--prism-force",
         "--prism-out",
+        "--prism-pace",
         "--prism-ranks",
         "--prism-recipe",
         "--prism-record",

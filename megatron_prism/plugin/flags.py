@@ -59,6 +59,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "folder of slices: record what each local rank does in an iteration (prism show)",
     },
+    "--prism-pace": {
+        "default": None,
+        "metavar": "DIR",
+        "help": "virtual ranks answer when they would, by the slices in DIR (captured if missing)",
+    },
     "--prism-out": {
         "default": None,
         "metavar": "DIR",
@@ -100,6 +105,7 @@ class Options:
     force: bool
     record: Path | None
     capture: Path | None = None
+    pace: Path | None = None
 
     @property
     def rank(self) -> int:
@@ -279,6 +285,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         force=args.prism_force,
         record=Path(args.prism_record) if args.prism_record else None,
         capture=Path(args.prism_capture) if args.prism_capture else None,
+        pace=Path(args.prism_pace) if args.prism_pace else None,
     )
 
 

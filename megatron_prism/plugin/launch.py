@@ -104,6 +104,7 @@ def install(options: flags.Options) -> Any:
     tier = tiers.install(options.tier)
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
+    pace = _pace(options, version) if options.pace is not None else None
     store = _shared_store(options)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -114,7 +115,7 @@ def install(options: flags.Options) -> Any:
     recording = _recording(options)
     observer = recording.observe if recording else None
     context = seams.Context(
-        start=lambda: start_world(options, tier.device, store, observer),
+        start=lambda: start_world(options, tier.device, store, observer, pace, proof),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
@@ -128,7 +129,7 @@ def install(options: flags.Options) -> Any:
         if options.record is not None:
             proof.on_finish.append(recording.save)
     report = summary.Reporter(options, tier, proof, version, store)
-    report.recording = recording
+    report.recording, report.pace = recording, pace
     proof.on_finish.append(report.finish)
     report.banner()
     _arrange_verdict(proof)
@@ -179,8 +180,12 @@ def _recording(options: flags.Options) -> Any:
 
 def _job_arguments() -> str:
     """The job's own arguments, without ours and without how long it runs."""
+    return " ".join(_job_words(sys.argv[1:]))
+
+
+def _job_words(argv: Sequence[str]) -> list[str]:
     kept, skip = [], False
-    for word in sys.argv[1:]:
+    for word in argv:
         name = word.partition("=")[0]
         if skip and not word.startswith("--"):
             skip = False
@@ -190,11 +195,25 @@ def _job_arguments() -> str:
             kept.append(word)
         elif "=" in word:
             skip = False
-    return " ".join(kept)
+    return kept
+
+
+def _pace(options: flags.Options, version: str) -> Any:
+    """When virtual ranks answer; captures the slices that are missing."""
+    from megatron_prism.plugin import pace
+
+    pace.check(options)
+    pace.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])])
+    return pace.Pace(options, _job_arguments(), version)
 
 
 def start_world(
-    options: flags.Options, device: Any, store: Any = None, observer: Any = None
+    options: flags.Options,
+    device: Any,
+    store: Any = None,
+    observer: Any = None,
+    pace: Any = None,
+    proof: Any = None,
 ) -> Any:
     """Bring the virtual world of ``options`` up in this process."""
     import torch
@@ -216,6 +235,8 @@ def start_world(
         )
     )
     world.observer = observer
+    if pace is not None:
+        world.recorder = proof.pacer = pace.start(torch.cuda.current_device())
     return world
 
 

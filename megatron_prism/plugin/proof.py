@@ -23,9 +23,13 @@ __all__ = ["Iteration", "Proof"]
 
 @dataclass
 class Iteration:
-    """One train step: losses (last stage only), gradient norm, whether the step was applied."""
+    """One train step: losses (last stage only), gradient norm, whether the step was applied.
+
+    start_ns : when it began, ns of a clock of this process's own
+    """
 
     number: int
+    start_ns: int = 0
     wall_ns: int = 0
     losses: dict[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
@@ -42,6 +46,7 @@ class Proof:
         self.peak_source = peak_source
         self.shapes_only = shapes_only
         self.capture: Any = None  # told of every train step before it starts
+        self.pacer: Any = None  # told the same
         self.recorder: Any = None  # a slicer.Recorder; learns the same labels
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
@@ -117,7 +122,9 @@ class Proof:
             self.num_parameters = _count_parameters(model)
             if not self.shapes_only:
                 self._before = _fingerprint(optimizer)
-        self.iterations.append(Iteration(len(self.iterations) + 1))
+        self.iterations.append(Iteration(len(self.iterations) + 1, time.perf_counter_ns()))
+        if self.pacer is not None:
+            self.pacer.begin()
         if self.capture is not None:
             self.capture.owners = (model, optimizer)
             self.capture.before(len(self.iterations), wanted, self)
@@ -163,6 +170,8 @@ class Proof:
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
         )
         self.expected = wanted
+        if self.pacer is not None:
+            self.pacer.end()
         self.moved = self.has_moved()
         if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
             self.check(1 if early else max(1, wanted))

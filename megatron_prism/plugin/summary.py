@@ -45,6 +45,7 @@ class Reporter:
     ) -> None:
         self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
         self.store = store
+        self.pace: Any = None  # the Pace of this run
         self.recording: Any = None  # the Recorder or Replayer of this run
         self.start = time.time()
 
@@ -93,8 +94,8 @@ class Reporter:
             },
             "parameters": proof.num_parameters,
             "iterations": [asdict(entry) for entry in proof.iterations],
-            "time_provenance": measured
-            + ", but virtual ranks answer at once: communication and bubbles cost nothing here",
+            "time_provenance": measured + self._times(),
+            "pacing": self.pace.summary() if self.pace is not None else None,
             "communication": {
                 "rows": [asdict(row) for row in rows],
                 "provenance": measured + ": every call of this rank, start-up included",
@@ -103,6 +104,11 @@ class Reporter:
             "recording": self._replayed(),
             "process_wall_s": round(time.time() - self.start, 3),
         }
+
+    def _times(self) -> str:
+        if self.pace is not None:
+            return ", virtual ranks answering when a replay of their slices says (see pacing)"
+        return ", but virtual ranks answer at once: communication and bubbles cost nothing here"
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
@@ -159,6 +165,8 @@ class Reporter:
                 f"  recording {counts['replayed']:,} control values replayed, "
                 f"{counts['mirrored']:,} not in it and mirrored"
             )
+        if (pacing := summary["pacing"]) is not None:
+            lines += _paced(pacing)
         rows = summary["communication"]["rows"]
         lines += [
             f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
@@ -186,6 +194,19 @@ class Reporter:
             texts[options.ranks[process]] = received
         write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
         self._say(f"wrote {out} ({len(texts)} rank{'s' * (len(texts) != 1)})")
+
+
+def _paced(pacing: dict[str, Any]) -> list[str]:
+    """What became of pacing, in a line or two."""
+    lines = [
+        f"  pacing    {pacing['iterations_paced']} iterations answered as the replay of "
+        f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
+        f"{pacing.get('late_calls', 0)} calls late, {pacing.get('late_us', 0) / 1e3:.1f} ms in all"
+    ]
+    lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
+    if "stuck" in pacing:
+        lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")
+    return lines
 
 
 def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:

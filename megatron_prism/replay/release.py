@@ -2,8 +2,8 @@
 
 In : a WorldGraph in which every local rank is a class of its own (``whatif.apart``), and Prices.
 Out: Releases.  A *local interaction* is a meeting of a local rank with at least one virtual one.
-Between local interactions virtual ranks only meet each other and compute for fixed times, so the end
-E of interaction j is
+Between local interactions virtual ranks meet only each other and compute for fixed times, so the
+end E of interaction j is
 
     E_j = max(T_j + c_j, max over terms (i, w): E_i + w)
 

@@ -41,7 +41,8 @@ class VirtualWorld:
     store       : c10d store shared by the local processes; None if there is one process only
     device      : where the local tensors live (``cuda``, ``cpu`` or ``meta``)
     backend     : backend of real groups, ``nccl`` or ``gloo``
-    recorder    : makes and writes down every call while a slice is captured, or None
+    recorder    : makes every call itself, or None: a slicer.Recorder writes it down while a slice
+                  is captured, a pacing.Pacer lets it take as long as it would
     observer    : called as ``observer(group, op, inputs, outputs)`` after each answer, or None
     """
 
@@ -64,7 +65,7 @@ class VirtualWorld:
         self.backend = backend
         self.tally = Tally()
         self.observer: Observer | None = None
-        self.recorder: Any = None  # a slicer.Recorder while a slice is captured
+        self.recorder: Any = None  # a slicer.Recorder or a pacing.Pacer
         self._num_real: dict[str, int] = {}
         self._num_groups = 0
 

@@ -1,0 +1,253 @@
+"""``--prism-pace DIR``: virtual ranks answer when they would, so iterations last as they would.
+
+In : the options, and a folder of slices of the same job (``--prism-capture``), perhaps with
+``calibration.json`` (``prism calibrate``) in it.  Out: a Pacer for the virtual world.  Slices that
+are missing are captured first, one rank per stage, by running this very command line once for each;
+what is there is used as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism import costs, graph, slices
+from megatron_prism.costs.collective import Calibration, read_calibration
+from megatron_prism.costs.machine import machine, machines
+from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.plugin.stock_capture import source_of
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+from megatron_prism.replay import whatif
+from megatron_prism.replay.release import Releases, releases
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
+
+CALIBRATION = "calibration.json"
+CAPTURE_STEPS = 9  # of a capture: three to warm up, six that count
+
+
+class Pace:
+    """What pacing was made from, and what it says afterwards.
+
+    arguments, version : the job's own arguments, and megatron-core's version
+
+    UsageError for slices of another job, PrismError for slices that do not fit together.
+    """
+
+    def __init__(self, options: Any, arguments: str, version: str) -> None:
+        import torch
+
+        folder, device = options.pace, torch.cuda.get_device_name()
+        source = source_of(arguments, version, options.tier, device)
+        begin = time.perf_counter()
+        programs = _programs(folder, options, source)
+        self.calibration = _calibration(folder)
+        program = programs.programs[int(programs.program_of[options.rank])]
+        for rank in options.ranks:
+            programs = whatif.apart(programs, [rank], f"local rank {rank}")
+        world = graph.build(programs)
+        findings = world.check()
+        if findings:
+            raise PrismError(
+                f"the slices in {folder} do not fit together: {findings[0].kind}",
+                fix=f"prism check {folder}",
+            )
+        self.machine = machine(_machine_of(device))
+        prices = costs.price(world, self.machine, self.calibration)
+        self.table = releases(world, prices, list(options.ranks))
+        used = np.unique(prices.meeting_source)
+        self.sources = [prices.sources[i] for i in used.tolist()]
+        self.program, self.options = program, options
+        self.sizes = {
+            name: len(world.groups[name].group(options.rank)) for name in program.groups()
+        }
+        self.pacer: Any = None
+        self.took_s = time.perf_counter() - begin
+
+    def start(self, index: int) -> Any:
+        """The Pacer on CUDA device ``index``."""
+        import torch
+
+        from megatron_prism.virtual.pace_kernel import Launcher
+        from megatron_prism.virtual.pacing import Pacer
+
+        calls, launches = expected(self.program, self.table, self.options.process, self.sizes)
+        device = torch.device("cuda", index)
+        self.pacer = Pacer(calls, Launcher(self.table, launches, device), device)
+        return self.pacer
+
+    def summary(self) -> dict[str, Any]:
+        """What the run's JSON says about pacing; times in us, of the last whole iteration."""
+        from megatron_prism.virtual import pace_report
+
+        found = pace_report.summary(self.pacer)
+        return {
+            "folder": str(self.options.pace),
+            "peers": "modelled: slices that were measured alone, after the local rank's stamps",
+            "calls": self.sources,
+            "interactions": len(self.table),
+            "terms": len(self.table.cause),
+            "loose": self.table.loose,
+            "prepared_s": round(self.took_s, 3),
+            **found,
+        }
+
+
+def check(options: Any) -> None:
+    """UsageError where pacing makes no sense."""
+    if options.tier != "cuda":
+        raise UsageError(
+            f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
+            fix="prism replay predicts iteration times without a GPU",
+        )
+    if options.capture is not None:
+        raise UsageError(
+            "--prism-capture measures a rank alone, --prism-pace lets it wait for others",
+            fix="drop one of the two: --prism-pace captures what is missing by itself",
+        )
+    if options.num_processes > 1:
+        raise UsageError(
+            "--prism-pace paces one local rank", fix="run each rank alone, without torchrun"
+        )
+
+
+def expected(
+    program: Program, table: Releases, process: int, group_sizes: Mapping[str, int]
+) -> tuple[list[Any], list[list[int]]]:
+    """(every call of the program in order, per launch the interactions that it ends)."""
+    from megatron_prism.virtual.pacing import Call
+
+    ops = program.ops
+    mine = table.member == process
+    interaction = dict(zip(table.op[mine].tolist(), table.of[mine].tolist(), strict=True))
+    sizes = np.maximum(program.bytes_in, program.bytes_out)
+    launches: list[list[int]] = []
+    batches: dict[int, int] = {}
+    calls = []
+    for i in np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]).tolist():
+        launch, batch = -1, int(ops["batch"][i])
+        if i in interaction:
+            launch = batches.get(batch, -1)
+            if launch < 0:
+                launch = len(launches)
+                launches.append([])
+                if batch >= 0:
+                    batches[batch] = launch
+            launches[launch].append(interaction[i])
+        group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
+        blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
+        calls.append(Call(name, group, launch, blocks))
+    return calls, launches
+
+
+def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
+    """How many thread blocks NCCL runs for a call, and so how many SMs it takes from computing.
+
+    Fits what the profiler saw on 4 x H200 over NVLink (NCCL 2.28.9, NVLS off, 2026-11-21): 24 for
+    collectives from 1 MiB on, one per 4 KiB of each rank's share below; 8 for a message of 64 KiB
+    and more, 16 from 256 MiB; 4 to 32 for an all-to-all of 4.
+    """
+    if op in ("send", "recv"):
+        return 16 if num_bytes >= 1 << 28 else max(1, min(8, num_bytes >> 13))
+    if op == "all_to_all":
+        return max(size, min(32, num_bytes >> 13))
+    return max(1, min(24, num_bytes // (size << 12)))
+
+
+def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
+    if not folder.is_dir():
+        raise UsageError(
+            f"--prism-pace: there is no folder {folder}",
+            fix=f"capture one rank per stage first: --prism-capture {folder}",
+        )
+    made = slices.assemble(folder)
+    wanted = {key: value for key, value in source.items() if key != "device"}
+    differ = [
+        f"{key} {made.source.get(key, 'unknown')}, not {value}"
+        for key, value in wanted.items()
+        if made.source.get(key) != value
+    ]
+    if made.world != options.world:
+        differ.insert(0, f"a world of {made.world}, not {options.world}")
+    if differ:
+        raise UsageError(
+            f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
+            fix="capture this job into another folder",
+        )
+    return made
+
+
+def _calibration(folder: Path) -> Calibration | None:
+    file = folder / CALIBRATION
+    return read_calibration(file) if file.exists() else None
+
+
+def _machine_of(device: str) -> str:
+    """The shipped machine of a device's name."""
+    for name in sorted(machines(), key=len, reverse=True):
+        if name.split("_")[0] in device.lower():
+            return name
+    raise UsageError(
+        f"--prism-pace: no machine is known for the device {device!r}",
+        fix=f"the known ones are {', '.join(machines())}",
+    )
+
+
+# -- slices that are missing ---------------------------------------------------------------------
+def missing_ranks(folder: Path, world: Any) -> list[int]:
+    """The first rank of every stage of which ``folder`` has no slice."""
+    there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
+    stages = {world.coordinates(rank).pp for rank in there}
+    return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
+
+
+def capture_missing(options: Any, job: Sequence[str]) -> None:
+    """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
+
+    PrismError if one fails; what was captured until then is kept.
+    """
+    missing = missing_ranks(options.pace, options.world)
+    for number, rank in enumerate(missing, 1):
+        _say(
+            f"capturing rank {rank:,} for {options.pace}: "
+            f"{number} of {len(missing)} ({format_ranks(missing)})"
+        )
+        words = [
+            sys.executable, "-m", "megatron_prism", "run",
+            "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
+            "--prism-capture", str(options.pace), "--prism-tier", options.tier,
+            "--prism-values", options.values, "--",
+            *job, "--train-iters", str(CAPTURE_STEPS),
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+        environment["PRISM_ARGS"] = ""
+        log = options.pace.with_name(f"{options.pace.name}-rank-{rank}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as out:
+            status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode
+        if status:
+            raise PrismError(
+                f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
+            )
+        log.unlink()
+
+
+_LAUNCHER = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+)  # fmt: skip
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"prism: {line}\n")
+    sys.stderr.flush()

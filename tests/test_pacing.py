@@ -1,0 +1,220 @@
+"""Pacing: which stream each call takes, what it waits for, and what happens when a job strays.
+
+The device is a stand-in that writes down what it is told; the kernels run in tests/gpu.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prism.ops import Op
+from megatron_prism.plugin.pace import expected, nccl_blocks
+from megatron_prism.program import Program
+from megatron_prism.virtual import pacing
+from megatron_prism.virtual.pacing import Call, Pacer
+from megatron_prism.virtual.work import Done
+
+
+class Stream:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} after {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for the end on {event.stream}")
+
+    def synchronize(self):
+        self.log.append(f"host waits for {self.name}")
+
+
+class Device:
+    """torch.cuda and the launcher in one: a log of what happens on which stream."""
+
+    def __init__(self):
+        self.log, self.stack, self.made = [], [], 0
+        self.stack.append(Stream("main", self.log))
+
+    def current_stream(self):
+        return self.stack[-1]
+
+    def Stream(self, device):  # noqa: N802 - torch's spelling
+        self.made += 1
+        return Stream(f"s{self.made}", self.log)
+
+    def Event(self):  # noqa: N802
+        event = SimpleNamespace(stream=None)
+        event.record = lambda: setattr(event, "stream", self.stack[-1].name)
+        event.query = lambda: True
+        return event
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.stack.append(stream)
+        yield
+        self.stack.pop()
+
+    def arrive(self, launch, iteration):
+        self.log.append(f"{self.stack[-1].name}: arrive {launch}")
+
+    def release(self, launch, iteration, first, fresh, blocks):
+        more = f" since {first}" if first else ""
+        self.log.append(f"{self.stack[-1].name}: hold {launch} in {iteration}{more} x{blocks}")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    monkeypatch.setattr(pacing, "torch", SimpleNamespace(cuda=made, Tensor=torch.Tensor))
+    return made
+
+
+TP = SimpleNamespace(desc="TP")
+PP = SimpleNamespace(desc="PP")
+SMALL, LARGE = torch.zeros(4), torch.zeros(1 << 17)
+
+
+def pacer_of(device, *calls):
+    pacer = Pacer(calls, device, torch.device("cpu"))
+    pacer.begin()
+    return pacer
+
+
+def answering(device, what="answer"):
+    def answer(group, *args, **kwargs):
+        device.log.append(f"{device.stack[-1].name}: {what}")
+        return Done(args[0] if isinstance(args[0], list) else [args[0]])
+
+    return answer
+
+
+def opts(asynchronous):
+    return SimpleNamespace(asyncOp=asynchronous)
+
+
+def test_a_synchronous_call_holds_the_callers_stream(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0, 3), Call("all_reduce", "TP", 1, 24))
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    pacer.record(TP, "all_reduce", answering(device), ([LARGE], opts(False)), {})
+    assert device.log == [
+        "main: answer", "main: hold 0 in 0 x3",
+        "main: arrive 1", "main: answer", "main: hold 1 in 0 x24",
+    ]  # fmt: skip
+
+
+def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
+    pacer = pacer_of(device, Call("all_gather", "TP", 0), Call("all_reduce", "TP", 1))
+    work = pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
+    assert device.log == ["s1 after main", "s1: answer", "s1: hold 0 in 0 x1"]
+    assert work.is_completed()
+    assert work.wait() is True
+    assert device.log[-1] == "main waits for the end on s1"
+    del device.log[:]
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    assert device.log[0] == "main waits for the end on s1"  # one communicator, one order
+
+
+def test_a_batch_of_messages_is_one_launch(device):
+    calls = [Call("send", "PP", 0, 8), Call("recv", "PP", 0, 8)]
+    pacer = pacer_of(device, *calls)
+    with pacer.batch():
+        send = pacer.record(PP, "send", answering(device, "send"), ([SMALL], 1, 0), {})
+        recv = pacer.record(PP, "recv", answering(device, "recv"), ([LARGE], 3, 0), {})
+        assert device.log == []  # NCCL starts when the batch closes
+    assert device.log == [
+        "s1 after main", "s1: arrive 0", "s1: send", "s1: recv", "s1: hold 0 in 0 x16",
+    ]  # fmt: skip
+    send.wait()
+    recv.wait()
+    assert device.log[-2:] == ["main waits for the end on s1"] * 2
+    assert recv.source_rank() == 3
+
+
+def test_messages_that_are_no_batch_have_a_stream_per_peer(device):
+    pacer = pacer_of(device, Call("send", "PP", 0), Call("recv", "PP", 1))
+    pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
+    pacer.record(PP, "recv", answering(device), ([SMALL], 3, 0), {})
+    assert [line for line in device.log if "after" in line] == ["s1 after main", "s2 after main"]
+
+
+def test_a_barrier_holds_the_host(device):
+    pacer = pacer_of(device, Call("barrier", "TP", 0))
+    pacer.record(TP, "barrier", lambda group, o: Done(), (opts(True),), {})
+    assert device.log == ["main: hold 0 in 0 x1", "host waits for main"]
+
+
+def test_calls_without_virtual_peers_are_left_alone(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", -1))
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    assert device.log == ["main: answer"]
+
+
+def test_a_job_that_strays_is_answered_at_once_until_the_next_iteration(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0), Call("all_reduce", "TP", 1))
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
+    assert not pacer.active
+    assert "main: hold 1" not in " ".join(device.log)
+    pacer.begin()
+    for _ in range(2):
+        pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    # ends of the iteration that strayed are not known, so terms that reach there are left out
+    assert device.log[-1] == "main: hold 1 in 1 since 1 x1"
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    pacer.end()
+    assert pacer.tally.paced == 1
+    assert pacer.tally.extra == 1
+    assert pacer.tally.strayed == [
+        "iteration 1: send of PP where the program has all_reduce of TP (call 1)"
+    ]
+
+
+def test_an_iteration_that_ends_early_is_said(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer.begin()
+    pacer.end()
+    assert pacer.tally.paced == 0
+    assert pacer.tally.strayed[0] == "iteration 1: ended before all_reduce of TP (call 0)"
+
+
+def test_what_is_expected_follows_the_program():
+    ops = [
+        Op("all_reduce", group="TP", dtype="bf16", num_in=1 << 20, num_out=1 << 20),
+        Op("compute", ns=5),
+        Op("send", group="PP", dtype="bf16", num_in=1 << 20, peer=1, batch=0),
+        Op("recv", group="PP", dtype="bf16", num_out=1 << 20, peer=-1, batch=0),
+        Op("all_reduce", group="ALONE", dtype="bf16", num_in=4, num_out=4),
+    ]
+    table = SimpleNamespace(
+        member=np.array([0, 0, 0, 1]), op=np.array([0, 2, 3, 0]), of=np.array([5, 6, 7, 5])
+    )
+    sizes = {"TP": 4, "PP": 2, "ALONE": 1}
+    calls, launches = expected(Program.from_ops(0, ops), table, 0, sizes)
+    assert [(c.op, c.launch, c.blocks) for c in calls] == [
+        ("all_reduce", 0, 24), ("send", 1, 8), ("recv", 1, 8), ("all_reduce", -1, 1),
+    ]  # fmt: skip
+    assert launches == [[5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "num_bytes", "blocks"),
+    [
+        ("all_reduce", 4, 1 << 12, 1),
+        ("all_reduce", 4, 1 << 16, 4),
+        ("all_gather", 2, 1 << 16, 8),
+        ("reduce_scatter", 4, 1 << 20, 24),
+        ("send", 2, 1 << 12, 1),
+        ("send", 2, 1 << 16, 8),
+        ("recv", 2, 1 << 26, 8),
+        ("send", 2, 1 << 28, 16),
+        ("all_to_all", 4, 1 << 12, 4),
+        ("all_to_all", 4, 1 << 22, 32),
+    ],
+)
+def test_blocks_are_those_the_profiler_saw(op, size, num_bytes, blocks):
+    """4 x H200, NCCL 2.28.9, 2026-11-21."""
+    assert nccl_blocks(op, num_bytes, size) == blocks
