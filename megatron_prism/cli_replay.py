@@ -40,7 +40,7 @@ def replay(args: argparse.Namespace) -> int:
       faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
       moved=b200                programs measured on machine=, run on another one; calibration= is
                                 then that one's
-      microbatches=32           refused with the capture that it needs
+      microbatches=32           the steady state of the schedule, longer or shorter
     """
     from megatron_prism.report import figures, html, perfetto, text
 

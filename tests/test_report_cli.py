@@ -202,7 +202,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         (["faster=:0"], "0 is no factor"),
         (["moved=abacus"], "there is no machine abacus"),
         (["microbatches=0"], "microbatches=32"),
-        (["microbatches=7"], "train.global_batch_size=N, N = 7 x micro_batch_size x dp"),
+        (["microbatches=7"], "train.global_batch_size=N with that many"),
         (["--html", "/nowhere/page.html"], "is no folder you may write to"),
         (["--html", "."], "is a folder"),
         (["--html", "same", "--trace", "same"], "two outputs"),

@@ -1,8 +1,9 @@
 """Several what-ifs of one replay, in the order in which they make sense, each by its name.
 
-In : what is changed, programs, machines.  Out: other programs, and prices.  First the size of the
-world, then who is slow in it, then where it runs, then what its calls cost; ``whatif`` and
-``scale`` say what each assumes.  Every change is in ``Programs.source["what-if"]``.
+In : what is changed, programs, machines.  Out: other programs, and prices.  First the schedule and
+the size of the world, then who is slow in it, then where it runs, then what its calls cost;
+``reschedule``, ``scale`` and ``whatif`` say what each assumes.  Every change is in
+``Programs.source["what-if"]``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from megatron_prism.costs import Prices, price
 from megatron_prism.costs.collective import Calibration
 from megatron_prism.costs.machine import Machine
-from megatron_prism.errors import UsageError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.programs import Programs
 from megatron_prism.replay import whatif
+from megatron_prism.replay.reschedule import microbatches
 from megatron_prism.replay.scale import data_parallel
 
 __all__ = ["Scenario", "change", "priced"]
@@ -29,7 +30,7 @@ class Scenario:
     slow         : (ranks as ``selectors`` reads them, by which factor), one after the other
     faster       : (collective or "", group or "", by which factor)
     moved        : the machine that it runs on instead
-    microbatches : of an iteration; refused unless it is the captured number
+    microbatches : of an iteration; None: as captured
     """
 
     dp: int | None = None
@@ -42,7 +43,7 @@ class Scenario:
 def change(programs: Programs, scenario: Scenario) -> Programs:
     """The programs of the scenario's world, with its name in their source."""
     if scenario.microbatches is not None:
-        _check_microbatches(programs, scenario.microbatches)
+        programs = microbatches(programs, scenario.microbatches)
     if scenario.dp is not None:
         programs = data_parallel(programs, scenario.dp)
     for ranks, factor in scenario.slow:
@@ -67,23 +68,3 @@ def priced(
     for name, group, factor in scenario.faster:
         prices = whatif.faster(made, prices, factor, name, group)
     return whatif.slowed(made, prices)
-
-
-def _check_microbatches(programs: Programs, wanted: int) -> None:
-    """UsageError unless ``wanted`` is what the programs do.
-
-    What a microbatch does depends on its place in the schedule (the first gathers parameters, the
-    last reduces gradients), and Megatron alone knows the schedule: it must run again.
-    """
-    there = max(int(p.ops["microbatch"].max(initial=-1)) for p in programs.programs) + 1
-    if wanted == there:
-        return
-    recipe = programs.source.get("recipe")
-    what = f"the programs have {there} microbatches" if there else "the programs name no microbatch"
-    dp, job = programs.world.dp, recipe or "RECIPE"
-    raise UsageError(
-        f"{what}; with {wanted} Megatron's schedule is another, which only Megatron can run",
-        fix=f"prism capture {job} -o DIR train.global_batch_size=N, "
-        f"N = {wanted} x micro_batch_size x dp {dp} = {wanted * dp} x micro_batch_size; "
-        "then replay DIR",
-    )

@@ -1,0 +1,87 @@
+"""Other numbers of microbatches: op by op what Megatron's own scheduler gives for them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_prism import graph
+from megatron_prism.errors import ProgramError
+from megatron_prism.program_parse import parse
+from megatron_prism.replay import reschedule
+
+seams = pytest.importorskip("megatron_prism.plugin.seams_schedule")
+
+
+def ops_of(programs):
+    """Every program's ops as values, batches by their first op."""
+    return [list(program) for program in programs.programs]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "wanted"),
+    [
+        ({"pp": 4}, 8, 9),
+        ({"pp": 4}, 8, 32),
+        ({"pp": 4}, 16, 8),
+        ({"pp": 1}, 4, 7),
+        ({"pp": 2}, 5, 64),
+        ({"pp": 4, "vpp": 2}, 16, 24),
+        ({"pp": 4, "vpp": 3}, 16, 64),
+        ({"pp": 4, "vpp": 2, "overlap_p2p": True}, 16, 32),
+        ({"pp": 2, "vpp": 4, "overlap_p2p": True}, 24, 12),
+    ],
+)
+def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
+    made = reschedule.microbatches(seams.schedules(microbatches=given, **sizes), wanted)
+    real = seams.schedules(microbatches=wanted, **sizes)
+    assert ops_of(made) == ops_of(real)
+    assert graph.build(made).check() == []
+    assert f"{wanted} microbatches instead of {given}" in made.source["what-if"]
+    assert made.source["microbatches"] == str(wanted)
+
+
+def test_what_does_not_repeat_is_refused():
+    with pytest.raises(ProgramError, match="too few to make") as caught:
+        reschedule.microbatches(seams.schedules(pp=4, microbatches=4), 16)
+    assert "prism capture" in caught.value.fix
+    with pytest.raises(ProgramError, match="periods of 4") as caught:
+        reschedule.microbatches(seams.schedules(pp=4, vpp=2, microbatches=16), 18)
+    assert caught.value.fix == "microbatches=20"
+    same = seams.schedules(pp=2, microbatches=4)
+    assert reschedule.microbatches(same, 4) is same
+
+
+TEXT = """prism-program 1
+world size=1
+source tokens_per_iteration=400
+program ranks=0
+- compute ns=7
+""" + "".join(
+    f"{i}F compute ns={10 + i}\n{i}B compute ns={20 + i}\n" for i in range(4)
+) + "G all_reduce default_pg fp32 n=4 reduce=sum\n"  # fmt: skip
+
+
+def test_measured_times_of_the_last_equal_period_are_repeated():
+    made = reschedule.microbatches(parse(TEXT), 6)
+    assert [op.ns for op in made.of(0)][1:-1] == [10, 20, 11, 21, 12, 22, 13, 23, 13, 23, 13, 23]
+    assert [op.microbatch for op in made.of(0)][1:-1:2] == list(range(6))
+    assert made.source["tokens_per_iteration"] == "600"
+    fewer = reschedule.microbatches(parse(TEXT), 2)
+    assert [op.ns for op in fewer.of(0)][1:-1] == [10, 20, 11, 21]
+
+
+def test_memory_keeps_its_peak():
+    programs = seams.schedules(pp=2, microbatches=8)
+    one = programs.programs[0]
+    memory = np.zeros(2 * len(one), dtype=one.allocations.dtype)
+    memory["before"] = np.repeat(np.arange(len(one)), 2)
+    memory["storage"] = np.repeat(np.arange(len(one)), 2)
+    memory["bytes"] = np.tile([64, -64], len(one))
+    kept = dataclasses.replace(one, allocations=memory)
+    given = dataclasses.replace(programs, programs=(kept, *programs.programs[1:]))
+    for wanted in (4, 12):
+        made = reschedule.microbatches(given, wanted).programs[0]
+        assert made.live_bytes().max() == 64
+        assert made.live_bytes()[-1] == 0
+        assert made.allocations["before"].max() < len(made)
