@@ -4,18 +4,30 @@ The device is a stand-in that writes down what it is told; the kernels run in te
 """
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin.pace import expected, nccl_blocks
+from megatron_prism.plugin import flags
+from megatron_prism.plugin.pace import (
+    capture_missing,
+    check,
+    expected,
+    missing_ranks,
+    nccl_blocks,
+    slow_ranks,
+)
 from megatron_prism.program import Program
+from megatron_prism.slices import SliceStore
 from megatron_prism.virtual import pacing
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.work import Done
+from megatron_prism.world import World
 
 
 class Stream:
@@ -218,3 +230,59 @@ def test_what_is_expected_follows_the_program():
 def test_blocks_are_those_the_profiler_saw(op, size, num_bytes, blocks):
     """4 x H200, NCCL 2.28.9, 2026-11-21."""
     assert nccl_blocks(op, num_bytes, size) == blocks
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+def options_of(*words):
+    options = flags.from_command_line(
+        ["--prism-emulate", "--prism-world-size", "8", "--tensor-model-parallel-size", "2", *words],
+        {},
+    )
+    return flags.with_tier(options, "cuda")
+
+
+def test_slow_ranks_are_virtual_ones():
+    options = options_of("--prism-pace", "d", "--prism-ranks", "3", "--prism-slow", "2-4:1.2;7:3/2")
+    assert slow_ranks(options) == [([2, 4], "1.2"), ([7], "3/2")]
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--prism-slow", "3:1.2"], "felt only while"),
+        (["--prism-pace", "d", "--prism-slow", "3"], "names no ranks or no factor"),
+        (["--prism-pace", "d", "--prism-slow", "3:-1"], "is no factor"),
+        (["--prism-pace", "d", "--prism-slow", "3:nan"], "is no factor"),
+        (["--prism-pace", "d", "--prism-slow", "0:2"], "a local rank is as fast as it is"),
+        (["--prism-pace", "d", "--prism-slow", "9:2"], "9"),
+        (["--prism-pace", "d", "--prism-capture", "e"], "measures a rank alone"),
+    ],
+)
+def test_pacing_that_makes_no_sense_is_refused(words, match):
+    with pytest.raises(PrismError, match=match):
+        check(options_of(*words))
+
+
+def test_pacing_needs_a_gpu():
+    with pytest.raises(UsageError, match="tier meta has none"):
+        check(flags.with_tier(options_of("--prism-pace", "d"), "meta"))
+
+
+def test_stages_without_a_slice_are_missing(tmp_path):
+    world = World(8, pp=4)
+    assert missing_ranks(tmp_path / "none", world) == [0, 2, 4, 6]
+    store = SliceStore(tmp_path, world, {})
+    store.put(Program.from_ops(5, [Op("compute", ns=1)]))
+    assert missing_ranks(tmp_path, world) == [0, 2, 6]
+
+
+def test_a_capture_that_fails_names_its_log(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)\n")
+    options = dataclasses.replace(
+        options_of("--prism-pace", str(tmp_path / "slices")), tier="cpu", world=World(2)
+    )
+    with pytest.raises(PrismError, match="rank 0 ended with status") as raised:
+        capture_missing(options, [str(script), "--lr", "1"])
+    assert (tmp_path / "slices-rank-0.log").exists()
+    assert "slices-rank-0.log" in str(raised.value)

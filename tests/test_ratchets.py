@@ -81,6 +81,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-ranks",
         "--prism-recipe",
         "--prism-record",
+        "--prism-slow",
         "--prism-tier",
         "--prism-values",
         "--prism-world-size",

@@ -64,6 +64,11 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "virtual ranks answer when they would, by the slices in DIR (captured if missing)",
     },
+    "--prism-slow": {
+        "default": None,
+        "metavar": "SEL:FACTOR",
+        "help": "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'",
+    },
     "--prism-out": {
         "default": None,
         "metavar": "DIR",
@@ -106,6 +111,7 @@ class Options:
     record: Path | None
     capture: Path | None = None
     pace: Path | None = None
+    slow: str = ""
 
     @property
     def rank(self) -> int:
@@ -286,9 +292,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         record=Path(args.prism_record) if args.prism_record else None,
         capture=Path(args.prism_capture) if args.prism_capture else None,
         pace=Path(args.prism_pace) if args.prism_pace else None,
+        slow=args.prism_slow or "",
     )
 
 
 def with_tier(options: Options, tier: str) -> Options:
-    """The same options with the tier settled."""
     return replace(options, tier=tier)

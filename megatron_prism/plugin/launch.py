@@ -104,7 +104,7 @@ def install(options: flags.Options) -> Any:
     tier = tiers.install(options.tier)
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
-    pace = _pace(options, version) if options.pace is not None else None
+    pace = _pace(options, version) if options.pace or options.slow else None
     store = _shared_store(options)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
     os.environ.setdefault("LOCAL_RANK", "0")

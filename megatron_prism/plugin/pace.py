@@ -53,6 +53,8 @@ class Pace:
         programs = _programs(folder, options, source)
         self.calibration = _calibration(folder)
         program = programs.programs[int(programs.program_of[options.rank])]
+        for ranks, factor in slow_ranks(options):
+            programs = whatif.slow(programs, ranks, factor)
         for rank in options.ranks:
             programs = whatif.apart(programs, [rank], f"local rank {rank}")
         world = graph.build(programs)
@@ -63,7 +65,7 @@ class Pace:
                 fix=f"prism check {folder}",
             )
         self.machine = machine(_machine_of(device))
-        prices = costs.price(world, self.machine, self.calibration)
+        prices = whatif.slowed(world, costs.price(world, self.machine, self.calibration))
         self.table = releases(world, prices, list(options.ranks))
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -95,6 +97,7 @@ class Pace:
             "folder": str(self.options.pace),
             "peers": "modelled: slices that were measured alone, after the local rank's stamps",
             "calls": self.sources,
+            "slow": self.options.slow,
             "interactions": len(self.table),
             "terms": len(self.table.cause),
             "loose": self.table.loose,
@@ -105,6 +108,11 @@ class Pace:
 
 def check(options: Any) -> None:
     """UsageError where pacing makes no sense."""
+    if options.pace is None:
+        raise UsageError(
+            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
+        )
+    slow_ranks(options)
     if options.tier != "cuda":
         raise UsageError(
             f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
@@ -119,6 +127,25 @@ def check(options: Any) -> None:
         raise UsageError(
             "--prism-pace paces one local rank", fix="run each rank alone, without torchrun"
         )
+
+
+def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
+    """(virtual ranks, factor) of each part of ``--prism-slow``; UsageError if it makes no sense."""
+    found = []
+    for part in filter(None, options.slow.split(";")):
+        text, _, factor = part.rpartition(":")
+        fix = "write --prism-slow RANKS:FACTOR, such as 517:1.2 or pp=3,tp=0:3/2"
+        if not text or not factor:
+            raise UsageError(f"--prism-slow {part!r} names no ranks or no factor", fix=fix)
+        chosen = options.world.select(text)
+        ranks = [rank for rank in chosen if rank not in options.ranks]
+        if not ranks:
+            raise UsageError(
+                f"--prism-slow {part}: a local rank is as fast as it is", fix="name virtual ranks"
+            )
+        whatif.fraction(factor)  # bad usage now, not after captures
+        found.append((ranks, factor))
+    return found
 
 
 def expected(

@@ -78,7 +78,7 @@ def slow(programs: Programs, ranks: Iterable[int], factor: Fraction | float | st
     The programs carry it as a mark; ``slowed`` puts it into prices.  Twice slow is the product.
     """
     ranks = list(ranks)
-    made = apart(programs, ranks, f"{_SLOWED}{_fraction(factor)}")
+    made = apart(programs, ranks, f"{_SLOWED}{fraction(factor)}")
     return assumed(made, f"ranks {format_ranks(sorted(set(ranks)))} compute {factor} times as long")
 
 
@@ -111,7 +111,7 @@ def faster(
 ) -> Prices:
     """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
     fast; empty: all of them.  UsageError if there are none."""
-    speed = _fraction(factor)
+    speed = fraction(factor)
     name = "send" if name == "recv" else name
     meet = graph.rendezvous
     firsts, chosen = meet.start[:-1], np.zeros(len(meet), dtype=bool)
@@ -179,7 +179,7 @@ def _with(programs: Programs, changed: list[Program]) -> Programs:
     return dataclasses.replace(programs, programs=tuple(changed))
 
 
-def _fraction(factor: Fraction | float | str) -> Fraction:
+def fraction(factor: Fraction | float | str) -> Fraction:
     """A factor as a ratio of small numbers.  UsageError unless it is one above 0."""
     try:
         found = Fraction(str(factor)).limit_denominator(_FINEST)
