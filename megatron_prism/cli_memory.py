@@ -147,8 +147,8 @@ def _runs_out(path: str, changes: list[Any], now: Any) -> dict[str, str]:
         found[change.name] = (
             "  fits if the allocator gives its cache back in time"
             if place is None
-            else f"  runs out in {place.op.label} {place.op.name} {place.site}: "
-            f"{place.size:,} B do not fit beside {exact(place.reserved)} reserved"
+            else f"  runs out {place.where}: {place.size:,} B do not fit beside "
+            f"{exact(place.reserved)} reserved"
         )
     return found
 

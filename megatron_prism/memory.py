@@ -84,12 +84,19 @@ class Peak:
 @dataclass(frozen=True)
 class Overflow:
     """Where a class runs out of memory: ``limit`` bytes of segments are not enough for a request of
-    ``size`` bytes at ``op``, after cached segments were given back."""
+    ``size`` bytes at ``op`` (None: for what stands before the iteration), after cached segments
+    were given back."""
 
-    op: Op
+    op: Op | None
     site: str
     size: int
     reserved: int
+
+    @property
+    def where(self) -> str:
+        if self.op is None:
+            return "before the iteration"
+        return f"in {self.op.label} {self.op.name} {self.site}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -205,8 +212,13 @@ def overflow(
     if full is None:
         return None
     row = program.allocations[full.event]
-    op = program[min(int(row["before"]), len(program) - 1)]
-    return Overflow(op, _split(program.strings[row["note"]])[2], full.size, full.reserved)
+    at = min(int(row["before"]), len(program) - 1)
+    return Overflow(
+        program[at] if at else None,
+        _split(program.strings[row["note"]])[2],
+        full.size,
+        full.reserved,
+    )
 
 
 def _origin(

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import re
 
 import pytest
 from hypothesis import given
@@ -134,19 +135,17 @@ def test_a_slice_without_allocations_is_refused():
 
 
 # -- a real job, with no GPU ----------------------------------------------------------------------
-SMALL = [
-    "model.num_layers=8",
-    "model.hidden_size=256",
-    "model.ffn_hidden_size=512",
-    "model.num_attention_heads=8",
-    "model.num_query_groups=8",
-    "model.seq_length=64",
-    "model.vocab_size=1000",
-    "parallel.world_size=16",
-    "parallel.tp=2",
-    "parallel.pp=2",
-    "parallel.vpp=2",
-    "train.global_batch_size=16",
+UNEVEN = [  # 1,024 GPUs; the last of four stages has 8 of 14 layers
+    "parallel.world_size=1024",
+    "parallel.pp=4",
+    "parallel.vpp=null",
+    "parallel.num_layers_in_first_pipeline_stage=2",
+    "parallel.num_layers_in_last_pipeline_stage=8",
+    "model.num_layers=14",
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=2048",
+    "model.seq_length=512",
+    "train.global_batch_size=1024",
 ]
 HOARDER = """
 import importlib.machinery, os, sys
@@ -184,7 +183,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     from megatron_prism import recipe as recipes
     from megatron_prism.plugin import capture
 
-    recipe = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200", SMALL)
+    recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
     plain = capture.capture(recipe, tmp_path / "plain", console=quiet)
     again = capture.capture(recipe, tmp_path / "again", console=quiet)
@@ -210,3 +209,47 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     assert {g.kind for g in hoarded} == {"act", "other"}  # of this iteration, and of earlier ones
     assert all(g.num_bytes % copy == 0 for g in hoarded), grown
     assert sum(g.num_bytes for g in hoarded) >= 4 * 2 * 2 * copy  # layers, microbatches in flight
+    every = memory_baseline.compare(before, memory_baseline.measure(planted), leak_bytes=4096)
+    leak = next(c for c in every if c.what == "leaks")
+    assert (leak.name, len(every)) == ("pp=0", 3)  # and what the copies' graphs hold on to
+    ours = [g for g in leak.origins if g.module.endswith("decoder.layers.*.mlp")]
+    assert sum(g.num_bytes for g in ours) == 4 * 4 * copy  # layers, microbatches of an iteration
+    assert leak.origins[0].site.startswith("core/transformer/transformer_layer")
+    assert all(memory.growth(p)[0].num_bytes < 64 for p in plain.programs if memory.growth(p))
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
+    """1,024 ranks under a limit between the peaks of the fullest class and the others: that class,
+    at an op of Megatron's; with the bytes that were missing it fits."""
+    pytest.importorskip("megatron.core")
+    from rich.console import Console
+
+    from megatron_prism import memory_baseline
+    from megatron_prism import recipe as recipes
+    from megatron_prism.plugin import capture
+
+    recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
+    made = capture.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
+    now = memory_baseline.measure(made)
+    reserved = {name: one["peak_reserved"] for name, one in now.classes.items()}
+    *others, most = sorted(reserved.values())
+    assert reserved["pp=3"] == most
+    assert now.classes["pp=3"]["count"] == 256
+    limit = now.classes["pp=3"]["peak_allocated"] - (20 << 20)  # beneath what stands, and acts
+    assert limit > others[-1]
+    changes = memory_baseline.compare(now, now, limit=limit)
+    over = [c for c in changes if c.fails]
+    assert [(c.name, c.what, c.level, c.ranks) for c in over] == [
+        ("pp=3", "over", "reserved", "768-1023")
+    ]
+    program = made.of(768)
+    place = memory.overflow(program, limit)
+    assert place.op.phase == "forward"
+    assert place.op.microbatch == 0
+    assert re.match(r"core/\S+\.py:\d+$", place.site)
+    missing = over[0].after - limit
+    assert memory.overflow(program, limit + missing) is None
+    assert not any(c.fails for c in memory_baseline.compare(now, now, limit=limit + missing))
+    assert memory.overflow(made.of(0), limit) is None
