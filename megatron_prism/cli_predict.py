@@ -203,7 +203,11 @@ def _print(result: Any, graph: Any, spread: Any) -> None:
             if getattr(spread, part)
         ]  # fmt: skip
         rows += [
-            (f"one GPU of class {index} {result.slow_by:g} x slower", _ms(ns), f"{_ms(ns - p95)}")
+            (
+                f"one GPU of class {index} {result.slow_by:g} x slower",
+                _ms(ns),
+                _ms(ns - result.slow_from),
+            )
             for index, ns in result.slow.items()
         ]
         print_table(("if", "p95", "change"), rows)

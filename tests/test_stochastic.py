@@ -247,3 +247,42 @@ def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
     drawn = stochastic.Sampler(made, prices).draw(shaped, 20_000)[:, 0]
     assert drawn.mean() == pytest.approx(1e6, rel=0.002)
     assert drawn.std() == pytest.approx(1e6 * 0.02, rel=0.05)
+
+
+@pytest.mark.slow
+def test_intervals_of_predictions_cover_the_closed_form():
+    """Over seeds: a call of all replicas, one draw for all, is all that varies."""
+    made = graph.build(same(World(2), [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]))
+    prices = costs.price(made, machine("h200"))
+    prices = dataclasses.replace(prices, meetings=np.array([1_000_000]))
+    truth = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(0.95))
+    inside = 0
+    for seed in range(250):
+        drawn = stochastic.Sampler(made, prices, seed).draw(spread(call=0.1), 500).max(axis=1)
+        one = stochastic.quantile(np.sort(drawn), 0.95)
+        inside += one.low <= truth <= one.high
+    assert 0.93 <= inside / 250 <= 0.97
+
+
+def test_worlds_of_many_classes_try_the_busiest():
+    ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
+    own = [Program.from_ops(rank, [Op("compute", ns=1000 + rank), *ops]) for rank in range(100)]
+    made, prices = priced(Programs.one_per_rank(own, World(100)))
+    found = stochastic.predict(made, prices, spread(gpu=0.01), samples=200)
+    assert sorted(found.slow) == list(range(36, 100))
+    assert min(found.slow.values()) > found.slow_from
+
+
+def test_calls_of_several_replicas_are_drawn_once():
+    """A call of all 16 replicas is no maximum of 16 draws; calls inside replicas are."""
+    for group, shared in ((ALL, True), (TP, False)):
+        ops = [Op("all_reduce", group, "bf16", 1, 1, "sum")]
+        made = graph.build(same(World(32, tp=2), ops))
+        prices = costs.price(made, machine("h200"))
+        prices = dataclasses.replace(prices, meetings=np.array([1_000_000]))
+        for count in (20, 1000):
+            each = stochastic.Sampler(made, prices).draw(spread(call=0.1), count)
+            assert each.shape == (count, 16)
+            together = np.ptp(each, axis=1)
+            assert (together == 0).all() if shared else (together > 0).all()
+            assert np.std(each[:, 0]) == pytest.approx(1e5, rel=0.45 if count == 20 else 0.1)

@@ -19,7 +19,7 @@ from megatron_prism.replay import kernels, maxplus
 
 __all__ = ["LANES", "Paths", "build"]
 
-LANES = 128
+LANES = 128  # a power of two
 ROWS = 4096  # draws of a node's own factor, a power of two; nodes pick a row by a hash
 _FEW = 8  # predecessors up to which implied waits are looked for three steps back
 THREADS = 2
@@ -45,37 +45,53 @@ class Paths:
     sink: np.ndarray
 
     def longest(
-        self, factors: np.ndarray, share: np.ndarray, table: np.ndarray, seed: int
+        self,
+        factors: np.ndarray,
+        share: np.ndarray,
+        table: np.ndarray,
+        crossing: np.ndarray,
+        seeds: tuple[int, int],
     ) -> np.ndarray:
-        """ns, float64 [draws].
+        """ns, float64 [replicas, iterations].
 
-        factors : float64 [rows, draws], by ``row``
-        share   : float64 [n]: how much of its own factor's deviation a node takes; 0: none
-        table   : float64 [2 * ROWS, LANES], own factors of meetings, then those of segments
+        factors  : float64 [rows, replicas, iterations], by ``row``
+        share    : float64 [n]: how much of its own factor's deviation a node takes; 0: none
+        table    : float64 [2 * ROWS, LANES], own factors of meetings, then those of segments
+        crossing : bool [n], meetings between replicas: one draw of an iteration for all of them
+        seeds    : of what each replica draws, and of what all share
         """
-        count = factors.shape[1]
-        blocks = -(-count // LANES)
-        padded = np.ones((len(factors), blocks * LANES))
-        padded[:, :count] = factors
-        lanes = np.ascontiguousarray(padded.reshape(-1, blocks, LANES).swapaxes(0, 1))
+        rows, replicas, count = factors.shape
+        width = min(LANES, 1 << (count - 1).bit_length())  # lanes of one replica in a block
+        long = -(-count // width) * width
+        blocks = -(-replicas * long // LANES)
+        padded = np.ones((rows, blocks * LANES))
+        own = padded[:, : replicas * long].reshape(rows, replicas, long)
+        own[:, :, :count] = factors
+        lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
+        whole = table
+        if share.any():  # meetings between replicas have the same draws in all of a block's parts
+            shared = np.tile(table[:ROWS, :width], (1, LANES // width))
+            whole = np.concatenate([table, shared[::-1]])
         found = np.zeros((blocks, LANES))
         slots = int(self.slot.max(initial=0)) + 1
+        given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, whole)
         run = kernels._compiled(_longest)
-        given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, table)
 
         def part(first: int, last: int) -> None:
             if first < last:
-                run(*given, lanes[first:last], seed + first, slots, found[first:last])
+                where = (seeds[0] + first, seeds[1], first, max(1, long // LANES))
+                run(*given, crossing, lanes[first:last], *where, slots, found[first:last])
 
         edges = [blocks * i // THREADS for i in range(THREADS + 1)]
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(part, edges[:-1], edges[1:]))
-        return found.ravel()[:count]
+        return found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
 
 
 def _longest(  # type: ignore[no-untyped-def]
-    lasts, row, slot, sink, start, before, share, table, factors, seed, slots, found
-):
+    lasts, row, slot, sink, start, before, share, table, crossing, factors,
+    seed, shared, place, period, slots, found,
+):  # fmt: skip
     end, latest = np.zeros((slots, LANES)), np.zeros(LANES)
     segments = len(factors[0]) - 1  # the row of meetings
     for block in range(len(found)):
@@ -96,10 +112,15 @@ def _longest(  # type: ignore[no-untyped-def]
                         if source[lane] > latest[lane]:
                             latest[lane] = source[lane]
             if share[node] != 0.0:
-                mixed = node * 40503 + (seed + block) * 30011
+                if crossing[node]:
+                    mixed = node * 40503 + ((place + block) % period + shared) * 30011
+                else:
+                    mixed = node * 40503 + (seed + block) * 30011
                 mixed = (mixed ^ (mixed >> 7)) * 7919
                 pick = (mixed ^ (mixed >> 11)) & (ROWS - 1)
-                if row[node] != segments:
+                if crossing[node]:
+                    pick += 2 * ROWS
+                elif row[node] != segments:
                     pick += ROWS
                 draws, part = table[pick], share[node]
                 for lane in range(LANES):

@@ -27,6 +27,7 @@ from megatron_prism.costs.distribution import largest
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError
 from megatron_prism.graph import WorldGraph
+from megatron_prism.ops import IS_PAIR
 from megatron_prism.replay import dag as dags
 from megatron_prism.replay import timeline
 from megatron_prism.stochastic import paths
@@ -65,13 +66,15 @@ class Sampler:
         self.kind, self.op = made.kind, made.op
         self._table: tuple[Any, np.ndarray] = (None, self._still())
         self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
+        self.crossing = self._crossing()
 
     def steady(self, compute: float = 1.0, calls: float = 1.0) -> float:
         """The longest path if all computing and all calls take these factors, ns."""
-        factors = np.full((len(self.members) + 1, 1), compute)
+        factors = np.full((len(self.members) + 1, 1, 1), compute)
         factors[-1] = calls
         none = np.zeros(len(self.paths.lasts))
-        return float(self._run(factors, none, self._still(), 0)[0])
+        still = np.concatenate([self._still()] * 2)
+        return float(self._run(factors, none, still, (0, 0))[0, 0])
 
     def draw(
         self,
@@ -107,9 +110,8 @@ class Sampler:
                 for index, part_of in (calm or {}).items():
                     factors[index, place] = 1 + part_of * (factors[index, place] - 1)
                 factors[-1, place] = network
-            seed = part[0] * 1_000_003
-            times = self._run(factors.reshape(len(factors), -1), shares, table, seed)
-            found[:, first : first + len(part)] = times.reshape(len(part), count).T
+            times = self._run(factors, shares, table, (part[0] * 1_000_003, 0))
+            found[:, first : first + len(part)] = times.T
             if progress is not None:
                 progress(len(part) * count)
         return found
@@ -134,9 +136,9 @@ class Sampler:
                     steps = np.interp(rng.standard_normal((width, count)), *shapes.step)
                     np.maximum(worst, gpus[:, member, None] * steps, out=worst)
                 factors[index] = worst
-            seed = (cluster + 1) * 7_919 + first
-            times = self._run(factors.reshape(len(factors), -1), shares, table, seed)
-            np.maximum(slowest, times.reshape(width, count).max(axis=0), out=slowest)
+            seeds = ((cluster + 1) * 7_919 + first * 1_000_003, cluster + 1)
+            times = self._run(factors, shares, table, seeds)
+            np.maximum(slowest, times.max(axis=0), out=slowest)
         return slowest
 
     def _network(self, shapes: _Factors, count: int) -> np.ndarray:
@@ -182,9 +184,31 @@ class Sampler:
         return np.ones((paths.ROWS, paths.LANES))
 
     def _run(
-        self, factors: np.ndarray, share: np.ndarray, table: np.ndarray, seed: int
+        self,
+        factors: np.ndarray,
+        share: np.ndarray,
+        table: np.ndarray,
+        seeds: tuple[int, int],
     ) -> np.ndarray:
-        return self.paths.longest(factors, share.astype(np.float64), table, seed)
+        return self.paths.longest(factors, share.astype(float), table, self.crossing, seeds)
+
+    def _crossing(self) -> np.ndarray:
+        """bool [nodes]: meetings of groups that have members in several replicas."""
+        found = np.zeros(len(self.paths.lasts), dtype=bool)
+        nodes = np.flatnonzero(self.paths.row == len(self.members))
+        meet, known = self.graph.rendezvous, {}
+        firsts = meet.start[self.op[self.paths.node[nodes]]]
+        owners, ops = meet.classes[firsts].tolist(), meet.ops[firsts].tolist()
+        for node, owner, op in zip(nodes.tolist(), owners, ops, strict=True):
+            row = self.graph.program_list[owner].ops[op]
+            key = owner, int(row["group"])
+            if key not in known:
+                name = self.graph.program_list[owner].strings[key[1]]
+                rank = self.graph.classes.representatives[owner]
+                ranks = replica_of(self.graph, self.graph.groups[name].group(rank))
+                known[key] = bool((ranks != ranks[0]).any())
+            found[node] = known[key] and not IS_PAIR[row["name"]]
+        return found
 
 
 def _shapes(spread: Variability) -> _Factors:

@@ -18,7 +18,7 @@ from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.graph import WorldGraph, build
 from megatron_prism.ops import NAMES
 from megatron_prism.replay.scale import data_parallel
-from megatron_prism.stochastic.predict import p95, with_slow
+from megatron_prism.stochastic.predict import busiest, p95, with_slow
 from megatron_prism.stochastic.sampler import Sampler, replica_of
 
 __all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "hot_node", "placement", "scale",
@@ -43,7 +43,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Placement:
-    """p95 in ns [factor][class] with one GPU of that class that much slower.
+    """p95 in ns [factor][class] with one GPU of that class that much slower, of the 64 classes that
+    compute longest.
 
     gain : worst over best class, by factor
     """
@@ -176,7 +177,7 @@ def placement(
     factors: Sequence[float] = FACTORS,
 ) -> Placement:
     """One slow GPU in every class in turn, beside ``each`` [count, replicas] without one."""
-    classes = tuple(range(len(sampler.members)))
+    classes = tuple(busiest(sampler))
     rows = []
     for factor in factors:
         if factor <= 0:
