@@ -73,9 +73,11 @@ def test_options_of_commands():
 
 def test_flags_on_the_jobs_own_command_line():
     assert sorted(FLAGS) == [
+        "--prism-ballast",
         "--prism-capture",
         "--prism-emulate",
         "--prism-force",
+        "--prism-memory-snapshot",
         "--prism-out",
         "--prism-pace",
         "--prism-ranks",

@@ -28,7 +28,8 @@ from megatron_prism.membership import WORLD_GROUP, of_family, of_lists
 from megatron_prism.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
 from megatron_prism.programs import Programs
 
-__all__ = ["Calibration", "Communicator", "connection_bytes", "read", "shipped", "used_by"]
+__all__ = ["SMALL", "Calibration", "Communicator", "after", "connection_bytes", "read", "shipped",
+           "used_by"]  # fmt: skip
 
 FORMAT = 1
 FOLDER = Path(__file__).with_name("device_memory")
@@ -124,6 +125,24 @@ class Calibration:
         )
 
 
+def after(one: Communicator, op: str, num_bytes: int) -> Communicator:
+    """``one`` once a call of ``num_bytes`` has used it; messages go to two neighbours at most."""
+    kinds, peers = one.kinds, one.peers
+    if op in ("send", "recv"):
+        peers = max(peers, min(2, one.size - 1))
+    elif op in _EXCHANGES:
+        peers = one.size - 1
+    else:
+        kinds = kinds | {_kind(op, num_bytes)}
+    return Communicator(one.group, one.size, kinds, peers)
+
+
+def _kind(op: str, num_bytes: int) -> str:
+    if op not in _REDUCES:
+        return "ring"
+    return "small" if num_bytes <= SMALL else "large"
+
+
 # -- what a program uses --------------------------------------------------------------------------
 def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     """Communicators of the ranks that run program ``index``, pairs of unbatched p2p included.
@@ -148,10 +167,8 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
             (peers if batched else pairs).add(peer % sizes[group])
         elif name in _EXCHANGES:
             peers.update(range(1, sizes[group]))
-        elif name in _REDUCES:
-            kinds.add("small" if num_in * int(ITEM_SIZE[dtype]) <= SMALL else "large")
         else:
-            kinds.add("ring")
+            kinds.add(_kind(name, num_in * int(ITEM_SIZE[dtype])))
     made = []
     for group, (kinds, peers, pairs) in found.items():
         if kinds or peers:

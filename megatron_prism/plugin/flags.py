@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.errors import UsageError, WorldError
-from megatron_prism.world import World, implied_size
+from megatron_prism.errors import UsageError
+from megatron_prism.plugin.flag_world import SIZES, local_ranks, processes, target_world
+from megatron_prism.world import World
 
 __all__ = ["FLAGS", "TIERS", "Options", "add_flags", "from_command_line"]
 
@@ -69,6 +69,14 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "SEL:FACTOR",
         "help": "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'",
     },
+    "--prism-memory-snapshot": {
+        "metavar": "DIR",
+        "help": "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
+    },
+    "--prism-ballast": {
+        "metavar": "CALIBRATION",
+        "help": "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
+    },
     "--prism-out": {
         "default": None,
         "metavar": "DIR",
@@ -80,15 +88,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "YAML",
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
-}
-
-# Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
-_SIZES = {
-    "--tensor-model-parallel-size": "tp",
-    "--pipeline-model-parallel-size": "pp",
-    "--context-parallel-size": "cp",
-    "--expert-model-parallel-size": "ep",
-    "--expert-tensor-parallel-size": "etp",
 }
 
 
@@ -112,6 +111,8 @@ class Options:
     capture: Path | None = None
     pace: Path | None = None
     slow: str = ""
+    memory: Path | None = None
+    ballast: str | None = None
 
     @property
     def rank(self) -> int:
@@ -148,7 +149,7 @@ def _recipe_defaults(path: str) -> dict[str, Any]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
     add_flags(parser)
-    for flag, name in _SIZES.items():
+    for flag, name in SIZES.items():
         parser.add_argument(flag, dest=name, type=int, default=None)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     parser.add_argument("--yaml-cfg", default=None)
@@ -164,85 +165,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(**_recipe_defaults(args.prism_recipe))
         args, _ = parser.parse_known_args(list(argv))
     return args
-
-
-def _processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
-    """(this process, number of processes, whether a launcher set the variables)."""
-    if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
-        process, k = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
-        if not 0 <= process < k:
-            raise UsageError(
-                f"RANK={process} is none of WORLD_SIZE={k} processes",
-                fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
-            )
-        return process, k, True
-    return 0, 1, False
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(env.get(name, default))
-    except ValueError:
-        raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
-
-
-def _world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
-    given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
-    sizes = {name: 1 if size is None else size for name, size in given.items()}
-    sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
-    for name, size in sizes.items():
-        if size < 1:
-            raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
-    size = args.prism_world_size
-    if size is None and not launched and "WORLD_SIZE" in env:
-        size = _number(env, "WORLD_SIZE", 1)
-    if size is None:
-        size = implied_size(**sizes)
-        while size < k:  # more processes than the smallest world: add data-parallel replicas
-            size += implied_size(**sizes)
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    try:
-        return World(size=size, order=order, **sizes)
-    except WorldError as error:
-        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
-
-
-def _in_flags(fix: str | None) -> str | None:
-    """``size=56`` of a World's fix as the flag that says it."""
-    names = {name: flag for flag, name in _SIZES.items()} | {"size": "--prism-world-size"}
-    pattern = rf"\b({'|'.join(names)})=(?=\d)"
-    return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
-
-
-def _ranks(
-    args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
-) -> tuple[int, ...]:
-    if args.prism_ranks is None:
-        first = 0 if launched else _number(env, "RANK", 0)
-        ranks = tuple(range(first, first + k))
-    else:
-        text = str(args.prism_ranks)
-        ranks = tuple(world.select(text))
-        named = "=" not in text
-        if len(ranks) > k and named:
-            raise UsageError(
-                f"--prism-ranks {text} names {len(ranks)} ranks, but there "
-                f"{'is one process' if k == 1 else f'are {k} processes'}",
-                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank",
-            )
-        ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
-    if len(ranks) < k:
-        raise UsageError(
-            f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
-            fix=f"name {k} ranks, or start {len(ranks)} processes",
-        )
-    for rank in ranks:
-        if not 0 <= rank < world.size:
-            raise WorldError(
-                f"rank {rank} is outside the world of {world.size} ranks",
-                fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
-            )
-    return ranks
 
 
 def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Options | None:
@@ -278,13 +200,13 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
             "--prism-emulate and --fake-process-group both replace the process groups",
             fix="drop one of the two flags",
         )
-    process, k, launched = _processes(env)
-    world = _world(args, env, launched, k)
+    process, k, launched = processes(env)
+    world = target_world(args, env, launched, k)
     return Options(
         world=world,
         process=process,
         num_processes=k,
-        ranks=_ranks(args, world, env, launched, k),
+        ranks=local_ranks(args, world, env, launched, k),
         tier=args.prism_tier,
         values=args.prism_values,
         out=Path(args.prism_out) if args.prism_out else None,
@@ -293,8 +215,11 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         capture=Path(args.prism_capture) if args.prism_capture else None,
         pace=Path(args.prism_pace) if args.prism_pace else None,
         slow=args.prism_slow or "",
+        memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
+        ballast=args.prism_ballast,
     )
 
 
 def with_tier(options: Options, tier: str) -> Options:
+    """The same options with the tier settled."""
     return replace(options, tier=tier)

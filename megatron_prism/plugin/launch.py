@@ -91,7 +91,14 @@ def install(options: flags.Options) -> Any:
     folder that exists.
     """
     from megatron_prism import tiers
-    from megatron_prism.plugin import seams, seams_moe, seams_tiers, stock_capture, summary
+    from megatron_prism.plugin import (
+        ballast,
+        seams,
+        seams_moe,
+        seams_tiers,
+        stock_capture,
+        summary,
+    )
     from megatron_prism.plugin.proof import Proof
     from megatron_prism.virtual.values import Values
 
@@ -112,10 +119,11 @@ def install(options: flags.Options) -> Any:
     os.environ.setdefault("MASTER_PORT", "29500")
 
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
+    held = ballast.follow_memory(options, proof, summary.coordinates(options))
     recording = _recording(options)
     observer = recording.observe if recording else None
     context = seams.Context(
-        start=lambda: start_world(options, tier.device, store, observer, pace, proof),
+        start=lambda: start_world(options, tier.device, store, observer, pace, proof, held),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
@@ -214,6 +222,7 @@ def start_world(
     observer: Any = None,
     pace: Any = None,
     proof: Any = None,
+    tally: Any = None,
 ) -> Any:
     """Bring the virtual world of ``options`` up in this process."""
     import torch
@@ -232,6 +241,7 @@ def start_world(
             device=device,
             store=store,
             backend="nccl" if device.type == "cuda" else "gloo",
+            tally=tally,
         )
     )
     world.observer = observer

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import NotTrainedError
+from megatron_prism.plugin.memory_watch import explain
 
 __all__ = ["Iteration", "Proof"]
 
@@ -48,6 +49,10 @@ class Proof:
         self.capture: Any = None  # told of every train step before it starts
         self.pacer: Any = None  # told the same
         self.recorder: Any = None  # a slicer.Recorder; learns the same labels
+        self.memory: Any = None  # a MemoryWatch; the same
+        self.who = "this rank"
+        self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
+        self.held: Callable[[], int] = lambda: 0  # bytes of ballast
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
@@ -102,11 +107,13 @@ class Proof:
     @contextlib.contextmanager
     def phase(self, phase: str, **labels: Any) -> Iterator[None]:
         """Label what runs inside for whoever keeps labels: the memory tracker, the recorder."""
+        before, self.labels = self.labels, {**self.labels, "phase": phase, **labels}
         with contextlib.ExitStack() as scopes:
-            for source in (self.peak_source, self.recorder):
+            for source in (self.peak_source, self.recorder, self.memory):
                 if source is not None:
                     scopes.enter_context(source.scope(phase=phase, **labels))
             yield
+        self.labels = before  # not after an error, which these labels then explain
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
@@ -128,9 +135,23 @@ class Proof:
         if self.capture is not None:
             self.capture.owners = (model, optimizer)
             self.capture.before(len(self.iterations), wanted, self)
+        if self.memory is not None:
+            self.memory.iteration(len(self.iterations), wanted)
         start = time.perf_counter_ns()
-        yield
+        with self.device_memory():
+            yield
         self.iterations[-1].wall_ns = time.perf_counter_ns() - start
+
+    @contextlib.contextmanager
+    def device_memory(self) -> Iterator[None]:
+        """Where device memory runs out, the error says whose, in which step and at which line."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.memory is not None:
+                self.memory.finish()
+            labels = {"iteration": len(self.iterations) or None, **self.labels}
+            raise explain(error, self.who, labels, self.held()) from error
 
     def stepped(self, losses: Any, skipped: bool, grad_norm: Any) -> None:
         """The train step's own results."""
@@ -150,7 +171,8 @@ class Proof:
         """Encloses ``pretrain``; gives the verdict on a normal end and on ``sys.exit(0)``."""
         self.started = True
         try:
-            yield
+            with self.device_memory():
+                yield
         except SystemExit as end:
             if end.code in (None, 0):
                 self.finish(get_args)

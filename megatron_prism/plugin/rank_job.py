@@ -64,9 +64,11 @@ def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, 
             fix="install it, or use prism.transformer_impl=local_flash",
         )
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
+    proof.who = "it"  # the parent names the rank
     world = _start_world(recipe, rank, tier, proof)
     emit("phase", text="importing megatron-core")
-    job = RankJob(recipe, proof, tier, emit)
+    with proof.device_memory():
+        job = RankJob(recipe, proof, tier, emit)
     built = time.perf_counter()
     before = None
     recorder = _recorder(rank, tier, job) if slices is not None else None

@@ -20,7 +20,7 @@ from megatron_prism.plugin.flags import Options
 from megatron_prism.plugin.proof import Proof
 from megatron_prism.units import format_bytes
 
-__all__ = ["FORMAT", "Reporter", "check_free"]
+__all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
 
 FORMAT = 1  # version of the JSON below
 
@@ -53,7 +53,7 @@ class Reporter:
         """One line on stderr at the start: what is real, what is not."""
         options = self.options
         others = options.world.size - len(options.ranks)
-        place = _coordinates(options)
+        place = coordinates(options)
         self._say(
             f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
             f"{self.tier.name}; {others:,} ranks are virtual, values: {options.values}"
@@ -130,11 +130,20 @@ class Reporter:
             import torch
 
             free, total = torch.cuda.mem_get_info()
+            watch, held = self.proof.memory, self.proof.held()
+            ballast = f", {held:,} B of ballast for it are in" if held else ""
             return {
-                "allocated_peak": torch.cuda.max_memory_allocated(),
-                "reserved_peak": torch.cuda.max_memory_reserved(),
+                "allocated_peak": max(
+                    torch.cuda.max_memory_allocated(), watch.allocated if watch else 0
+                ),
+                "reserved_peak": max(
+                    torch.cuda.max_memory_reserved(), watch.reserved if watch else 0
+                ),
                 "device_used": total - free,
-                "provenance": "measured here: the caching allocator; device_used lacks NCCL",
+                "ballast": held,
+                "by_phase": watch.iterations if watch else None,
+                "provenance": "measured here: the caching allocator; device_used lacks virtual "
+                f"ranks' NCCL{ballast}",
             }
         return {
             "allocated_peak": None,
@@ -227,7 +236,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _coordinates(options: Options) -> str:
+def coordinates(options: Options) -> str:
     """The rank's place on every axis that the world has more than one of."""
     place, world = options.world.coordinates(options.rank), options.world
     axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if getattr(world, axis) > 1]

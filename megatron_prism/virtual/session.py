@@ -41,6 +41,7 @@ class VirtualWorld:
     store       : c10d store shared by the local processes; None if there is one process only
     device      : where the local tensors live (``cuda``, ``cpu`` or ``meta``)
     backend     : backend of real groups, ``nccl`` or ``gloo``
+    tally       : counts every call
     recorder    : makes every call itself, or None: a slicer.Recorder writes it down while a slice
                   is captured, a pacing.Pacer lets it take as long as it would
     observer    : called as ``observer(group, op, inputs, outputs)`` after each answer, or None
@@ -55,6 +56,7 @@ class VirtualWorld:
         device: torch.device,
         store: dist.Store | None = None,
         backend: str = "gloo",
+        tally: Tally | None = None,
     ) -> None:
         self.size, self.rank = size, rank
         self.local_ranks = tuple(sorted(local_ranks))
@@ -63,7 +65,7 @@ class VirtualWorld:
         self.shapes_only = device.type == "meta"
         self.store = store
         self.backend = backend
-        self.tally = Tally()
+        self.tally = Tally() if tally is None else tally
         self.observer: Observer | None = None
         self.recorder: Any = None  # a slicer.Recorder or a pacing.Pacer
         self._num_real: dict[str, int] = {}

@@ -1,0 +1,188 @@
+"""Device memory of one rank: what communicators would take, running out of it, watching it."""
+
+import pickle
+import types
+
+import pytest
+import torch
+
+from megatron_prism.costs.communicators import Calibration
+from megatron_prism.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.plugin import ballast, flags, memory_watch
+from megatron_prism.plugin.ballast import Ballast
+from megatron_prism.plugin.memory_watch import MemoryWatch
+from megatron_prism.plugin.proof import Proof
+from megatron_prism.virtual.tally import Tally
+
+MIB = 1 << 20
+CALIBRATION = Calibration(
+    process=500,
+    once=7,
+    alone={
+        ("init", 1): 1, ("init", 2): 3,
+        ("small", 2): 10, ("ring", 2): 20, ("large", 2): 25, ("all", 2): 40, ("peer", 2): 100,
+    },
+)  # fmt: skip
+CALLS = [
+    ("tp", 8, "all_reduce", 4), ("tp", 8, "all_reduce", 4), ("tp", 8, "all_gather", MIB),
+    ("tp", 8, "all_reduce", 64 * MIB), ("dp", 1, "all_gather", 5), ("pp", 4, "send", MIB),
+    ("pp", 4, "recv", MIB), ("dp_GLOO", 8, "all_reduce", 4), ("ep", 4, "all_to_all_single", 9),
+]  # fmt: skip
+
+
+def device(size):
+    """A device of ``size`` bytes, by what was taken of it."""
+    taken = []
+
+    def take(num_bytes):
+        if sum(taken) + num_bytes > size:
+            raise torch.OutOfMemoryError(f"{num_bytes} B are not there")
+        taken.append(num_bytes)
+
+    return taken, take
+
+
+def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
+    taken, take = device(10**9)
+    held, plain = Ballast(CALIBRATION, take), Tally()
+    for call in CALLS:
+        held.add(*call)
+        plain.add(*call)
+    # once, init and small; ring beside it; all three together take 40; a lone rank; 2 and 3 peers
+    assert taken == [7 + 3 + 10, 20, 40 - 30, 1, 3 + 200, 3 + 300]
+    assert held.held == sum(taken)
+    assert held.rows() == plain.rows()
+
+
+def test_what_is_not_there_fails_at_the_call_that_would_connect():
+    taken, take = device(7 + 3 + 10 + 20)
+    held = Ballast(CALIBRATION, take)
+    for call in CALLS[:3]:
+        held.add(*call)
+    with pytest.raises(torch.OutOfMemoryError, match="10 B are not there"):
+        held.add(*CALLS[3])
+    assert held.held == sum(taken) == 40
+
+
+def test_what_was_not_measured_is_refused():
+    held = Ballast(Calibration(alone={("init", 1): 1, ("init", 2): 3}), print)
+    with pytest.raises(UsageError, match="does not know all_gather among 8 ranks of tp") as error:
+        held.add("tp", 8, "all_gather", 4)
+    assert "device_memory.py" in error.value.fix
+
+
+def options(*words, tier="cuda", **env):
+    made = flags.from_command_line(["--prism-emulate", "--prism-world-size", "4", *words], env)
+    return flags.with_tier(made, tier)
+
+
+@pytest.mark.parametrize(
+    ("words", "tier", "says"),
+    [
+        (("--prism-ballast", "h200"), "cpu", "tier cpu has none"),
+        (("--prism-ballast", "h200"), "cuda", "has no communicators"),
+        (("--prism-ballast", "h2000"), "cuda", "no calibration h2000"),
+        (("--prism-memory-snapshot", "x"), "meta", "tier meta has none"),
+    ],
+)
+def test_flags_that_would_say_nothing(words, tier, says):
+    given = options(*words, tier=tier)
+    make = ballast.from_options if given.ballast else memory_watch.from_options
+    with pytest.raises(UsageError, match=says):
+        make(given)
+
+
+def test_without_the_flags_there_is_neither():
+    assert ballast.from_options(options()) is None
+    assert memory_watch.from_options(options()) is None
+
+
+# -- running out ----------------------------------------------------------------------------------
+def fail(file, line):
+    """An out-of-memory raised at ``line`` of ``file``."""
+    code = compile("\n" * (line - 1) + "raise error", file, "exec")
+    exec(code, {"error": torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nmore words")})
+
+
+def test_running_out_names_rank_step_and_line():
+    proof = Proof()
+    proof.who, proof.held = "rank 517 (pp=2 tp=5)", lambda: 4096
+    with pytest.raises(NotTrainedError) as caught, proof.training(None):  # noqa: PT012, SIM117
+        with proof.iteration(None, [torch.nn.Linear(2, 2)]):
+            with proof.step({"phase": "forward", "microbatch": 0, "chunk": 1}):
+                pass
+            with proof.step({"phase": "backward", "microbatch": 3, "chunk": 1}):
+                fail("/x/megatron/core/transformer/mlp.py", 77)
+    assert caught.value.message == (
+        "rank 517 (pp=2 tp=5) ran out of device memory in iteration 1, phase backward, "
+        "microbatch 3, chunk 1, at core/transformer/mlp.py:77\n"
+        "  Tried to allocate 2.00 GiB.\n"
+        "  4,096 B of it are held for the large job's communicators (ballast)"
+    )
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert caught.value.exit_code == 1
+
+
+def test_running_out_before_the_first_iteration():
+    proof = Proof()
+    says = "this rank ran out of device memory in no phase\n"
+    with pytest.raises(PrismError, match=says), proof.training(None):
+        fail("/home/me/train.py", 3)
+
+
+# -- watching -------------------------------------------------------------------------------------
+class FakeCuda:
+    """A device whose peaks are what the test says they are."""
+
+    def __init__(self):
+        self.peak, self.history = 0, []
+        self.memory = types.SimpleNamespace(
+            _record_memory_history=lambda **more: self.history.append(more),
+            _snapshot=lambda: {"segments": [], "device_traces": [[{"action": "alloc"}]]},
+        )
+
+    def max_memory_allocated(self):
+        return self.peak
+
+    def max_memory_reserved(self):
+        return 2 * self.peak
+
+    def reset_peak_memory_stats(self):
+        self.peak = 0
+
+
+def test_peaks_by_phase_and_a_snapshot(tmp_path):
+    cuda = FakeCuda()
+    proof = Proof()
+    proof.memory = watch = MemoryWatch(tmp_path / "m" / "rank-000003.pickle", cuda=cuda)
+    cuda.peak = 900  # building the model
+    for number in (1, 2):
+        with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=2):
+            for microbatch, peak in enumerate((10, 30, 20)):
+                with proof.step({"phase": "forward", "microbatch": microbatch}):
+                    cuda.peak = peak * number
+            cuda.peak = 5
+            with proof.phase("optimizer"):
+                cuda.peak = 40
+        assert len(cuda.history) == number - 1  # from the second one on
+    assert watch.iterations == [
+        {"between": 5, "forward": 30, "optimizer": 40},
+        {"between": 5, "forward": 60, "optimizer": 40},
+    ]
+    watch.finish()
+    assert (watch.allocated, watch.reserved) == (900, 1800)
+    with open(watch.path, "rb") as file:
+        assert pickle.load(file)["device_traces"] == [[{"action": "alloc"}]]
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        memory_watch.from_options(
+            options("--prism-memory-snapshot", str(tmp_path / "m"), "--prism-ranks", "3")
+        )
+
+
+def test_a_snapshot_is_written_when_memory_runs_out(tmp_path):
+    proof = Proof()
+    proof.memory = watch = MemoryWatch(tmp_path / "x.pickle", cuda=FakeCuda())
+    with pytest.raises(PrismError, match="ran out"):  # noqa: SIM117
+        with proof.iteration(None, [torch.nn.Linear(2, 2)]):
+            fail("/x/megatron/core/a.py", 1)
+    assert watch.path.exists()
