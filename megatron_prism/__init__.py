@@ -31,6 +31,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs
+      watchdog.py              which watchdog fires first, and what it prints
+      placement.py             where in its program every rank stood, and is that it
     report/                  the timeline as text, one HTML page, a trace
     stochastic/              the distribution of the iteration time
     artefact.py              results that appear whole or not at all: a folder, a file
@@ -42,7 +44,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     virtual/                 a torch.distributed world whose other ranks are not there
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)
     slicer/                  the recorder: what a running rank does becomes its program
-    plugin/                  the flags, Megatron's seams, starting a job
+    plugin/                  the flags, Megatron's seams, starting a job, faults of running ranks
 
     cli.py                   the commands of ``prism`` (cli_*.py)
     _attach.py               how ``import torch`` finds us; pytest_plugin.py: how pytest does

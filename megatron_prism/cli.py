@@ -34,6 +34,7 @@ from megatron_prism.errors import PrismError, UsageError
 __all__ = ["COMMANDS", "Command", "main"]
 
 OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
+SETTINGS = ("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
@@ -132,9 +133,14 @@ COMMANDS = {
         hang,
         (
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "fault, plan, seed"}),
+            SETTINGS,
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
+            (
+                ("--markdown",),
+                {"metavar": "FILE", "type": Path, "help": "the verdict for an issue"},
+            ),
+            (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
             FORCE,
             JSON,
         ),
@@ -186,16 +192,10 @@ COMMANDS = {
             OUT,
             FORCE,
             (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "processes=N"}),
+            SETTINGS,
         ),
     ),
-    "world": Command(
-        world,
-        (
-            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes, or a recipe"}),
-            JSON,
-        ),
-    ),
+    "world": Command(world, (SETTINGS, JSON)),
     "recipes": Command(recipes, (JSON,)),
 }
 

@@ -8,18 +8,26 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from megatron_prism.cli_output import print_json
+from megatron_prism.cli_output import console, print_json
 from megatron_prism.errors import UsageError
 
 __all__ = ["hang"]
+
+_SHOWN = 16  # places
 
 
 def hang(args: argparse.Namespace) -> int:
     """Who made the job hang?  Culprits, not victims, with what speaks for it.
 
     prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
+    prism hang --dumps DIR programs=P (or recipe=R)
+                                also: where in its program every rank stood, and whether the
+                                programs stop there too; P is what prism capture wrote
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
     prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0]
                                 plants faults, runs all ranks until nobody can go on, and judges
@@ -28,17 +36,13 @@ def hang(args: argparse.Namespace) -> int:
     Exit status: 0 nobody waits, 1 a fault, 3 several explanations remain (never 0).  Dumps are read
     without executing anything in them.
     """
-    from megatron_prism import hang as judge
-
-    if (args.dumps is None) == (args.programs is None):
+    if args.dumps is None and args.programs is None:
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
     if args.dumps is not None:
-        from megatron_prism import flight_recorder
-
-        found: Any = judge.of_dumps(flight_recorder.read(args.dumps))
-        planted = None
+        found, planted = _of_dumps(args), None
     else:
         found, planted = _of_programs(args)
+    _write(args, found)
     if args.json:
         more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
         print_json(found.to_json() | more)
@@ -47,6 +51,62 @@ def hang(args: argparse.Namespace) -> int:
             print(f"planted: {hit}")
         print(found)
     return int(found.exit_code)
+
+
+def _write(args: argparse.Namespace, found: Any) -> None:
+    """The verdict as Markdown or as a page; a file that is there is not replaced."""
+    from megatron_prism.report import hang as report
+
+    for path, render in ((args.markdown, report.markdown), (args.html, report.page)):
+        if path is None:
+            continue
+        if path.exists() and not args.force:
+            raise UsageError(f"{path} exists and is not overwritten", fix="--force")
+        try:
+            path.write_text(render(found), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}",
+                             fix="name a place you may write to") from error  # fmt: skip
+
+
+def _of_dumps(args: argparse.Namespace) -> Any:
+    """The verdict on dumps, tried on the job's programs where these are named."""
+    from megatron_prism import flight_recorder
+    from megatron_prism import hang as judge
+
+    words = [args.programs, *args.settings] if args.programs else args.settings
+    words = [word if "=" in word else f"programs={word}" for word in words]
+    settings = dict(word.partition("=")[::2] for word in words)
+    if set(settings) - {"programs", "recipe"} or len(words) > 1 or args.out:
+        raise UsageError(
+            f"{' '.join(words)} does not go with --dumps",
+            fix="programs=DIR or recipe=NAME: the job that left the dumps",
+        )
+    dumps = flight_recorder.read(args.dumps)
+    found = judge.of_dumps(dumps)
+    if not settings:
+        return found
+    from megatron_prism import placement
+
+    placed = placement.place(dumps, found, _job(settings))
+    named = {c.rank for c in found.culprits}
+    shown = [p for p in placed.places if p.rank in named]
+    shown += [p for p in placed.places if p.rank not in named][: _SHOWN - len(shown)]
+    return dataclasses.replace(found, places=tuple(map(str, shown)), tried=placed.lines)
+
+
+def _job(settings: dict[str, str]) -> Any:
+    """The programs of the job, captured now if a recipe is named."""
+    from megatron_prism.slices import open_programs
+
+    if "programs" in settings:
+        return open_programs(settings["programs"])
+    from megatron_prism import recipe as recipes
+    from megatron_prism.plugin import capture
+
+    with tempfile.TemporaryDirectory() as place:
+        talk = console(stderr=True)
+        return capture.capture(recipes.load(settings["recipe"], []), Path(place), console=talk)
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:

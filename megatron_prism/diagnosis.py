@@ -54,6 +54,9 @@ class Diagnosis:
     evidence: tuple[str, ...] = ()
     chain: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    watchdog: str = ""  # which fires first, and what it prints
+    tried: tuple[str, ...] = ()  # what the programs say to it
 
     @property
     def exit_code(self) -> int:
@@ -70,6 +73,8 @@ class Diagnosis:
         """One line first, then the picture."""
         lines = [self.headline()]
         for title, rows in (("evidence", self.evidence), ("waits", self.chain),
+                            ("places", self.places), ("tried on the programs", self.tried),
+                            ("first watchdog", (self.watchdog,) if self.watchdog else ()),
                             ("missing", self.missing)):  # fmt: skip
             lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
         if self.verdict != "healthy":

@@ -10,6 +10,7 @@
     │   ├── DumpError          exit 2   a Flight Recorder dump that is foreign, cut or hostile
     │   └── UnitError          exit 2   text that is no duration, size, rate or count
     ├── UnsupportedError       exit 1   fine, but not with this version or machine
+    ├── HangError              exit 1   the job would hang here; the message is the verdict
     └── NotTrainedError        exit 1   the emulated job came back without having trained
 
 A message says what happened and where; ``fix`` says what to type next.  Both are shown to the user
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 __all__ = [
     "DumpError",
+    "HangError",
     "NotTrainedError",
     "PrismError",
     "ProgramError",
@@ -79,6 +81,10 @@ class UnitError(UsageError, ValueError):
 
 class UnsupportedError(PrismError):
     """A well-formed request that this release, Megatron version or machine cannot serve."""
+
+
+class HangError(PrismError):
+    """A call of a local rank that its peers would not make: the real job would hang, or worse."""
 
 
 class NotTrainedError(PrismError):

@@ -45,8 +45,8 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "data_stall": (("s",), "the data loader does not answer"),
     "gpu_hang": ((), "a kernel does not end"),
     "gpu_error": ((), "completions are not seen any more, a few calls later the host stops"),
-    "nan": (("tensor",), "a value becomes NaN; the rank that checks raises"),
-    "inf": (("tensor",), "a value becomes infinite"),
+    "nan": ((), "a value becomes NaN; the rank that checks raises"),
+    "inf": ((), "a value becomes infinite"),
     "oom": (("at_bytes",), "an allocation beyond at_bytes fails"),
     "delay": (("ms",), "the call is made later"),
 }
@@ -198,6 +198,10 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
         raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")
     found = []
     for row in rows:
+        if isinstance(row, dict) and any(str(k).startswith("fault-injector-") for k in row):
+            names = {str(k)[15:].replace("-", "_"): v for k, v in row.items()}
+            found += of_megatron(names)
+            continue
         if isinstance(row, dict):
             row = dict(row)
             kind, where = row.pop("kind", ""), row.pop("at", "")
@@ -207,7 +211,7 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
             row = f"{kind}@{where}" + (f":{params}" if params else "")
         if not isinstance(row, str):
             raise UsageError(f"{path}: {row!r} is no fault", fix=FIX)
-        found.append(parse(row))
+        found.append(parse(row) if "@" in row else parse_nvrx(row))
     return tuple(found)
 
 
@@ -266,7 +270,9 @@ def of_megatron(settings: Mapping[str, Sequence[str] | str]) -> tuple[Fault, ...
     """Megatron's ``--fault-injector-*`` (core/fault_injector.py @0.18): ranks, fault-types,
     delay-start-iteration.  What is timed in seconds there has no place in an emulated job."""
     anyone = f"any:{settings.get('num_ranks', 1)}"
-    ranks = str(settings.get("ranks", "")).replace(" ", ",") or anyone
+    given = settings.get("ranks", "")
+    words = given.split() if isinstance(given, str) else [str(rank) for rank in given]
+    ranks = ",".join(words) or anyone
     kinds = settings.get("fault_types", "exception")
     names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
     after = settings.get("delay_start_iteration")

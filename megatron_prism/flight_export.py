@@ -23,9 +23,9 @@ from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.quiescence import Standstill
 
-__all__ = ["dump_of", "dumps_of", "write"]
+__all__ = ["DTYPE_WORDS", "dump_of", "dumps_of", "write"]
 
-_DTYPES = {
+DTYPE_WORDS = {
     "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
     "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
     "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
@@ -186,9 +186,9 @@ class _Writer:
             "profiling_name": self._word(op),
             "time_created_ns": (record + 1) * 1_000_000,
             "input_sizes": inputs,
-            "input_dtypes": [_DTYPES.get(op.dtype, "Float")] * len(inputs),
+            "input_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(inputs),
             "output_sizes": outputs,
-            "output_dtypes": [_DTYPES.get(op.dtype, "Float")] * len(outputs),
+            "output_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(outputs),
             "state": "completed" if done else "started" if started else "scheduled",
             "time_discovered_started_ns": None,
             "time_discovered_completed_ns": None,

@@ -17,11 +17,13 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from megatron_prism import watchdog
 from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
 from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.hang_graph import of_graph
-from megatron_prism.outstanding import State
+from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 from megatron_prism.votes import Conflict, Odd, mismatches, order_conflicts
 
@@ -32,7 +34,8 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 def of_dumps(found: DumpSet) -> Diagnosis:
     """The verdict from dumps alone."""
-    return _Judge(found).verdict()
+    judge = _Judge(found)
+    return replace(judge.verdict(), watchdog=watchdog.first(judge.state))
 
 
 class _Judge:
@@ -77,11 +80,11 @@ class _Judge:
         )
 
     def _odd(self, odds: Iterable[Odd]) -> list[Blamed]:
-        decided = [odd for odd in odds if odd.ranks]
-        same = [odd for odd in decided if odd.call == decided[0].call]  # in other groups, too
+        decided = [odd for odd in odds if odd.ranks]  # the same in other groups is one fault
+        same = [odd for odd in decided if odd.call == decided[0].call]
         if same:
             self.first = same[0].entry
-        self.evidence += [f"{_call(odd.entry)}: {odd.text}" for odd in same[:4]]
+        self.evidence += [f"{call_text(odd.entry)}: {odd.text}" for odd in same[:4]]
         return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
@@ -104,7 +107,7 @@ class _Judge:
                          if e.group == name and mine < e.seq <= last]  # fmt: skip
                 joint = [e for e in calls if e.op not in _ROOTED]
                 if joint:
-                    why = f"{_call(joint[0])} ended on the others (up to #{last}), not on it"
+                    why = f"{call_text(joint[0])} ended on the others (up to #{last}), not on it"
                     self._note(joint[0], f"rank {rank}: {why}")
                     yield Blamed(rank, "device stuck", why)
 
@@ -127,8 +130,8 @@ class _Judge:
             kind, what = "host stuck", "never came to"
             if rank not in idle and state.skipped(rank, entry):
                 kind, what, why = "skipped call", "skips", "its siblings made it before others"
-            self._note(entry, f"rank {rank} {what} {_call(entry)}; {why}")
-            blamed.append(Blamed(rank, kind, f"{what} {_call(entry)}; {why}"))
+            self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
+            blamed.append(Blamed(rank, kind, f"{what} {call_text(entry)}; {why}"))
         return blamed
 
     def _extra(self, idle: set[int]) -> list[Blamed]:
@@ -140,8 +143,8 @@ class _Judge:
         if not came or len(idle) <= len(came) or 2 * len(idle) <= len(state.dumps):
             return []
         for rank, entry in came.items():
-            self._note(entry, f"rank {rank} waits in {_call(entry)}, which nobody else makes")
-        return [Blamed(r, "extra call", f"makes {_call(e)} alone") for r, e in came.items()]
+            self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
+        return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
     def _passed(self, rank: int) -> bool:
         """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
@@ -161,8 +164,7 @@ class _Judge:
         state = self.state
         found: dict[int, Entry] = {}
         for rank in state.outstanding:
-            why, others = state.waits(rank)
-            head = state.head(rank)
+            (why, others), head = state.waits(rank), state.head(rank)
             lost = [r for r in others if r not in state.dumps]
             if head is None or not why:
                 continue
@@ -170,8 +172,8 @@ class _Judge:
                 if r not in found or (head.pair, _age(head)) < (found[r].pair, _age(found[r])):
                     found[r] = head
         for rank, entry in found.items():
-            self._note(entry, f"rank {rank} left no dump, and {_call(entry)} waits for it")
-        return [Blamed(r, "missing dump", f"left no dump; {_call(e)} waits for it")
+            self._note(entry, f"rank {rank} left no dump, and {call_text(entry)} waits for it")
+        return [Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
                 for r, e in found.items()]  # fmt: skip
 
     # -- 5, 6: no source --------------------------------------------------------------------------
@@ -185,7 +187,7 @@ class _Judge:
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
         self.first = odds[0].entry if odds else self._place(about, ranks[0])
         if self.first is not None:
-            self.evidence.append(f"first: {_call(self.first)}")
+            self.evidence.append(f"first: {call_text(self.first)}")
         return [Blamed(r, "order", text) for r in ranks]
 
     def _place(self, about: Conflict, rank: int) -> Entry | None:
@@ -196,8 +198,8 @@ class _Judge:
             for e in state.dumps[other].entries:
                 if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
                     return e
-        waits = [e for calls in state.outstanding.values() for e in calls if e.desc == about.desc]
-        return min(waits, key=_age, default=None)
+        calls = (e for calls in state.outstanding.values() for e in calls)
+        return min((e for e in calls if e.desc == about.desc), key=_age, default=None)
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
@@ -206,11 +208,13 @@ class _Judge:
         if not idle or 2 * len(idle) >= len(heads):
             return []
         for rank in idle:
-            self._note(heads[rank], f"the device of rank {rank} never started {_call(heads[rank])}")
-        return [Blamed(r, "device stuck", f"never started {_call(heads[r])}") for r in idle]
+            self._note(
+                heads[rank], f"the device of rank {rank} never started {call_text(heads[rank])}"
+            )
+        return [Blamed(r, "device stuck", f"never started {call_text(heads[r])}") for r in idle]
 
     def _nobody(self, odds: list[Odd]) -> Diagnosis:
-        self.evidence += [f"{_call(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
+        self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
         if odds:
             self.first = odds[0].entry
         state, cycle = self.state, self._cycle()
@@ -218,8 +222,8 @@ class _Judge:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
         else:
-            text = "every member entered the call and none left it: a device, the network or NCCL"
-            self.evidence.append(text)
+            self.evidence += ["every member entered the call and none left it: a device, the "
+                              "network or NCCL"]  # fmt: skip
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
@@ -270,7 +274,7 @@ class _Judge:
             victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
             if len(chain) < 10 and (rank in cycle or blamed & set(others)):
                 shown = format_ranks(sorted(others))
-                chain.append(f"rank {rank} in {_call(head)}: rank {shown} {why}")
+                chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
         first = self.first or next(filter(None, map(state.head, sorted(state.outstanding))), None)
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         confidence = "possible" if not culprits or verdict == "missing dump" else "likely"
@@ -292,9 +296,3 @@ class _Judge:
 
 def _age(entry: Entry) -> tuple[int, int]:
     return entry.created_ns, entry.seq
-
-
-def _call(entry: Entry) -> str:
-    what = f"{entry.op} to group rank {entry.to}" if entry.pair else entry.op
-    where = f" at {entry.site}" if entry.site else ""
-    return f"{what} #{entry.seq} of {entry.desc}{where}"

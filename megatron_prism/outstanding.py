@@ -14,7 +14,7 @@ from functools import cached_property
 from megatron_prism.flight_dump import DumpSet, Entry, Group
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["State"]
+__all__ = ["State", "call_text"]
 
 _PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
@@ -27,6 +27,13 @@ def _unnamed(group: Group, seq: int) -> Entry:
     return Entry(
         last, group.name, group.desc, "call", seq, seq, -1, nothing, (), "", False, "", -1, -1
     )
+
+
+def call_text(entry: Entry) -> str:
+    """``all_reduce #3 of GROUP at file:line``."""
+    what = f"{entry.op} to group rank {entry.to}" if entry.pair else entry.op
+    where = f" at {entry.site}" if entry.site else ""
+    return f"{what} #{entry.seq} of {entry.desc}{where}"
 
 
 class State:

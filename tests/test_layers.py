@@ -38,12 +38,12 @@ ROWS = [
     "flight_dump diagnosis",
     "flight_recorder quiescence hang_graph",
     "flight_export outstanding faults",
-    "votes",
+    "votes watchdog",
     "allocator_settings",
     "allocator",
     "allocator_trace",
     "memory hang stochastic",  # the analyses never import each other
-    "memory_baseline hang_world",
+    "memory_baseline hang_world placement",
     "report",
     "recipe_layers",
     "recipe_checks",
@@ -66,9 +66,12 @@ ALSO = {"plugin": {"recipe", "recipe_schema", "graph", "costs", "replay"}}
 INSIDE_FUNCTIONS = {
     ("cli", "plugin"),
     ("cli_programs", "plugin"),
+    ("cli_hang", "plugin"),
     ("cli_schedule", "plugin"),
     ("_attach", "plugin"),
     ("pytest_plugin", "plugin"),
+    # what a fault of a virtual rank leads to is known before the job starts
+    *(("plugin", name) for name in ("classes", "diagnosis", "faults", "hang_world", "quiescence")),
 }
 
 # Third-party package -> who may import it ("a/b*" is a pattern below megatron_prism/).

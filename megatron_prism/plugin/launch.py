@@ -122,8 +122,10 @@ def install(options: flags.Options) -> Any:
     held = ballast.follow_memory(options, proof, summary.coordinates(options))
     recording = _recording(options)
     observer = recording.observe if recording else None
+    guard = _guard(options, tier, store, proof)
     context = seams.Context(
         start=lambda: start_world(options, tier.device, store, observer, pace, proof, held),
+        start=lambda: start_world(options, tier.device, store, observer, pace, proof, guard),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
@@ -140,8 +142,21 @@ def install(options: flags.Options) -> Any:
     report.recording, report.pace = recording, pace
     proof.on_finish.append(report.finish)
     report.banner()
+    if guard is not None:
+        sys.stderr.write(guard.banner())
     _arrange_verdict(proof)
     return context
+
+
+def _guard(options: flags.Options, tier: Any, store: Any, proof: Any) -> Any:
+    """What injects faults and checks calls, if that was asked for."""
+    if options.hang is None:
+        return None
+    from megatron_prism.plugin.guard import Guard
+
+    proof.guard = guard = Guard(options, options.hang, tier, store)
+    proof.on_finish.append(guard.check_fired)
+    return guard
 
 
 def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> None:
@@ -223,6 +238,7 @@ def start_world(
     pace: Any = None,
     proof: Any = None,
     tally: Any = None,
+    guard: Any = None,
 ) -> Any:
     """Bring the virtual world of ``options`` up in this process."""
     import torch
@@ -244,7 +260,7 @@ def start_world(
             tally=tally,
         )
     )
-    world.observer = observer
+    world.observer, world.guard = observer, guard
     if pace is not None:
         world.recorder = proof.pacer = pace.start(torch.cuda.current_device())
     return world

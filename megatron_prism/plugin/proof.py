@@ -53,6 +53,7 @@ class Proof:
         self.who = "this rank"
         self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
         self.held: Callable[[], int] = lambda: 0  # bytes of ballast
+        self.guard: Any = None  # a Guard; learns the same labels, and when a step starts
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
@@ -110,6 +111,7 @@ class Proof:
         before, self.labels = self.labels, {**self.labels, "phase": phase, **labels}
         with contextlib.ExitStack() as scopes:
             for source in (self.peak_source, self.recorder, self.memory):
+            for source in (self.peak_source, self.recorder, self.guard):
                 if source is not None:
                     scopes.enter_context(source.scope(phase=phase, **labels))
             yield
@@ -137,6 +139,8 @@ class Proof:
             self.capture.before(len(self.iterations), wanted, self)
         if self.memory is not None:
             self.memory.iteration(len(self.iterations), wanted)
+        if self.guard is not None:
+            self.guard.before(len(self.iterations), wanted)
         start = time.perf_counter_ns()
         with self.device_memory():
             yield

@@ -353,9 +353,10 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
         return work
 
     def call(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
-        if self.world.recorder is None:
+        listener = self.world.guard or self.world.recorder
+        if listener is None:
             return plain(self, *args, **kwargs)
-        return self.world.recorder.record(self, op, plain, args, kwargs)
+        return listener.record(self, op, plain, args, kwargs)
 
     call.__name__, call.__doc__ = method, answer.__doc__
     return call

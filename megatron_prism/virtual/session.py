@@ -68,6 +68,7 @@ class VirtualWorld:
         self.tally = Tally() if tally is None else tally
         self.observer: Observer | None = None
         self.recorder: Any = None  # a slicer.Recorder or a pacing.Pacer
+        self.guard: Any = None  # a plugin.guard.Guard that injects faults or checks calls
         self._num_real: dict[str, int] = {}
         self._num_groups = 0
 

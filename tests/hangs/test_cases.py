@@ -141,7 +141,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=drop@rank=1:n=4"], "has no parameter"),
         (["fault=dtype@rank=1:to=bf61"], "cannot be bf61"),
         (["fault=swap@rank=1"], "swap with what"),
-        (["fault=nan@rank=1:tensor=loss", "seed=x"], "not understood"),
+        (["fault=nan@rank=1", "seed=x"], "not understood"),
         (["fault=delay@rank=1:ms=5"], "nothing hangs"),
         (["plan=/nonexistent"], "cannot read the plan"),
         (["-o", "x"], "without a fault"),
@@ -166,3 +166,45 @@ def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):
     assert cli.main(["check", str(tmp_path / "ring"), "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["kind"], row["ranks"]) == ("deadlock", [3])
+
+
+# -- reports --------------------------------------------------------------------------------------
+def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, capsys):
+    from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
+    from megatron_prism.report import hang as report
+
+    evil = "<script>alert(1)</script>|`*```"
+    found = Diagnosis("mismatch", (Blamed(3, "dtype", evil),), (Waiting(1, (3,), evil, evil, 4),),
+                      evil, "all_reduce", 4, evidence=(evil,), missing=(evil,))  # fmt: skip
+    page, text = report.page(found), report.markdown(found)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "| 3 | dtype | \\<script\\>" in text
+    assert text.count("````") == 4  # a fence that the text cannot close
+    where = str(HERE / "worlds" / "moe.txt")
+    words = ["hang", where, "fault=dtype@rank=12,group=tp,nth=1", "--html", str(tmp_path / "p")]
+    assert cli.main([*words, "--markdown", str(tmp_path / "m")]) == 1
+    assert "rank 12 (dtype)" in (tmp_path / "m").read_text()
+    assert "rank 12 (dtype)" in (tmp_path / "p").read_text()
+    assert cli.main(words) == 2
+    assert "not overwritten" in capsys.readouterr().err
+
+
+def test_whose_watchdog_fires_first():
+    """Real clocks: the rank whose call was issued first, or has least patience."""
+    from megatron_prism import flight_export, flight_recorder
+    from megatron_prism.flight_dump import DumpSet
+
+    state, _ = cases.planted(next(c for c in CASES if c.name == "host stuck"))
+    dumps = {}
+    for rank, value in flight_export.dumps_of(state):
+        for entry in value["entries"]:
+            entry["time_created_ns"] += 1_700_000_000 * 10**9
+            entry["timeout_ms"] = 60_000 if rank == 8 else 600_000
+        dumps[rank] = flight_recorder.of_value(value, rank)
+    found = hang.of_dumps(DumpSet(dumps))
+    assert found.watchdog.startswith("rank 8, 60.0 s after")
+    assert "WorkNCCL(SeqNum=" in found.watchdog
+    assert "OpType=" in found.watchdog
+    assert "first watchdog:" in str(found)
+    assert {c.rank for c in found.culprits} == {10}

@@ -1,0 +1,155 @@
+"""What stands between a local rank and its groups?  Faults on purpose, then the rendezvous.
+
+``VirtualWorld.guard`` gets every call before the recorder does; without one of the flags there is
+no guard, and the calls do not know of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron_prism.fault_plan import Call
+from megatron_prism.ops import Op
+from megatron_prism.plugin.hang_flags import HangOptions
+from megatron_prism.plugin.injector import Injector
+from megatron_prism.plugin.strict import Strict, disagreement
+from megatron_prism.slicer.calls import details
+from megatron_prism.slicer.owners import Sites
+from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Makes the calls of one rank: ``record`` as a Recorder does, ``scope`` and ``before`` as told
+    by the proof of training."""
+
+    def __init__(self, options: Any, asked: HangOptions, tier: Any, store: Any) -> None:
+        self.rank, self.asked, self.local = options.rank, asked, options.ranks
+        seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]
+        mine = [f for f, ranks in seeds if self.rank in ranks]
+        virtual = [f for f, ranks in seeds if not set(ranks) & set(self.local)]
+        self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run)
+        self.strict = None
+        self.rendezvous: Rendezvous | None = None
+        if asked.strict and asked.programs is not None:
+            self.strict = Strict(asked.programs, options.world, self.rank, virtual, asked.seed)
+            self.rendezvous = Rendezvous(self.strict.healthy, self._fail)
+        self.neighbours = None
+        if asked.strict and store is not None:
+            self.neighbours = Neighbours(store, self.rank, self._fail)
+        self.iteration, self._inside, self._own_faults = 0, False, bool(mine)
+        self._labels: dict[str, Any] = {}
+        self._sites = Sites()
+        self._checked_faulty = False
+
+    def banner(self) -> str:
+        """What is wrong on purpose, in a frame that nobody overlooks."""
+        lines = [f"FAULT INJECTION: {f}" for f in self.asked.faults]
+        if self.asked.dry_run:
+            lines.append("dry run: none of them happens")
+        width = max(map(len, lines), default=0)
+        frame = "!" * (width + 6)
+        return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""]) * bool(
+            lines
+        )
+
+    # -- what the proof says ----------------------------------------------------------------------
+    @contextlib.contextmanager
+    def scope(self, **labels: Any) -> Iterator[None]:
+        """Label what runs inside: phase, microbatch, chunk."""
+        before, self._labels = self._labels, {**self._labels, **labels}
+        try:
+            yield
+        finally:
+            self._labels = before
+
+    def before(self, number: int, wanted: int) -> None:
+        """Train step ``number`` (from 1) of ``wanted`` starts.
+
+        Programs are of a steady iteration: the first and the last of a long job are not compared.
+        """
+        if self.rendezvous is not None:
+            self.rendezvous.end()
+            assert self.strict is not None
+            if (1 < number < wanted) if wanted > 2 else number == wanted:
+                hit = self.strict.iteration or number
+                peers = self.strict.faulty if hit == number else self.strict.healthy
+                self._checked_faulty |= peers is self.strict.faulty
+                self.rendezvous.begin(peers, peers.order() if self.asked.sanitize else None)
+        self.iteration = number
+
+    def check_fired(self) -> None:
+        """A fault that never fired is an error, also one of a virtual rank."""
+        self.injector.check_fired()
+        if self.strict is not None and self.strict.faults and not self.asked.dry_run:
+            from megatron_prism.errors import UsageError
+
+            texts = ", ".join(map(str, self.strict.faults))
+            why = "it changes no call of this rank" if self._checked_faulty else "no such iteration"
+            raise UsageError(f"{texts} was not met: {why}", fix="another iter=, or another rank")
+
+    # -- calls ------------------------------------------------------------------------------------
+    def record(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Make the call, after faults and checks."""
+        if self._inside or self.iteration == 0 and self.neighbours is None:
+            self.injector.sequence[group.desc, op in ("send", "recv")] += 1
+            return self._through(group, op, answer, args, kwargs)
+        site = self._sites.find(sys._getframe(2), foreign=True)
+        labels = self._labels
+
+        def make(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._check(group, op, args, kwargs, site)
+            return self._through(group, op, answer, args, kwargs)
+
+        call = Call(op, group.desc, self.iteration, labels.get("microbatch", -1),
+                    labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
+        return self.injector.record(group, op, make, args, kwargs, call)
+
+    def _through(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        recorder = group.world.recorder
+        if recorder is None:
+            return answer(group, *args, **kwargs)
+        return recorder.record(group, op, answer, args, kwargs)
+
+    def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
+        if self.rendezvous is None and self.neighbours is None:
+            return
+        call = Op(op, group=group.desc, site=site, **_compared(details(group, op, args, kwargs)))
+        if self.rendezvous is not None and self.rendezvous.open:
+            assert self.strict is not None
+            pair = op in ("send", "recv")
+            fifo = (call.group, op if pair else "", call.peer if pair else 0)
+            if self.rendezvous.peers is self.strict.faulty and group.size() > 1:
+                self.strict.standstill((*fifo, self.rendezvous.counts[fifo]))
+            self.rendezvous.check(call, group.rank(), group.size())
+        local = {r: group.ranks.index(r) for r in self.local if r in group.ranks}
+        if self.neighbours is not None and len(local) > 1 and op not in ("send", "recv"):
+            self._inside = True
+            try:
+                key = f"{group.desc}:{','.join(map(str, sorted(local)))}"
+                self.neighbours.check(call, key, local, site)
+            finally:
+                self._inside = False
+
+    def _fail(
+        self, kind: str, call: Op, number: int, theirs: Op | None, found: Sequence[str],
+        peer: int | None = None, own: Op | None = None,
+    ) -> None:  # fmt: skip
+        pair = call.name in ("send", "recv")
+        if self.strict is not None and kind != "divergence" and not pair:
+            fifo = self.strict.healthy.own(call.group)
+            own = fifo[number] if number < len(fifo) else None
+        raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
+
+
+def _compared(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an Op, without its shapes."""
+    return {key: value for key, value in fields.items() if key != "shape"}

@@ -1,0 +1,214 @@
+"""Would the peers make this call now?  Every call of a local rank, checked before data moves.
+
+``Rendezvous`` compares with what the derived programs of the peers say (group, sequence, operation,
+dtype, size, root, reduction, splits); ``Neighbours`` with what other local ranks are about to call,
+through their store.  Both count per group as NCCL does: collectives in one FIFO, messages in one
+per directed pair.  Comparison is only inside a group.  What differs goes to ``fail``, which
+raises.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from megatron_prism.ops import Op
+
+__all__ = ["Neighbours", "Peers", "Rendezvous", "differences"]
+
+_BY_OUTPUT = ("reduce_scatter", "scatter", "recv")
+_PATIENCE_S = 120.0  # until a local rank that does not come counts as lost
+
+
+class Peers(Protocol):
+    """What the programs of a world say of one rank's groups."""
+
+    def collectives(self, desc: str) -> list[tuple[int, int, list[Op]]]:
+        """(a member, how many call like it, its collectives) for all other members."""
+
+    def own(self, desc: str) -> list[Op]:
+        """The collectives of the local rank itself."""
+
+    def messages(self, desc: str, offset: int, name: str) -> tuple[int, list[Op]]:
+        """(the rank ``offset`` places further, its counterparts of our ``name``)."""
+
+    def position(self, desc: str, rank: int) -> int:
+        """Group rank of ``rank``."""
+
+
+Fail = Callable[..., None]
+
+
+def _count(op: Op) -> int:
+    if op.name in ("all_to_all", "barrier"):
+        return 0
+    return op.num_out if op.name in _BY_OUTPUT else op.num_in
+
+
+def differences(mine: Op, theirs: Op) -> list[str]:
+    """In which words two calls that should be one differ: ``shape: 64 here, 32 there``."""
+    if mine.name in ("send", "recv"):
+        pairs = [("dtype", mine.dtype, theirs.dtype), ("shape", _count(mine), _count(theirs))]
+    else:
+        pairs = [
+            ("operation", mine.name, theirs.name),
+            ("dtype", mine.dtype, theirs.dtype),
+            ("shape", _count(mine), _count(theirs)),
+            ("reduce op", mine.reduce, theirs.reduce),
+            ("root", mine.root, theirs.root),
+        ]
+    return [f"{what}: {a} here, {b} there" for what, a, b in pairs if a != b]
+
+
+class Rendezvous:
+    """Counts the calls of one rank and asks the programs of its peers."""
+
+    def __init__(self, peers: Peers, fail: Fail) -> None:
+        self.peers, self.fail = peers, fail
+        self.counts: Counter[tuple[str, str, int]] = Counter()  # group, "" or send or recv, peer
+        self.order: list[Op] | None = None
+        self.made = 0
+        self.open = False
+
+    def begin(self, peers: Peers | None = None, order: list[Op] | None = None) -> None:
+        """A new iteration: count from 0.  ``order``: all calls that this rank itself will make."""
+        self.peers, self.order, self.made = peers or self.peers, order, 0
+        self.counts.clear()
+        self.open = True
+
+    def end(self) -> None:
+        """The iteration is over: whatever the program has beyond was not called."""
+        if not self.open:
+            return
+        self.open = False
+        for (desc, name, _), made in list(self.counts.items()):
+            own = self.peers.own(desc) if not name else []
+            if made < len(own):
+                self.fail("missing", own[made], made, None, [
+                    f"the derived program calls it, the rank did not: {made} of {len(own)} calls"
+                ])  # fmt: skip
+
+    def check(self, call: Op, position: int, size: int) -> None:
+        """``call`` is about to be made by the member at ``position`` of ``size``."""
+        if not self.open:
+            return
+        self._own_order(call)
+        if size < 2:
+            return
+        pair = call.name in ("send", "recv")
+        key = (call.group, call.name if pair else "", call.peer if pair else 0)
+        number = self.counts[key]
+        self.counts[key] += 1
+        if pair:
+            self._message(call, number)
+        else:
+            self._collective(call, number, position)
+
+    def _own_order(self, call: Op) -> None:
+        """The sanitizer: the first call that the rank's own program does not have here."""
+        if self.order is None:
+            return
+        number, self.made = self.made, self.made + 1
+        mine = self.order[number] if number < len(self.order) else None
+        if mine is None:
+            self.fail("divergence", call, number, None, ["its program is over"], None, None)
+        elif (mine.group, mine.name) != (call.group, call.name) or differences(call, mine):
+            what = (
+                f"its program calls {mine.name} of {mine.group} at {mine.site or 'no known line'}"
+            )
+            self.fail("divergence", call, number, None, [what], None, mine)
+
+    def _message(self, call: Op, number: int) -> None:
+        peer, fifo = self.peers.messages(call.group, call.peer, call.name)
+        back = "recv" if call.name == "send" else "send"
+        if number >= len(fifo):
+            self.fail(
+                "unmatched " + call.name,
+                call,
+                number,
+                None,
+                [f"rank {peer} posts {len(fifo)} {back}, this is number {number}"],
+                peer,
+            )
+        elif found := differences(call, fifo[number]):
+            self.fail(_kind(found), call, number, fifo[number], found, peer)
+
+    def _collective(self, call: Op, number: int, position: int) -> None:
+        for rank, alike, fifo in self.peers.collectives(call.group):
+            if number >= len(fifo):
+                self.fail(
+                    "missing",
+                    call,
+                    number,
+                    None,
+                    [f"rank {rank} ({alike} alike) makes {len(fifo)} calls there"],
+                    rank,
+                )
+                continue
+            theirs = fifo[number]
+            found = differences(call, theirs)
+            if not found and call.splits and theirs.splits and alike == 1:
+                there = self.peers.position(call.group, rank)
+                found = _splits(call, theirs, position, there)
+            if found:
+                self.fail(_kind(found), call, number, theirs, found, rank)
+
+
+def _splits(mine: Op, theirs: Op, here: int, there: int) -> list[str]:
+    assert mine.splits is not None
+    assert theirs.splits is not None
+    sent, wanted = mine.splits[0][there], theirs.splits[1][here]
+    return [f"splits: {sent} rows sent, {wanted} expected"] if sent != wanted else []
+
+
+def _kind(found: list[str]) -> str:
+    return found[0].partition(":")[0]
+
+
+class Neighbours:
+    """Local ranks tell each other their next collective before they make it.
+
+    A store of all local processes holds, per group and sequence, one line per rank.
+    """
+
+    def __init__(self, store: Any, rank: int, fail: Fail, patience_s: float = _PATIENCE_S) -> None:
+        self.store, self.rank, self.fail, self.patience_s = store, rank, fail, patience_s
+        self.counts: Counter[str] = Counter()
+
+    def check(self, call: Op, key: str, locals_: Mapping[int, int], site: str) -> None:
+        """``call`` is about to be made in the group ``key``; locals_: global rank -> group rank."""
+        number = self.counts[key]
+        self.counts[key] += 1
+        said = {"op": call.name, "dtype": call.dtype, "in": call.num_in, "out": call.num_out,
+                "reduce": call.reduce, "root": call.root, "site": site}  # fmt: skip
+        base = f"rendezvous/{key}/{number}/"
+        self.store.set(base + str(self.rank), json.dumps(said))
+        self.store.set(f"rendezvous/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
+        deadline = time.monotonic() + self.patience_s
+        for other in locals_:
+            if other != self.rank:
+                self._meet(call, number, base, other, deadline)
+
+    def _meet(self, call: Op, number: int, base: str, other: int, deadline: float) -> None:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            self.store.wait([base + str(other)], timedelta(seconds=left))
+        except Exception as error:  # c10d raises DistStoreError or RuntimeError by release
+            where = self.store.get(f"rendezvous/at/{other}").decode() if _has(
+                self.store, f"rendezvous/at/{other}") else "nowhere yet"  # fmt: skip
+            why = f"rank {other} has not come within {self.patience_s:.0f} s; it is in {where}"
+            self.fail("missing", call, number, None, [f"{why} ({type(error).__name__})"], other)
+            return
+        theirs = json.loads(self.store.get(base + str(other)))
+        there = Op(theirs["op"], call.group, theirs["dtype"], theirs["in"], theirs["out"],
+                   theirs["reduce"], root=theirs["root"], site=theirs["site"])  # fmt: skip
+        if found := differences(call, there):
+            self.fail(_kind(found), call, number, there, found, other)
+
+
+def _has(store: Any, key: str) -> bool:
+    return bool(store.check([key]))

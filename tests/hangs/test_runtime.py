@@ -1,0 +1,264 @@
+"""Faults of running ranks and the strict rendezvous: in process, and on whole jobs."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from megatron_prism import fault_plan
+from megatron_prism.errors import HangError, UnsupportedError, UsageError
+from megatron_prism.ops import Op
+from megatron_prism.plugin import flags
+from megatron_prism.plugin.guard import Guard
+from megatron_prism.plugin.hang_flags import HangOptions
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs, save
+from megatron_prism.virtual import session
+from megatron_prism.virtual.rendezvous import Neighbours
+from megatron_prism.virtual.values import Values
+from megatron_prism.world import World
+
+HERE = pathlib.Path(__file__).parent
+TP = "TENSOR_MODEL_PARALLEL_GROUP"
+WORLD = World(4, tp=4)
+OPS = [Op("all_reduce", TP, "fp32", 8, 8, "sum"), Op("broadcast", TP, "fp32", 4, 4, root=0)] * 2
+
+
+@pytest.fixture
+def job(tmp_path):
+    """start(faults=…, strict=…) -> (guard, group): rank 1 of 4, one tensor-parallel group."""
+    path = save(Programs.one_per_rank([Program.from_ops(r, OPS) for r in range(4)], WORLD),
+                tmp_path / "w.prism")  # fmt: skip
+
+    def start(*faults, strict=True, sanitize=False, dry=False):
+        asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
+                            path if strict else None, strict, sanitize)  # fmt: skip
+        options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
+        guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
+        world = session.start(
+            session.VirtualWorld(4, 1, (1,), Values("mirror"), torch.device("cpu"))
+        )
+        world.guard = guard
+        return guard, dist.new_group(range(4), group_desc=TP)
+
+    yield start
+    session.stop()
+
+
+def iterations(guard, group, wanted=4):
+    """What a healthy rank calls."""
+    for number in range(1, wanted + 1):
+        guard.before(number, wanted)
+        for _ in range(2):
+            with guard.scope(phase="forward", microbatch=_):
+                tensor = torch.ones(8)
+                dist.all_reduce(tensor, group=group)
+                dist.broadcast(torch.ones(4), 0, group=group)
+    return tensor
+
+
+def test_a_healthy_rank_is_left_alone(job):
+    guard, group = job(sanitize=True)
+    assert float(iterations(guard, group)[0]) == 4.0
+    guard.check_fired()
+    assert guard.banner() == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("dtype@rank=1,iter=2,nth=0", "dtype: fp64 here, fp32 there|dtype: bf16 here"),
+        ("shape@rank=1,iter=3,nth=1", "shape: 2 here, 4 there"),
+        ("root@rank=1,iter=2", "root: 1 here, 0 there"),
+        ("reduce_op@rank=1,iter=2", "reduce op: max here, sum there"),
+        ("drop@rank=1,iter=2,nth=0", "operation: broadcast here, all_reduce there"),
+        ("drop@rank=1,iter=2,nth=3", "the rank did not: 3 of 4 calls"),
+        ("skip_microbatch@rank=1,iter=2,mb=1", "2 of 4 calls"),
+    ],
+)
+def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
+    guard, group = job(fault)
+    with pytest.raises(HangError, match=says) as caught:
+        iterations(guard, group)
+    assert "rank 1 is odd" in caught.value.message
+    said = capsys.readouterr().err
+    assert said.count("[prism-fault] fired") == 1
+    assert f"id={fault}" in said
+    assert fault in guard.banner()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("dtype@rank=2,iter=3,nth=1", "dtype"),
+        ("drop@rank=3,iter=2,nth=0", "operation"),
+        ("gil@rank=0,iter=2,nth=2", "host stuck"),
+        ("sigkill@rank=2,nth=1", "missing dump"),
+    ],
+)
+def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
+    guard, group = job(fault)
+    with pytest.raises(HangError, match="nobody can go on") as caught:
+        iterations(guard, group)
+    culprit = fault_plan.parse(fault).select["rank"]
+    assert f"rank {culprit} ({kind})" in caught.value.message
+    assert "rank 1 stands in the first call that never ends" in caught.value.message
+
+
+def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
+    guard, group = job("drop@rank=1,iter=2,nth=1", sanitize=True)
+    with pytest.raises(HangError, match="divergence: rank 1 is odd"):
+        iterations(guard, group)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("exception@rank=1,iter=2", RuntimeError),
+        ("workload_exc@rank=1,iter=2", RuntimeError),
+        ("data_end@rank=1,iter=2", StopIteration),
+    ],
+)
+def test_a_rank_that_raises(fault, error, job):
+    guard, group = job(fault, strict=False)
+    with pytest.raises(error, match="prism-fault"):
+        iterations(guard, group)
+
+
+def test_nan_reaches_the_result_and_delay_does_not_change_it(job):
+    guard, group = job("nan@rank=1,iter=4,op=all_reduce,nth=1", "delay@rank=1:ms=1", strict=False)
+    assert torch.isnan(iterations(guard, group)[0])
+    guard.check_fired()
+
+
+def test_a_dry_run_says_which_call_and_changes_nothing(job, capsys):
+    guard, group = job("drop@rank=1,iter=2,mb=1,op=broadcast", dry=True)
+    iterations(guard, group)
+    line = capsys.readouterr().err
+    assert "would fire" in line
+    assert "iter=2 mb=1 op=broadcast" in line
+    assert "seq=8" in line
+
+
+def test_a_fault_that_never_fires_is_an_error(job):
+    guard, group = job("drop@rank=1,iter=7", strict=False)
+    iterations(guard, group)
+    with pytest.raises(UsageError, match="never fired"):
+        guard.check_fired()
+
+
+def test_what_a_running_rank_cannot_do_is_refused(job):
+    for fault in ("swap@rank=1:with=tp:broadcast:0", "gpu_hang@rank=1", "oom@rank=1:at_bytes=5"):
+        with pytest.raises(UnsupportedError):
+            job(fault, strict=False)
+
+
+# -- local ranks among themselves -----------------------------------------------------------------
+def test_neighbours_compare_before_they_call():
+    store, said = dist.HashStore(), []
+    ranks = [Neighbours(store, r, lambda *a: said.append(a), 0.1) for r in (0, 1)]
+    calls = [Op("broadcast", TP, "int32", 1, 1, root=0), Op("broadcast", TP, "int64", 1, 1, root=0)]
+    ranks[0].check(calls[0], "k", {0: 0, 1: 1}, "a.py:1")
+    assert said[0][0] == "missing"  # rank 1 does not come in time
+    ranks[1].check(calls[1], "k", {0: 0, 1: 1}, "b.py:2")
+    kind, _, number, theirs, found, peer = said[1]
+    assert (kind, number, theirs.site, peer) == ("dtype", 0, "a.py:1", 0)
+    assert found == ["dtype: int64 here, int32 there"]
+
+
+# -- flags ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--prism-fault", "drop@rank=5"], "rank 5 is virtual"),
+        (["--prism-fault", "dorp@rank=0"], "there is no fault dorp"),
+        (["--prism-rendezvous", "strict"], "nothing to compare"),
+        (["--prism-sanitize"], "compares with the programs"),
+        (["--prism-fault-dry-run"], "without a fault"),
+    ],
+)
+def test_flags_that_cannot_be(words, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        flags.from_command_line(["--prism-emulate", "--prism-world-size", "8", *words], {})
+    assert caught.value.fix
+
+
+def test_plans_and_other_peoples_names(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "- drop@rank=0,group=tp,nth=2\n- {kind: delay, at: {rank: 0, iter: 2}, ms: 5}\n"
+        "- LOCK_GIL:0:7:2\n- {fault-injector-ranks: [0], fault-injector-fault-types: GPU_SLEEP}\n"
+    )
+    words = ["--prism-emulate", "--prism-world-size", "8", "--prism-fault-plan", str(plan)]
+    found = flags.from_command_line(words, {}).hang.faults
+    assert [str(f) for f in found] == [
+        "drop@rank=0,group=tp,nth=2", "delay@rank=0,iter=2:ms=5", "gil@rank=0,iter=7",
+        "gpu_hang@rank=0",
+    ]  # fmt: skip
+    env = {"PRISM_FAULT": "drop@rank=0"}
+    assert len(flags.from_command_line(words[:3], env).hang.faults) == 1
+    assert flags.from_command_line(words[:3], {}).hang is None
+
+
+# -- A2: Megatron 0.16.1 as it is -----------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.skipif("PRISM_MEGATRON" not in os.environ, reason="PRISM_MEGATRON names no checkout")
+def test_a2_sft_broadcasts_of_two_real_ranks():
+    """M#3268: 0.16.1 stops before data moves; a later release makes every broadcast."""
+    checkout = os.environ["PRISM_MEGATRON"]
+    job = """--sft --tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64
+        --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
+        --global-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer
+        --vocab-size 1000 --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+        --no-rope-fusion --no-create-attention-mask-in-dataloader --transformer-impl local
+        --no-persist-layer-norm""".split()
+    path = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
+         "29719", "-m", "megatron_prism", "run", "--prism-tier", "cpu", "--prism-rendezvous",
+         "strict", "--", str(HERE / "sft_batch.py"), *job],
+        capture_output=True, text=True, check=False, timeout=200,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if "MINOR = 16" in pathlib.Path(checkout, "megatron/core/package_info.py").read_text():
+        assert f"broadcast #7 of {TP}, dtype: who is wrong is undetermined" in done.stderr
+        assert "calls broadcast int64 in=1 out=1 at training/utils.py:523" in done.stderr
+        assert "calls broadcast int32 in=1 out=1 at training/utils.py:523" in done.stderr
+    else:
+        assert done.stdout.count("every broadcast of the batch was made") == 2, done.stderr[-2000:]
+
+
+# -- whole jobs -----------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.training") is None
+    or sys.version_info < (3, 12),
+    reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
+)
+def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
+    sys.path.insert(0, str(HERE.parent / "megatron"))
+    from test_pretrain import JOB, run
+
+    new = {"--pipeline-model-parallel-size": "2", "--train-iters": "4", "--num-layers": "2",
+           "--global-batch-size": "8"}  # fmt: skip
+    job = [new.get(before, word) for before, word in zip(["", *JOB], JOB, strict=False)]
+    base = ("--prism-emulate", "--prism-world-size", "8", "--prism-tier", "meta")
+    for rank in ("0", "4"):
+        done = run(*base, "--prism-ranks", rank, "--prism-capture", str(tmp_path / "w"), job=job)
+        assert done.returncode == 0, done.stderr[-2000:]
+    strict = (*base, "--prism-ranks", "4", "--prism-world", str(tmp_path / "w"))
+    done = run(*strict, "--prism-sanitize", job=job)
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = run(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=2", job=job)
+    assert done.returncode == 1
+    assert "FAULT INJECTION: dtype@rank=5,iter=3" in done.stderr
+    assert f"HANG at broadcast #3 of {TP}: rank 5 (dtype)" in done.stderr
