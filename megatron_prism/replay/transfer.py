@@ -33,24 +33,23 @@ def terms(
     widest = count + 2  # terms of one node: no cause twice
     window = max(1, min(count, _BOUNDS // max(1, count)))
     given = [dag.order, dag.start, dag.before, held, cut.astype(np.int64), mine, window]
-    room = 4 * (n + widest)
+    cause, weight = (np.zeros(4 * (n + widest), dtype=np.int64) for _ in range(2))
+    first, length, shift = (np.zeros(n, dtype=np.int64) for _ in range(3))
+    number, since, mark = (np.zeros(n, dtype=np.int64) for _ in range(3))
+    bounds = np.full(count * window, -1, dtype=np.int64)
+    found_first, found_length = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+    one, two = np.zeros(widest, dtype=np.int64), np.zeros(widest, dtype=np.int64)
+    done = np.zeros(3, dtype=np.int64)  # nodes, interactions, entries of ``cause``
     while True:
-        cause, weight = np.zeros(room, dtype=np.int64), np.zeros(room, dtype=np.int64)
-        first, length, shift = (np.zeros(n, dtype=np.int64) for _ in range(3))
-        number, since, mark = (np.zeros(n, dtype=np.int64) for _ in range(3))
-        bounds = np.full(count * window, -1, dtype=np.int64)
-        found_first, found_length = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        one, two = np.zeros(widest, dtype=np.int64), np.zeros(widest, dtype=np.int64)
-        used = np.zeros(2, dtype=np.int64)
         kernels.run(
             _carry,
             given,
             [cause, weight, first, length, shift, number, since, bounds, mark, found_first,
-             found_length, one, two, used],
+             found_length, one, two, done],
         )  # fmt: skip
-        if not used[1]:
+        if done[0] == len(dag.order):
             break
-        room *= 2
+        cause, weight = (np.concatenate([a, np.zeros_like(a)]) for a in (cause, weight))
     start = np.concatenate(([0], np.cumsum(found_length)))
     where = np.repeat(found_first - start[:-1], found_length) + np.arange(start[-1])
     return start, cause[where], weight[where]
@@ -59,17 +58,18 @@ def terms(
 def _carry(  # type: ignore[no-untyped-def]
     order, start, before, held, cut, mine, window,
     cause, weight, first, length, shift, number, since, bounds, mark, found_first,
-    found_length, one, two, used,
+    found_length, one, two, done,
 ):  # fmt: skip
     """``first``, ``length``, ``shift``: the terms of a node, for a cut node its own floor;
     ``found_*``: of a cut node what virtual ranks bring; ``bounds[window * number[k] + d]``: how
     long at least from the end of the interaction d places before k to the end of k, -1: unknown."""
-    size = count = 0
-    for node in order:
-        a, b = start[node], start[node + 1]
-        if size + 2 * len(one) > len(cause):
-            used[1] = 1
+    count, size = done[1], done[2]
+    for at in range(done[0], len(order)):
+        if size + 2 * len(one) > len(cause):  # more room is needed, and the rest goes on from here
+            done[0], done[1], done[2] = at, count, size
             return
+        node = order[at]
+        a, b = start[node], start[node + 1]
         if cut[node]:
             m = _gather(
                 a, b, before, cut, mine, 1, cause, weight, first, length, shift, mark, one, two
@@ -99,7 +99,7 @@ def _carry(  # type: ignore[no-untyped-def]
             for t in range(m):
                 cause[size + t], weight[size + t] = one[t], two[t]
             size += m
-    used[0] = size
+    done[0], done[1], done[2] = len(order), count, size
 
 
 def _gather(  # type: ignore[no-untyped-def]
