@@ -16,13 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.errors import UsageError
+from megatron_prism.plugin import hang_flags
 from megatron_prism.plugin.flag_world import SIZES, local_ranks, processes, target_world
 from megatron_prism.world import World
-from megatron_prism.errors import UsageError, WorldError
-from megatron_prism.plugin import hang_flags
-from megatron_prism.plugin.hang_flags import HangOptions
-from megatron_prism.plugin.processes import number, processes
-from megatron_prism.world import World, implied_size
 
 __all__ = ["FLAGS", "TIERS", "Options", "add_flags", "from_command_line"]
 
@@ -117,9 +113,9 @@ class Options:
     capture: Path | None = None
     pace: Path | None = None
     slow: str = ""
+    hang: hang_flags.HangOptions | None = None
     memory: Path | None = None
     ballast: str | None = None
-    hang: HangOptions | None = None
 
     @property
     def rank(self) -> int:
@@ -174,65 +170,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
-    given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
-    sizes = {name: 1 if size is None else size for name, size in given.items()}
-    sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
-    for name, size in sizes.items():
-        if size < 1:
-            raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
-    size = args.prism_world_size
-    if size is None and not launched and "WORLD_SIZE" in env:
-        size = number(env, "WORLD_SIZE", 1)
-    if size is None:
-        size = implied_size(**sizes)
-        while size < k:  # more processes than the smallest world: add data-parallel replicas
-            size += implied_size(**sizes)
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    try:
-        return World(size=size, order=order, **sizes)
-    except WorldError as error:
-        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
-
-
-def _in_flags(fix: str | None) -> str | None:
-    """``size=56`` of a World's fix as the flag that says it."""
-    names = {name: flag for flag, name in _SIZES.items()} | {"size": "--prism-world-size"}
-    pattern = rf"\b({'|'.join(names)})=(?=\d)"
-    return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
-
-
-def _ranks(
-    args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
-) -> tuple[int, ...]:
-    if args.prism_ranks is None:
-        first = 0 if launched else number(env, "RANK", 0)
-        ranks = tuple(range(first, first + k))
-    else:
-        text = str(args.prism_ranks)
-        ranks = tuple(world.select(text))
-        named = "=" not in text
-        if len(ranks) > k and named:
-            raise UsageError(
-                f"--prism-ranks {text} names {len(ranks)} ranks, but there "
-                f"{'is one process' if k == 1 else f'are {k} processes'}",
-                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank",
-            )
-        ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
-    if len(ranks) < k:
-        raise UsageError(
-            f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
-            fix=f"name {k} ranks, or start {len(ranks)} processes",
-        )
-    for rank in ranks:
-        if not 0 <= rank < world.size:
-            raise WorldError(
-                f"rank {rank} is outside the world of {world.size} ranks",
-                fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
-            )
-    return ranks
-
-
 def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Options | None:
     """Options of this process, or None without ``--prism-emulate``.
 
@@ -268,13 +205,11 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         )
     process, k, launched = processes(env)
     world = target_world(args, env, launched, k)
-    world = _world(args, env, launched, k)
-    ranks = _ranks(args, world, env, launched, k)
+    ranks = local_ranks(args, world, env, launched, k)
     return Options(
         world=world,
         process=process,
         num_processes=k,
-        ranks=local_ranks(args, world, env, launched, k),
         ranks=ranks,
         tier=args.prism_tier,
         values=args.prism_values,
@@ -284,9 +219,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         capture=Path(args.prism_capture) if args.prism_capture else None,
         pace=Path(args.prism_pace) if args.prism_pace else None,
         slow=args.prism_slow or "",
+        hang=hang_flags.options(args, env, world, ranks),
         memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
         ballast=args.prism_ballast,
-        hang=hang_flags.options(args, env, world, ranks),
     )
 
 

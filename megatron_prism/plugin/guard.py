@@ -20,7 +20,14 @@ from megatron_prism.slicer.calls import details
 from megatron_prism.slicer.owners import Sites
 from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "install"]
+
+
+def install(options: Any, tier: Any, store: Any, proof: Any) -> None:
+    """Make the guard that ``options.hang`` asks for, tell the proof of it, and say so."""
+    proof.guard = guard = Guard(options, options.hang, tier, store)
+    proof.on_finish.append(guard.check_fired)
+    sys.stderr.write(guard.banner())
 
 
 class Guard:

@@ -93,6 +93,7 @@ def install(options: flags.Options) -> Any:
     from megatron_prism import tiers
     from megatron_prism.plugin import (
         ballast,
+        guard,
         seams,
         seams_moe,
         seams_tiers,
@@ -114,18 +115,17 @@ def install(options: flags.Options) -> Any:
     pace = _pace(options, version) if options.pace or options.slow else None
     store = _shared_store(options)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    defaults = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    os.environ.update({name: os.environ.get(name, text) for name, text in defaults.items()})
 
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
+    if options.hang is not None:
+        guard.install(options, tier, store, proof)
     held = ballast.follow_memory(options, proof, summary.coordinates(options))
     recording = _recording(options)
     observer = recording.observe if recording else None
-    guard = _guard(options, tier, store, proof)
     context = seams.Context(
         start=lambda: start_world(options, tier.device, store, observer, pace, proof, held),
-        start=lambda: start_world(options, tier.device, store, observer, pace, proof, guard),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
@@ -142,21 +142,8 @@ def install(options: flags.Options) -> Any:
     report.recording, report.pace = recording, pace
     proof.on_finish.append(report.finish)
     report.banner()
-    if guard is not None:
-        sys.stderr.write(guard.banner())
     _arrange_verdict(proof)
     return context
-
-
-def _guard(options: flags.Options, tier: Any, store: Any, proof: Any) -> Any:
-    """What injects faults and checks calls, if that was asked for."""
-    if options.hang is None:
-        return None
-    from megatron_prism.plugin.guard import Guard
-
-    proof.guard = guard = Guard(options, options.hang, tier, store)
-    proof.on_finish.append(guard.check_fired)
-    return guard
 
 
 def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> None:
@@ -238,7 +225,6 @@ def start_world(
     pace: Any = None,
     proof: Any = None,
     tally: Any = None,
-    guard: Any = None,
 ) -> Any:
     """Bring the virtual world of ``options`` up in this process."""
     import torch
@@ -260,7 +246,7 @@ def start_world(
             tally=tally,
         )
     )
-    world.observer, world.guard = observer, guard
+    world.observer, world.guard = observer, proof and proof.guard
     if pace is not None:
         world.recorder = proof.pacer = pace.start(torch.cuda.current_device())
     return world

@@ -50,10 +50,10 @@ class Proof:
         self.pacer: Any = None  # told the same
         self.recorder: Any = None  # a slicer.Recorder; learns the same labels
         self.memory: Any = None  # a MemoryWatch; the same
+        self.guard: Any = None  # a Guard; the same, and told when a step starts
         self.who = "this rank"
         self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
         self.held: Callable[[], int] = lambda: 0  # bytes of ballast
-        self.guard: Any = None  # a Guard; learns the same labels, and when a step starts
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
@@ -110,8 +110,7 @@ class Proof:
         """Label what runs inside for whoever keeps labels: the memory tracker, the recorder."""
         before, self.labels = self.labels, {**self.labels, "phase": phase, **labels}
         with contextlib.ExitStack() as scopes:
-            for source in (self.peak_source, self.recorder, self.memory):
-            for source in (self.peak_source, self.recorder, self.guard):
+            for source in (self.peak_source, self.recorder, self.memory, self.guard):
                 if source is not None:
                     scopes.enter_context(source.scope(phase=phase, **labels))
             yield
