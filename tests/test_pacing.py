@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import flags
 from megatron_prism.plugin.pace import (
@@ -48,7 +48,7 @@ class Device:
     """torch.cuda and the launcher in one: a log of what happens on which stream."""
 
     def __init__(self):
-        self.log, self.stack, self.made = [], [], 0
+        self.log, self.stack, self.made, self.capturing = [], [], 0, False
         self.stack.append(Stream("main", self.log))
 
     def current_stream(self):
@@ -69,6 +69,9 @@ class Device:
         self.stack.append(stream)
         yield
         self.stack.pop()
+
+    def is_current_stream_capturing(self):
+        return self.capturing
 
     def arrive(self, launch, iteration):
         self.log.append(f"{self.stack[-1].name}: arrive {launch}")
@@ -157,6 +160,13 @@ def test_a_barrier_holds_the_host(device):
     pacer = pacer_of(device, Call("barrier", "TP", 0))
     pacer.record(TP, "barrier", lambda group, o: Done(), (opts(True),), {})
     assert device.log == ["main: hold 0 in 0 x1", "host waits for main"]
+
+
+def test_cuda_graphs_are_refused(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    device.capturing = True
+    with pytest.raises(UnsupportedError, match="CUDA graph"):
+        pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
 
 
 def test_calls_without_virtual_peers_are_left_alone(device):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual.work import Done
 
 __all__ = ["Call", "Paced", "Pacer", "Tally"]
@@ -170,6 +171,12 @@ class Pacer:
         pending = self._pending.get(id(group))
         if pending is not None:  # calls of one communicator follow each other
             torch.cuda.current_stream().wait_event(pending)
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{call.op} of {call.group} goes into a CUDA graph, which would answer every "
+                "iteration as the first",
+                fix="drop the job's CUDA graph flags, or --prism-pace",
+            )
         fresh = _size(args) < _ARRIVE_BYTES or call.op == "send"
         if not fresh:
             self.launcher.arrive(call.launch, self.iteration)
