@@ -13,6 +13,7 @@ if there are as many of each; otherwise the status of those groups is left out a
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -182,7 +183,9 @@ def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:
     return {k: _typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
 
 
-def _int(value: Any, what: str, default: int = -1) -> int:
+def _int(value: Any, what: str, default: int = -1, entry: int = -1) -> int:
+    if type(value) is int and -(1 << 63) <= value < 1 << 63:
+        return value  # nearly always; there are millions of them
     if value is None:
         return default
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
@@ -190,7 +193,8 @@ def _int(value: Any, what: str, default: int = -1) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
-        raise DumpError(f"{what} is no number")
+        raise DumpError(f"entry {entry}: {what} is no number" if entry >= 0 else
+                        f"{what} is no number")  # fmt: skip
     return int(value)
 
 
@@ -226,44 +230,61 @@ def _names_of_ids(
 _PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
 
 
+@functools.lru_cache(1 << 14)
+def _one(value: Any) -> Any:
+    """The same object for equal values, so that a million entries share their sizes and sites."""
+    return value
+
+
+@functools.lru_cache(1 << 14)
+def _called(text: str) -> tuple[str, int]:
+    """(operation, group rank of the other side or -1) of a profiling_name."""
+    word = text[:200].rpartition(":")[2]
+    pair = _PAIR.match(word)
+    return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
+
+
 def _entry(row: dict[Any, Any], number: int) -> Entry:
-    group = row.get("process_group")
+    get = row.get
+    group = get("process_group")
     if not isinstance(group, tuple | list) or len(group) != 2:
         raise DumpError(f"entry {number} has no process_group (name, description)")
-    word = str(row.get("profiling_name", ""))[:200].rpartition(":")[2]
-    pair = _PAIR.match(word)
-    if word.endswith("_coalesced") and not row.get("input_sizes"):
-        word = "coalesced"  # what closes a batch of collectives
-    calls = _int(row.get("collective_seq_id", row.get("seq_id")), f"entry {number}: its sequence")
-    seq = _int(row.get("p2p_seq_id"), f"entry {number}: p2p_seq_id") if pair else calls
-    state = str(row.get("state", ""))[:20]
-    frames = row.get("frames") or []
+    name = str(get("profiling_name", ""))
+    op, to = _called(name)
+    sizes = get("input_sizes")
+    if not sizes and name.endswith("_coalesced"):
+        op = "coalesced"  # what closes a batch of collectives
+    calls = _int(get("collective_seq_id", get("seq_id")), "its sequence", entry=number)
+    seq = _int(get("p2p_seq_id"), "p2p_seq_id", entry=number) if to >= 0 else calls
+    state = str(get("state", ""))[:20]
+    frames = get("frames") or []
     first = frames[0] if isinstance(frames, list) and frames else None
-    site = f"{first.get('filename')}:{first.get('line')}" if isinstance(first, dict) else ""
+    site = f"{first.get('filename')}:{first.get('line')}"[:300] if isinstance(first, dict) else ""
+    dtypes = tuple(map(str, (*(get("input_dtypes") or ()), *(get("output_dtypes") or ()))))
     return Entry(
-        _int(row.get("record_id", row.get("id")), f"entry {number}: record_id", number),
+        _int(get("record_id", get("id")), "record_id", number, number),
         str(group[0]),
         str(group[1])[:200],
-        pair[1] if pair else _NAMES.get(word, word),
+        op,
         seq,
         calls,
-        int(pair[4][:9]) if pair else -1,
-        (_numbers(row.get("input_sizes")), _numbers(row.get("output_sizes"))),
-        tuple(map(str, (*(row.get("input_dtypes") or ()), *(row.get("output_dtypes") or ())))),
+        to,
+        _one((_numbers(sizes), _numbers(get("output_sizes")))),
+        _one(dtypes),
         state,
-        bool(row.get("retired")) or state == "completed",
-        site[:300],
-        _int(row.get("timeout_ms"), f"entry {number}: timeout_ms"),
-        _int(row.get("time_created_ns"), f"entry {number}: time_created_ns"),
+        bool(get("retired")) or state == "completed",
+        _one(site),
+        _int(get("timeout_ms"), "timeout_ms", entry=number),
+        _int(get("time_created_ns"), "time_created_ns", entry=number),
     )
 
 
 def _numbers(sizes: Any) -> tuple[int, ...]:
     """Elements of each tensor."""
     found = []
-    for shape in _typed(sizes or [], list, "sizes"):
+    for shape in sizes if type(sizes) is list else _typed(sizes or [], list, "sizes"):
         count = 1
-        for side in _typed(shape, list, "a size"):
-            count *= _int(side, "a size")
+        for side in shape if type(shape) is list else _typed(shape, list, "a size"):
+            count *= side if type(side) is int else _int(side, "a size")
         found.append(count if abs(count) < 1 << 63 else -1)
     return tuple(found)
