@@ -135,6 +135,8 @@ COMMANDS = {
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
             SETTINGS,
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("--programs",), {"dest": "job", "metavar": "PATH", "help": "of the dumps' job"}),
+            (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
             (
                 ("--markdown",),

@@ -25,7 +25,7 @@ def hang(args: argparse.Namespace) -> int:
     """Who made the job hang?  Culprits, not victims, with what speaks for it.
 
     prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
-    prism hang --dumps DIR programs=P (or recipe=R)
+    prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
@@ -74,7 +74,9 @@ def _of_dumps(args: argparse.Namespace) -> Any:
     from megatron_prism import flight_recorder
     from megatron_prism import hang as judge
 
-    words = [args.programs, *args.settings] if args.programs else args.settings
+    words = [args.programs, *args.settings] if args.programs else list(args.settings)
+    words += [f"programs={args.job}"] * bool(args.job)
+    words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
     settings = dict(word.partition("=")[::2] for word in words)
     if set(settings) - {"programs", "recipe"} or len(words) > 1 or args.out:

@@ -84,7 +84,7 @@ def test_the_command(tmp_path, capsys):
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=3")])
     folder = flight_export.write(quiescence.run(found.programs, found.faults), tmp_path / "d")
     where = str(cases.HERE / "worlds" / "moe.txt")
-    assert cli.main(["hang", "--dumps", str(folder), f"programs={where}", "--json"]) == 1
+    assert cli.main(["hang", "--dumps", str(folder), "--programs", where, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["places"][0].startswith("rank 10: last issued op ")
     assert any("15 of 15 other ranks stand" in line for line in answer["tried"])
