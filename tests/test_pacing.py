@@ -3,7 +3,6 @@
 The device is a stand-in that writes down what it is told; the kernels run in tests/gpu.
 """
 
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -34,11 +33,8 @@ class Stream:
     def __init__(self, name, log):
         self.name, self.log = name, log
 
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} after {other.name}")
-
     def wait_event(self, event):
-        self.log.append(f"{self.name} waits for the end on {event.stream}")
+        self.log.append(f"{self.name} waits for {event.stream}")
 
     def synchronize(self):
         self.log.append(f"host waits for {self.name}")
@@ -48,11 +44,11 @@ class Device:
     """torch.cuda and the launcher in one: a log of what happens on which stream."""
 
     def __init__(self):
-        self.log, self.stack, self.made, self.capturing = [], [], 0, False
-        self.stack.append(Stream("main", self.log))
+        self.log, self.made, self.capturing = [], 0, False
+        self.current = Stream("main", self.log)
 
     def current_stream(self):
-        return self.stack[-1]
+        return self.current
 
     def Stream(self, device):  # noqa: N802 - torch's spelling
         self.made += 1
@@ -60,25 +56,23 @@ class Device:
 
     def Event(self):  # noqa: N802
         event = SimpleNamespace(stream=None)
-        event.record = lambda: setattr(event, "stream", self.stack[-1].name)
+        event.record = lambda on=None: setattr(event, "stream", (on or self.current).name)
+        event.wait = lambda: self.current.wait_event(event)
         event.query = lambda: True
         return event
 
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.stack.append(stream)
-        yield
-        self.stack.pop()
+    def set_stream(self, stream):
+        self.current = stream
 
     def is_current_stream_capturing(self):
         return self.capturing
 
     def arrive(self, launch, iteration):
-        self.log.append(f"{self.stack[-1].name}: arrive {launch}")
+        self.log.append(f"{self.current.name}: arrive {launch}")
 
     def release(self, launch, iteration, first, fresh, blocks):
         more = f" since {first}" if first else ""
-        self.log.append(f"{self.stack[-1].name}: hold {launch} in {iteration}{more} x{blocks}")
+        self.log.append(f"{self.current.name}: hold {launch} in {iteration}{more} x{blocks}")
 
 
 @pytest.fixture
@@ -101,7 +95,7 @@ def pacer_of(device, *calls):
 
 def answering(device, what="answer"):
     def answer(group, *args, **kwargs):
-        device.log.append(f"{device.stack[-1].name}: {what}")
+        device.log.append(f"{device.current.name}: {what}")
         return Done(args[0] if isinstance(args[0], list) else [args[0]])
 
     return answer
@@ -112,7 +106,9 @@ def opts(asynchronous):
 
 
 def test_a_synchronous_call_holds_the_callers_stream(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0, 3), Call("all_reduce", "TP", 1, 24))
+    pacer = pacer_of(
+        device, Call("all_reduce", "TP", 0, 3), Call("all_reduce", "TP", 1, 24, large=True)
+    )
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     pacer.record(TP, "all_reduce", answering(device), ([LARGE], opts(False)), {})
     assert device.log == [
@@ -124,13 +120,13 @@ def test_a_synchronous_call_holds_the_callers_stream(device):
 def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
     pacer = pacer_of(device, Call("all_gather", "TP", 0), Call("all_reduce", "TP", 1))
     work = pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
-    assert device.log == ["s1 after main", "s1: answer", "s1: hold 0 in 0 x1"]
+    assert device.log == ["s1 waits for main", "s1: answer", "s1: hold 0 in 0 x1"]
     assert work.is_completed()
     assert work.wait() is True
-    assert device.log[-1] == "main waits for the end on s1"
+    assert device.log[-1] == "main waits for s1"
     del device.log[:]
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
-    assert device.log[0] == "main waits for the end on s1"  # one communicator, one order
+    assert device.log[0] == "main waits for s1"  # one communicator, one order
 
 
 def test_a_batch_of_messages_is_one_launch(device):
@@ -141,11 +137,11 @@ def test_a_batch_of_messages_is_one_launch(device):
         recv = pacer.record(PP, "recv", answering(device, "recv"), ([LARGE], 3, 0), {})
         assert device.log == []  # NCCL starts when the batch closes
     assert device.log == [
-        "s1 after main", "s1: arrive 0", "s1: send", "s1: recv", "s1: hold 0 in 0 x16",
+        "s1 waits for main", "s1: arrive 0", "s1: send", "s1: recv", "s1: hold 0 in 0 x16",
     ]  # fmt: skip
     send.wait()
     recv.wait()
-    assert device.log[-2:] == ["main waits for the end on s1"] * 2
+    assert device.log[-2:] == ["main waits for s1"] * 2
     assert recv.source_rank() == 3
 
 
@@ -153,7 +149,10 @@ def test_messages_that_are_no_batch_have_a_stream_per_peer(device):
     pacer = pacer_of(device, Call("send", "PP", 0), Call("recv", "PP", 1))
     pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
     pacer.record(PP, "recv", answering(device), ([SMALL], 3, 0), {})
-    assert [line for line in device.log if "after" in line] == ["s1 after main", "s2 after main"]
+    assert [line for line in device.log if "waits" in line] == [
+        "s1 waits for main",
+        "s2 waits for main",
+    ]
 
 
 def test_a_barrier_holds_the_host(device):

@@ -33,6 +33,7 @@ from megatron_prism.selectors import format_ranks
 __all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
 
 CALIBRATION = "calibration.json"
+_LARGE = 1 << 18  # bytes: answering takes a few us from here on
 CAPTURE_STEPS = 9  # of a capture: three to warm up, six that count
 
 
@@ -173,7 +174,8 @@ def expected(
             launches[launch].append(interaction[i])
         group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
         blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
-        calls.append(Call(name, group, launch, blocks))
+        large = sizes[i] >= _LARGE and name != "send"
+        calls.append(Call(name, group, launch, blocks, large))
     return calls, launches
 
 

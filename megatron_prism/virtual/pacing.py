@@ -25,9 +25,7 @@ import torch
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual.work import Done
 
-__all__ = ["Call", "Paced", "Pacer", "Tally"]
-
-_ARRIVE_BYTES = 1 << 18  # answers from this size take long enough to be told from waiting
+__all__ = ["Call", "Pacer", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,14 @@ class Call:
 
     launch : which launch of the table it belongs to, -1 if it has no virtual peer
     blocks : thread blocks that NCCL would occupy meanwhile
+    large  : answering takes long enough to be told from waiting
     """
 
     op: str
     group: str
     launch: int
     blocks: int = 1
+    large: bool = False
 
 
 @dataclass
@@ -51,35 +51,6 @@ class Tally:
     paced: int = 0  # iterations that went as the program says
     strayed: list[str] = field(default_factory=list)  # why others did not
     extra: int = 0  # calls outside iterations, or behind the program's last
-
-
-class Paced(Done):
-    """The handle of a call on another stream: waiting makes the current stream wait."""
-
-    def __init__(self, outs: Sequence[torch.Tensor], event: Any, held: Any, source: int) -> None:
-        super().__init__(outs, source)
-        self._event = event
-        self._held = held  # inputs and outputs stay allocated until somebody has waited, as in NCCL
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.synchronize()
-        return True
-
-    def synchronize(self) -> None:
-        if self._event.made is not None:
-            torch.cuda.current_stream().wait_event(self._event.made)
-        self._held = None
-
-    block_current_stream = synchronize
-
-    def is_completed(self) -> bool:
-        return self._event.made is None or bool(self._event.made.query())
-
-
-class _Event:
-    """The end of a call, once it has been issued: a batch is issued when it closes."""
-
-    made: Any = None
 
 
 class Pacer:
@@ -96,8 +67,7 @@ class Pacer:
         self.active = False
         self._first = 0  # since which iteration all ends are known
         self._at = 0
-        self._streams: dict[Any, Any] = {}
-        self._pending: dict[Any, Any] = {}  # the last end on each of those streams
+        self._lanes: dict[Any, _Lane] = {}
         self._batch: _Batch | None = None
 
     # -- iterations -------------------------------------------------------------------------------
@@ -152,56 +122,52 @@ class Pacer:
         if self._batch is not None:
             return self._batch.add(group, call, answer, args, kwargs)
         if op == "barrier":
+            self._in_order(group)
             made = self._here(group, call, answer, args, kwargs)
             torch.cuda.current_stream().synchronize()  # NCCL's barrier holds the host
             return made
         opts = kwargs.get("opts", args[-1] if args else None)
         pair = op in ("send", "recv")
         if not pair and not getattr(opts, "asyncOp", True):
+            self._in_order(group)
             return self._here(group, call, answer, args, kwargs)
         key = (id(group), args[1]) if pair else id(group)
-        with self._aside(key):
+        with self.lane(key) as lane:
             made = self._here(group, call, answer, args, kwargs)
-            event = _Event()
-            self._record(key, event)
-        return Paced(made.result(), event, args, getattr(made, "_source", -1))
+            lane.end = end = torch.cuda.Event()
+            end.record()
+        return made.after(end, args)
+
+    def _in_order(self, group: Any) -> None:
+        """Calls of one communicator follow each other, on whatever stream."""
+        lane = self._lanes.get(id(group))
+        if lane is not None and lane.end is not None:
+            lane.end.wait()
 
     def _here(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Any:
         """Answer and hold the current stream."""
-        pending = self._pending.get(id(group))
-        if pending is not None:  # calls of one communicator follow each other
-            torch.cuda.current_stream().wait_event(pending)
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 f"{call.op} of {call.group} goes into a CUDA graph, which would answer every "
                 "iteration as the first",
                 fix="drop the job's CUDA graph flags, or --prism-pace",
             )
-        fresh = _size(args) < _ARRIVE_BYTES or call.op == "send"
-        if not fresh:
+        if call.large:
             self.launcher.arrive(call.launch, self.iteration)
         made = answer(group, *args, **kwargs)
-        self.hold(call.launch, fresh, call.blocks)
+        self.hold(call.launch, not call.large, call.blocks)
         return made
 
     def hold(self, launch: int, fresh: bool, blocks: int) -> None:
         """Hold the current stream until ``launch`` ends, with ``blocks`` thread blocks."""
         self.launcher.release(launch, self.iteration, self._first, fresh, blocks)
 
-    @contextlib.contextmanager
-    def _aside(self, key: Any) -> Iterator[None]:
-        """On the stream of ``key``, behind what the current stream holds."""
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-
-    def _record(self, key: Any, event: _Event) -> None:
-        event.made = torch.cuda.Event()
-        event.made.record()
-        self._pending[key] = event.made
+    def lane(self, key: Any) -> _Lane:
+        """The stream of ``key``, to be entered."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(self.device)
+        return lane
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -217,6 +183,31 @@ class Pacer:
             batch.issue()
 
 
+class _Lane:
+    """A stream of its own for the calls of a group, or the messages of a pair.
+
+    Inside ``with`` it is the current stream, behind what that held before.
+
+    end : of the last call on it
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.end: Any = None
+        self._begin = torch.cuda.Event()
+        self._before: Any = None
+
+    def __enter__(self) -> _Lane:
+        self._before = torch.cuda.current_stream()
+        self._begin.record(self._before)
+        self.stream.wait_event(self._begin)
+        torch.cuda.set_stream(self.stream)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class _Batch:
     """Messages that are issued together: answered one by one, ended by one launch."""
 
@@ -224,33 +215,24 @@ class _Batch:
         self._pacer = pacer
         self._group: Any = None
         self._launch, self._blocks = -1, 0
-        self._event = _Event()
+        self._end = torch.cuda.Event()
         self._answers: list[Callable[[], Any]] = []
 
-    def add(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Any:
+    def add(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Done:
         self._group, self._launch = group, call.launch
         self._blocks += call.blocks
         self._answers.append(lambda: answer(group, *args, **kwargs))
-        return Paced(args[0], self._event, args, args[1] if call.op == "recv" else -1)
+        return Done(args[0], args[1] if call.op == "recv" else -1).after(self._end, args)
 
     def issue(self) -> None:
         """Answer on the group's stream and hold it."""
         if self._launch < 0:
             return
-        pacer, key = self._pacer, id(self._group)
-        with pacer._aside(key):
+        pacer = self._pacer
+        with pacer.lane(id(self._group)) as lane:
             pacer.launcher.arrive(self._launch, pacer.iteration)
             for answer in self._answers:
                 answer()
             pacer.hold(self._launch, False, self._blocks)
-            pacer._record(key, self._event)
-
-
-def _size(args: Sequence[Any]) -> int:
-    """Bytes of the first tensors of a call: outputs, where it has both."""
-    first = args[0] if args else ()
-    if isinstance(first, torch.Tensor):
-        return first.numel() * first.element_size()
-    if isinstance(first, (list, tuple)):
-        return sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
-    return 0
+            self._end.record()
+            lane.end = self._end

@@ -15,20 +15,31 @@ __all__ = ["Done"]
 
 
 class Done(dist.Work):
-    """The handle of a finished call: an answer is complete when its method returns.
+    """The handle of a call that needs nothing more from the host.
 
-    torch's FakeWork says that it is never completed, has no result and no source.
+    An answer is complete when its method returns, or at ``after``'s event on another stream: then
+    waiting makes the caller's stream wait.  torch's FakeWork says it is never completed, has no
+    result and no source.
     """
+
+    _end: Any = None
+    _held: Any = None
 
     def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
         super().__init__()
         self._outs, self._source = outs, source
 
+    def after(self, end: Any, held: Any) -> Done:
+        """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
+        self._end, self._held = end, held
+        return self
+
     def wait(self, timeout: Any = None) -> bool:
+        self.synchronize()
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return self._end is None or bool(self._end.query())
 
     def is_success(self) -> bool:
         return True
@@ -37,7 +48,10 @@ class Done(dist.Work):
         return None
 
     def synchronize(self) -> None:
-        """The answer was given in the caller's stream."""
+        """The caller's stream goes on when the answer is there."""
+        if self._end is not None:
+            self._end.wait()
+            self._held = None
 
     block_current_stream = synchronize
 

@@ -51,7 +51,9 @@ def test_ends_are_those_of_the_table(seed):
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = Launcher(table, launches, device)
     size = [torch.zeros(1 << 18, device=device), torch.zeros(1 << 10, device=device)]
-    calls = [Call("all_reduce", "TP", i, 1 + 4 * (i % 3)) for i in range(len(launches))]
+    calls = [
+        Call("all_reduce", "TP", i, 1 + 4 * (i % 3), large=i % 2 == 0) for i in range(len(launches))
+    ]
     pacer, group = Pacer(calls, launcher, device), SimpleNamespace(desc="TP")
     answer = lambda group, tensors, opts: Done(tensors)  # noqa: E731
     for _ in range(ITERATIONS):
