@@ -20,6 +20,7 @@ import numpy as np
 from megatron_prism import flight_export, quiescence
 from megatron_prism.classes import memberships
 from megatron_prism.diagnosis import Diagnosis
+from megatron_prism.errors import UsageError
 from megatron_prism.flight_dump import Dump, DumpSet, Entry
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.outstanding import State
@@ -66,7 +67,14 @@ class Placed:
 
 
 def place(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Placed:
-    """Lay the dumps over the programs, and try the verdict on them."""
+    """Lay the dumps over the programs, and try the verdict on them.
+
+    UsageError if the dumps are of a larger world.
+    """
+    last = max(found.dumps)
+    if last >= programs.world.size:
+        raise UsageError(f"rank {last} left a dump, and the programs are of {programs.world}",
+                         fix="name the programs of the same job")  # fmt: skip
     overlay = _Overlay(State(found), programs)
     places = overlay.places()
     lines, confirmed = overlay.drive(verdict, places)
@@ -126,8 +134,7 @@ class _Overlay:
     # -- places -----------------------------------------------------------------------------------
     def places(self) -> dict[int, Place]:
         """rank -> its place."""
-        fits = {rank: self._fits(rank, dump) for rank, dump in sorted(self.state.dumps.items())
-                if rank < self.programs.world.size}  # fmt: skip
+        fits = {rank: self._fits(rank, dump) for rank, dump in sorted(self.state.dumps.items())}
         offsets = self._offsets(fits)
         return {rank: self._place(rank, self._settle(rank, found, offsets))
                 for rank, found in fits.items()}  # fmt: skip

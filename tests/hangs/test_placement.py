@@ -90,3 +90,6 @@ def test_the_command(tmp_path, capsys):
     assert any("15 of 15 other ranks stand" in line for line in answer["tried"])
     assert cli.main(["hang", "--dumps", str(folder), "fault=drop@rank=1"]) == 2
     assert "does not go with --dumps" in capsys.readouterr().err
+    (tmp_path / "small").write_text("prism-program 1\nworld size=1\nprogram ranks=0\n- compute\n")
+    assert cli.main(["hang", "--dumps", str(folder), "--programs", str(tmp_path / "small")]) == 2
+    assert "rank 15 left a dump" in capsys.readouterr().err
