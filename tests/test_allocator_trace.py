@@ -74,14 +74,12 @@ def test_files_that_are_no_histories(tmp_path, value):
         load(tmp_path / "none.json")
 
 
-@pytest.mark.xfail(
-    not GOLDEN.exists(),
-    reason=f"not recorded yet, on a GPU: python benchmarks/record_allocator.py -o {GOLDEN.name}",
-    raises=UsageError,
-    strict=True,
-)
 def test_the_real_allocator():
-    """Reserved peaks of every recorded setting within 2 %, requests of two streams included."""
+    """Reserved peaks of H200's recorded settings, to the byte, requests of two streams included.
+
+    One is off: with divisions, when a block in use by another stream comes back decides which
+    request finds it, and two recordings of the same script differ by 2.8 % themselves.
+    """
     histories = load(GOLDEN)
     found = {}
     for history in histories:
@@ -90,4 +88,7 @@ def test_the_real_allocator():
         found[history.conf] = (*made.peaks, f"{made.relative:+.4%}")
         assert len({event[3] for event in history.events}) > 1
     assert "" in found
-    assert all(abs(ours - real) <= 0.02 * real for real, ours, _ in found.values()), found
+    loose = found.pop("roundup_power2_divisions:4")
+    assert abs(loose[1] - loose[0]) <= 0.028 * loose[0], loose
+    assert len(found) == 5
+    assert all(ours == real for real, ours, _ in found.values()), found

@@ -80,7 +80,6 @@ def options(*words, tier="cuda", **env):
     ("words", "tier", "says"),
     [
         (("--prism-ballast", "h200"), "cpu", "tier cpu has none"),
-        (("--prism-ballast", "h200"), "cuda", "has no communicators"),
         (("--prism-ballast", "h2000"), "cuda", "no calibration h2000"),
         (("--prism-memory-snapshot", "x"), "meta", "tier meta has none"),
     ],
@@ -90,6 +89,13 @@ def test_flags_that_would_say_nothing(words, tier, says):
     make = ballast.from_options if given.ballast else memory_watch.from_options
     with pytest.raises(UsageError, match=says):
         make(given)
+
+
+def test_a_calibration_without_communicators_holds_nothing(tmp_path):
+    file = tmp_path / "bare.json"
+    file.write_text('{"format": 1, "source": "x", "rows": [], "process": {"bytes": 5}}')
+    with pytest.raises(UsageError, match="has no communicators"):
+        ballast.from_options(options("--prism-ballast", str(file)))
 
 
 def test_without_the_flags_there_is_neither():

@@ -37,6 +37,7 @@ SMALL = 1 << 18  # bytes up to which an all-reduce counts as small (measured: 1 
 PAGE = 2 << 20
 _REDUCES = ("all_reduce", "reduce", "barrier")
 _EXCHANGES = ("all_to_all", "all_to_all_single")
+_WAYS = frozenset({"out", "in"})
 
 
 def connection_bytes(
@@ -55,7 +56,8 @@ def connection_bytes(
 class Communicator:
     """One that a rank takes part in.
 
-    kinds : ``small`` and ``large`` reductions, ``ring`` (gathers, scatters, broadcasts)
+    kinds : ``small`` and ``large`` reductions, ``ring`` (gathers, scatters, broadcasts); of a pair
+            ``out`` and ``in``, which way its messages go
     peers : ranks that it exchanges messages with inside this communicator
     """
 
@@ -71,7 +73,8 @@ class Calibration:
 
     process : bytes beyond reserved of a training process without communicators; None: unknown
     once    : bytes that the first communicators of a process take beyond their own
-    alone   : (kind, ranks) -> bytes beyond ``init``; kinds are init, small, large, ring, all, peer
+    alone   : (kind, ranks) -> bytes beyond ``init``; kinds are init, small, large, ring, all, peer,
+              out, in
     source  : where and when
     """
 
@@ -94,6 +97,9 @@ class Calibration:
         total = self.alone["init", size]
         if size == 1:
             return total
+        if one.kinds & _WAYS:
+            ways = [self.alone.get((kind, 2)) for kind in one.kinds]
+            return None if None in ways else total + sum(ways)  # type: ignore[arg-type]
         apart = [self.alone.get((kind, size)) for kind in sorted(one.kinds)]
         peer = self.alone.get(("peer", size)) if one.peers else 0
         if peer is None or None in apart:
@@ -152,7 +158,9 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     program = programs.programs[index]
     rank = int(programs.ranks_of(index)[0])
     ops = program.ops
-    found: dict[str, tuple[set[str], set[int], set[int]]] = {WORLD_GROUP: ({"small"}, set(), set())}
+    found: dict[str, tuple[set[str], set[int], dict[int, set[str]]]] = {
+        WORLD_GROUP: ({"small"}, set(), {})
+    }
     sizes = {WORLD_GROUP: programs.world.size}
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
     columns = [calls[key].astype(np.int64) for key in ("name", "group", "peer", "dtype", "num_in")]
@@ -162,9 +170,11 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
         name, group = NAMES[code], program.strings[text]
         if group not in sizes:
             sizes[group] = _size(programs, group, rank)
-        kinds, peers, pairs = found.setdefault(group, (set(), set(), set()))
-        if IS_PAIR[code]:
-            (peers if batched else pairs).add(peer % sizes[group])
+        kinds, peers, pairs = found.setdefault(group, (set(), set(), {}))
+        if IS_PAIR[code] and batched:
+            peers.add(peer % sizes[group])
+        elif IS_PAIR[code]:
+            pairs.setdefault(peer % sizes[group], set()).add("out" if name == "send" else "in")
         elif name in _EXCHANGES:
             peers.update(range(1, sizes[group]))
         else:
@@ -173,7 +183,7 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     for group, (kinds, peers, pairs) in found.items():
         if kinds or peers:
             made.append(Communicator(group, sizes[group], frozenset(kinds), len(peers - {0})))
-        made += [Communicator(f"{group} pair", 2, frozenset(), 1) for _ in pairs - {0}]
+        made += [Communicator(f"{group} pair", 2, frozenset(w)) for p, w in pairs.items() if p]
     return tuple(made)
 
 
@@ -227,11 +237,9 @@ def _calibration(stored: dict[str, Any]) -> Calibration:
         if case == "in turn":
             turns.setdefault((size, repeat), {})[step] = median_low(found)
     alone: dict[tuple[str, int], int] = {}
-    once = 0
+    once = _once(cells)
     for (size, repeat), steps in turns.items():
         if repeat == 0:
-            again = turns.get((size, 1))
-            once += max(0, sum(steps.values()) - sum(again.values())) if again else 0
             continue
         alone["init", size] = init = max(0, steps["init"])
         collective = [n for step, n in steps.items() if not step.startswith(("neighb", "all_to"))]
@@ -241,7 +249,21 @@ def _calibration(stored: dict[str, Any]) -> Calibration:
             if found is not None:  # of neighbours rank 0 has one, those between two
                 taken = found[0] if kind == "peer" else median_low(found)
                 alone[kind, size] = max(0, taken - init)
+        pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
+        if pair is not None and size == 2 and len(pair) == 2:
+            alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
     return Calibration(process, once, alone, str(stored["source"]))
+
+
+def _once(cells: dict[tuple[str, int, int, str], list[int]]) -> int:
+    """What a process pays the first time and not the second, in all the sizes it took part in."""
+    paid: dict[int, int] = {}
+    for (case, size, repeat, step), found in cells.items():
+        again = cells.get((case, size, 1, step))
+        if case == "in turn" and repeat == 0 and again is not None:
+            for rank, (first, second) in enumerate(zip(found, again, strict=False)):
+                paid[rank] = paid.get(rank, 0) + first - second
+    return max(0, *paid.values(), 0)
 
 
 _ALONE = {
