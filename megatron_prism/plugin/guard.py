@@ -18,7 +18,7 @@ from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
 from megatron_prism.slicer.calls import details
 from megatron_prism.slicer.owners import Sites
-from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous
+from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, nccl_lets_through
 
 __all__ = ["Guard", "install"]
 
@@ -151,6 +151,12 @@ class Guard:
         peer: int | None = None, own: Op | None = None,
     ) -> None:  # fmt: skip
         pair = call.name in ("send", "recv")
+        if self.asked.nccl and kind != "divergence" and nccl_lets_through(call, theirs):
+            sys.stderr.write(
+                f"prism: NCCL would not notice: {call.name} #{number + 1} of {call.group}, rank "
+                f"{self.rank} against rank {peer}: {'; '.join(found)}; the data is wrong from here\n"
+            )
+            return
         if self.strict is not None and kind != "divergence" and not pair:
             fifo = self.strict.healthy.own(call.group)
             own = fifo[number] if number < len(fifo) else None

@@ -46,8 +46,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-rendezvous": {
         "default": None,
-        "choices": ("strict", "off"),
-        "help": "strict: stop at a call that peers would not make (default with --prism-world)",
+        "choices": ("strict", "nccl", "off"),
+        "help": "strict: stop at a call that peers would not make (default with --prism-world); "
+        "nccl: only where NCCL would hang, else warn",
     },
     "--prism-sanitize": {
         "action": "store_true",
@@ -58,7 +59,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class HangOptions:
-    """faults: the plan; programs: folder or file of the world's programs; strict: check calls."""
+    """faults: the plan; programs: folder or file of the world's programs; strict: check calls;
+    nccl: let through what NCCL lets through."""
 
     faults: tuple[Fault, ...]
     seed: int
@@ -66,6 +68,7 @@ class HangOptions:
     programs: Path | None
     strict: bool
     sanitize: bool = False
+    nccl: bool = False
 
 
 def options(
@@ -79,7 +82,7 @@ def options(
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
     programs = Path(args.prism_world) if args.prism_world else None
-    strict = args.prism_rendezvous == "strict" or (programs is not None
+    strict = args.prism_rendezvous in ("strict", "nccl") or (programs is not None
                                                    and args.prism_rendezvous is None)  # fmt: skip
     if args.prism_sanitize and (programs is None or not strict):
         raise UsageError("--prism-sanitize compares with the programs of the world",
@@ -102,4 +105,4 @@ def options(
     if not (faults or strict):
         return None
     return HangOptions(faults, args.prism_fault_seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_sanitize)  # fmt: skip
+                       args.prism_sanitize, args.prism_rendezvous == "nccl")  # fmt: skip

@@ -20,7 +20,7 @@ from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs, save
 from megatron_prism.virtual import session
-from megatron_prism.virtual.rendezvous import Neighbours
+from megatron_prism.virtual.rendezvous import Neighbours, nccl_lets_through
 from megatron_prism.virtual.values import Values
 from megatron_prism.world import World
 
@@ -36,9 +36,9 @@ def job(tmp_path):
     path = save(Programs.one_per_rank([Program.from_ops(r, OPS) for r in range(4)], WORLD),
                 tmp_path / "w.prism")  # fmt: skip
 
-    def start(*faults, strict=True, sanitize=False, dry=False):
+    def start(*faults, strict=True, sanitize=False, dry=False, nccl=False):
         asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
-                            path if strict else None, strict, sanitize)  # fmt: skip
+                            path if strict else None, strict, sanitize, nccl)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
         world = session.start(
@@ -262,3 +262,44 @@ def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
     assert done.returncode == 1
     assert "FAULT INJECTION: dtype@rank=5,iter=3" in done.stderr
     assert f"HANG at broadcast #3 of {TP}: rank 5 (dtype)" in done.stderr
+
+
+# -- what NCCL does with calls that differ ---------------------------------------------------------
+def floats(n, dtype="fp32", name="all_reduce", **more):
+    return Op(name, TP, dtype, n, -1 if name == "send" else n, **more)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "passes"),
+    [  # measured on 2 x H200, NCCL 2.28.9, 2026-11-21
+        (floats(5), floats(6), True),
+        (floats(4), floats(5), False),
+        (floats(5), floats(4), False),
+        (floats(4), floats(1 << 22), False),
+        (floats(1024), floats(1024, "int32"), True),
+        (floats(1024), floats(2048, "bf16"), True),
+        (floats(5, name="send"), Op("recv", TP, "fp32", -1, 6), True),
+        (floats(4, name="send"), Op("recv", TP, "fp32", -1, 5), False),
+        # not measured: taken for a hang
+        (floats(8), floats(8, reduce="max"), False),
+        (floats(8), floats(8, name="broadcast"), False),
+        (floats(1 << 20), floats((1 << 20) + 1), False),
+        (floats(8), None, False),
+    ],
+)
+def test_what_nccl_lets_through(mine, theirs, passes):
+    assert nccl_lets_through(mine, theirs) is passes
+
+
+@pytest.mark.parametrize(("elements", "passes"), [(7, True), (6, False)])
+def test_policy_nccl_stops_only_where_nccl_would(job, capsys, elements, passes):
+    guard, group = job(nccl=True)
+    guard.before(1, 3)
+    guard.before(2, 3)
+    call = lambda: dist.all_reduce(torch.ones(elements), group=group)  # noqa: E731 - of 8 in the world
+    if passes:
+        call()
+        assert "NCCL would not notice: all_reduce #1" in capsys.readouterr().err
+    else:
+        with pytest.raises(HangError, match="shape"):
+            call()
