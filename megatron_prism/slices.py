@@ -100,9 +100,9 @@ class SliceStore:
 
 
 def _ours(path: Path) -> bool:
-    """Slices, the world made of them, and what a killed writer left behind."""
+    """Slices, the world and calls that go with them, and what a killed writer left behind."""
     name = path.name
-    return bool(_NAME.fullmatch(name)) or name == WORLD or name.startswith(".")
+    return bool(_NAME.fullmatch(name)) or name in (WORLD, "calibration.json") or name[0] == "."
 
 
 def assemble(folder: str | os.PathLike[str]) -> Programs:

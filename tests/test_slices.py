@@ -366,3 +366,8 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
     status, _, talked = prism(*other, capsys=capsys)
     assert (status, "is a slice of another job: settings" in talked) == (2, True)
     assert first.stat().st_ino == before.st_ino
+
+
+def test_a_calibration_may_lie_beside_the_slices(tmp_path):
+    (tmp_path / "calibration.json").write_text("{}")
+    SliceStore(tmp_path, World(2), {}).prepare(force=False)

@@ -154,7 +154,7 @@ class Guard:
         if self.asked.nccl and kind != "divergence" and nccl_lets_through(call, theirs):
             sys.stderr.write(
                 f"prism: NCCL would not notice: {call.name} #{number + 1} of {call.group}, rank "
-                f"{self.rank} against rank {peer}: {'; '.join(found)}; the data is wrong from here\n"
+                f"{self.rank} against rank {peer}: {'; '.join(found)}; the data is wrong now\n"
             )
             return
         if self.strict is not None and kind != "divergence" and not pair:
