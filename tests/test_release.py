@@ -12,8 +12,8 @@ from megatron_prism import graph
 from megatron_prism.errors import PrismError
 from megatron_prism.ops import Op
 from megatron_prism.program import Program
-from megatron_prism.replay import dag, kernels, maxplus, timeline, whatif
-from megatron_prism.replay.release import cuts, releases
+from megatron_prism.replay import dag, kernels, maxplus, release, timeline, whatif
+from megatron_prism.replay.release import cuts, kept, releases
 from megatron_prism.replay.transfer import START, terms
 
 SEEDS = st.integers(0, 2**32)
@@ -151,3 +151,21 @@ def test_a_local_rank_is_told_apart_first():
     )
     with pytest.raises(PrismError, match="one of several"):
         releases(made, prices_of(made), [crowded])
+
+
+def test_a_table_is_kept(tmp_path, monkeypatch):
+    made, local = world_of(7)
+    prices = prices_of(made)
+    first = kept(made, prices, local, tmp_path)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr(release, "releases", None)  # not asked again
+    again = kept(made, prices, local, tmp_path)
+    for field in dataclasses.fields(first):
+        one, other = getattr(first, field.name), getattr(again, field.name)
+        assert np.array_equal(one, other), field.name
+    monkeypatch.undo()
+    slower = dataclasses.replace(prices, meetings=prices.meetings + 1)
+    assert not np.array_equal(kept(made, slower, local, tmp_path).own, first.own)
+    assert len(list(tmp_path.iterdir())) == 2
+    file.write_bytes(file.read_bytes()[:100])
+    assert np.array_equal(kept(made, prices, local, tmp_path).weight, first.weight)

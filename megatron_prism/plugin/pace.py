@@ -27,7 +27,7 @@ from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay import whatif
-from megatron_prism.replay.release import Releases, releases
+from megatron_prism.replay.release import Releases, kept
 from megatron_prism.selectors import format_ranks
 
 __all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
@@ -67,7 +67,7 @@ class Pace:
             )
         self.machine = machine(_machine_of(device))
         prices = whatif.slowed(world, costs.price(world, self.machine, self.calibration))
-        self.table = releases(world, prices, list(options.ranks))
+        self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
         self.program, self.options = program, options

@@ -19,7 +19,7 @@ through the terms of each, and through what the local rank itself waits for befo
 (its computing taken as 0).  Dropping such a term changes no maximum whatever the local ranks do,
 since computing never takes less than 0.
 
-``_UNROLLED`` iterations are followed, and the last one's terms are the table; terms that reach into
+Two or three iterations are followed, and the last one's terms are the table; terms that reach into
 earlier iterations say how many back.  A virtual rank that nothing holds back for so long (it never
 waits for whatever waits for the local ranks) has a clock of its own, which no such table holds:
 ``loose`` counts the interactions that such a rank could delay.  Megatron's iterations have none:
@@ -28,22 +28,27 @@ the gradient norm joins all ranks of a model, the gradients all replicas.
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megatron_prism.artefact import whole_file
 from megatron_prism.costs import Prices
-from megatron_prism.errors import PrismError
+from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.replay import transfer
 from megatron_prism.replay.dag import MEET, Dag, build
 from megatron_prism.replay.timeline import durations_of
 from megatron_prism.replay.transfer import START
 
-__all__ = ["Releases", "cuts", "releases"]
+__all__ = ["Releases", "cuts", "kept", "releases"]
 
-_UNROLLED = 3
+_UNROLLED = (2, 3)  # iterations; the second where two do not settle
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,18 @@ def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Release
     crowded = [r for r, c in zip(local, classes, strict=True) if graph.classes.counts[c] != 1]
     if crowded:
         raise PrismError(f"rank {crowded[0]} is one of several in its class", fix="whatif.apart")
-    dag = build(graph, _UNROLLED)
+    for unrolled in _UNROLLED:
+        table = _table(graph, prices, local, classes, unrolled)
+        if not table.loose:
+            break
+    return table
+
+
+def _table(
+    graph: WorldGraph, prices: Prices, local: Sequence[int], classes: list[int], unrolled: int
+) -> Releases:
+    """The last of ``unrolled`` iterations."""
+    dag = build(graph, unrolled)
     if len(dag.order) < len(dag):
         raise PrismError(
             f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
@@ -112,7 +128,7 @@ def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Release
     durations = durations_of(dag, prices)
     cut, mine = cuts(dag, classes)
     start, cause, weight = transfer.terms(dag, durations, cut, mine)
-    last = _UNROLLED - 1
+    last = unrolled - 1
     nodes = np.array([n for n in np.flatnonzero(cut)[np.argsort(_place(dag)[cut])].tolist()
                       if dag.iteration[n] == last], dtype=np.int64)  # fmt: skip
     number = np.full(len(prices.meetings), -1, dtype=np.int64)
@@ -134,6 +150,40 @@ def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Release
         (last - dag.iteration[causes]).astype(np.int32),
         weight[every],
     )
+
+
+def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) -> Releases:
+    """As ``releases``, from a file in ``folder`` if the same was asked before.
+
+    The file's name is a digest of all that decides the table.  One that cannot be read is made
+    anew; a folder that cannot be written is left without.
+    """
+    path = folder / f".releases-{_digest(graph, prices, local)}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in _COLUMNS}
+            return Releases(tuple(local), loose=int(stored["loose"]), **found)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        made = releases(graph, prices, local)
+    columns = {name: getattr(made, name) for name in _COLUMNS}
+    with suppress(UsageError), whole_file(path, force=True) as file:
+        np.savez(file, allow_pickle=False, loose=made.loose, **columns)
+    return made
+
+
+_COLUMNS = ("member", "op", "of", "own", "start", "cause", "back", "weight")
+_FORMAT = b"releases 1"
+
+
+def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
+    meet = graph.rendezvous
+    found = hashlib.sha1(_FORMAT + repr(list(local)).encode())
+    for program in graph.program_list:
+        found.update(program.ops.tobytes() + repr(program.strings).encode())
+    arrays = [meet.start, meet.classes, meet.ops, prices.meetings, graph.classes.of]
+    for array in (*arrays, *meet.of, *prices.compute):
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:20]
 
 
 def cuts(dag: Dag, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -162,6 +162,13 @@ def _bound(m, k, window, one, two, number, since, bounds):  # type: ignore[no-un
 
 def _prune(m, one, two, number, since, bounds, window):  # type: ignore[no-untyped-def]
     """Without terms that another term always reaches; returns how many are left."""
+    latest = 0
+    for x in range(1, m):
+        if one[x] >= 0 and (one[latest] < 0 or number[one[x]] > number[one[latest]]):
+            latest = x
+    # the latest cause reaches most of the others, so it is asked first
+    one[0], one[latest] = one[latest], one[0]
+    two[0], two[latest] = two[latest], two[0]
     left = 0
     for x in range(m):
         i, w, kept = one[x], two[x], True
