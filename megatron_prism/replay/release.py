@@ -160,7 +160,7 @@ def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) 
     """
     path = folder / f".releases-{_digest(graph, prices, local)}.npz"
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             found = {name: stored[name] for name in _COLUMNS}
             return Releases(tuple(local), loose=int(stored["loose"]), **found)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
