@@ -44,9 +44,13 @@ def print_json(value: object) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr while work is done; call what it gives with the part that is, 0 to 1."""
+    """A bar on stderr while work is done; call what it gives with the part that is, 0 to 1.
+
+    Where nobody looks at a terminal it prints nothing, not even the line it would stand in.
+    """
     from rich.progress import Progress
 
-    with Progress(console=console(stderr=True), transient=True) as bar:
+    talk = console(stderr=True)
+    with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda part: bar.update(task, completed=part)

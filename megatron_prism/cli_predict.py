@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,9 +45,14 @@ def predict(args: argparse.Namespace) -> int:
     from megatron_prism.slices import open_programs
 
     settings = _settings(args.settings)
-    hardware = machine(settings["machine"])
+    hardware = machine(settings["machine"] or "h200")
     measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
+    if measured is not None:
+        cli_settings.check_calibration(measured.source, settings["machine"] or "h200")
+    if args.html is not None and os.path.lexists(args.html) and not args.force:
+        raise UsageError(f"{args.html} exists and is not overwritten", fix="--force")
     programs = open_programs(args.programs)
+    cli_settings.check_machine(programs, settings["machine"])
     spread = _spread(settings["variability"], programs)
     made = graph.build(programs)
     found = made.check()
@@ -59,13 +66,16 @@ def predict(args: argparse.Namespace) -> int:
     def pricing(graph: Any) -> Any:
         return costs.price(graph, hardware, measured)
 
-    result, run, study = _answers(args, settings, made, spread, pricing, hardware.gpus_per_node)
+    result, run, study, prices = _answers(
+        args, settings, made, spread, pricing, hardware.gpus_per_node
+    )
     if args.json:
         more = {"run": run, "study": study}
         shown = {name: None if v is None else dataclasses.asdict(v) for name, v in more.items()}
-        print_json({**_plain(result), **shown})
+        print_json({**_plain(result), **shown, "durations": prices.used()})
         return 0
     _print(result, made, spread)
+    console().print("durations: " + "\n           ".join(prices.used()))
     if study is not None:
         _print_study(study)
     if run is not None:
@@ -80,8 +90,9 @@ def _answers(
     spread: Any,
     pricing: Callable[[Any], Any],
     gpus_per_node: int,
-) -> tuple[Any, Any, Any]:
-    """(the prediction, of a whole run if one is described, the what-ifs if there is a page)."""
+) -> tuple[Any, Any, Any, Any]:
+    """(the prediction, of a whole run if one is described, the what-ifs if there is a page, the
+    prices)."""
     from megatron_prism import stochastic
     from megatron_prism.report import distribution
 
@@ -107,7 +118,7 @@ def _answers(
             study = stochastic.study(sampler, spread, gpus_per_node, pricing, told)
             page = distribution.render(result, str(made.programs.world), study, run)
             file.write(page.encode())
-    return result, run, study
+    return result, run, study, prices
 
 
 def _spread(name: str, programs: Any) -> Any:
@@ -123,13 +134,12 @@ def _duration(text: str) -> float:
     """ns; ``30d`` as well."""
     days = text.strip().removesuffix("d")
     try:
-        if days != text.strip():
-            return float(days) * 24 * 3600e9
-        return float(units.parse_ns(text))
+        ns = float(days) * 24 * 3600e9 if days != text.strip() else float(units.parse_ns(text))
     except ValueError:
-        raise UnitError(
-            f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s"
-        ) from None
+        ns = math.nan
+    if not math.isfinite(ns):
+        raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
+    return ns
 
 
 def _plan(settings: dict[str, Any]) -> Any:
@@ -153,7 +163,7 @@ def _plan(settings: dict[str, Any]) -> Any:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    defaults = {"machine": "h200", "calibration": None, "variability": "public"}
+    defaults = {"machine": None, "calibration": None, "variability": "public"}
     defaults |= {"samples": None, "seed": 0, "slow": 1.2}
     keys = {
         **dict.fromkeys(("machine", "calibration", "variability"), str),

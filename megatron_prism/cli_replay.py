@@ -116,9 +116,9 @@ def _timeline(
     what_if = scenario.Scenario(slow=tuple(slow), faster=tuple(faster), moved=there, **sizes)
     measured = None if calibration is None else read_calibration(calibration)
     if measured is not None:
-        _check_calibration(measured.source, moved or machine or "h200")
+        cli_settings.check_calibration(measured.source, moved or machine or "h200")
     programs = open_programs(path)
-    _check_machine(programs, machine)
+    cli_settings.check_machine(programs, machine)
     world = graph.build(scenario.change(programs, what_if))
     findings = world.check()
     if findings:
@@ -129,43 +129,6 @@ def _timeline(
             fix=f"prism check {path} explains every mismatch",
         )
     return timeline.replay(world, scenario.priced(world, hardware, measured, what_if), iterations)
-
-
-def _check_machine(programs: Any, machine: str | None) -> None:
-    """UsageError if ``machine`` is another one than the programs were measured on."""
-    there = _machine_in(programs.source.get("device", ""))
-    measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
-    if measured and there and _is_another(machine, there):
-        raise UsageError(
-            f"the segments were measured on {programs.source['device']}; machine={machine} would "
-            "price only the calls as that machine's",
-            fix=f"machine={there} moved={machine} scales the segments too",
-        )
-
-
-def _check_calibration(source: str, machine: str) -> None:
-    """UsageError if the calls were measured on another machine than ``machine``."""
-    there = _machine_in(source)
-    if there and _is_another(machine, there):
-        raise UsageError(
-            f"the calibration is of another machine than {machine}: {source}",
-            fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
-        )
-
-
-def _machine_in(text: str) -> str | None:
-    """The shipped machine whose GPU the text names: NVIDIA H200 is h200."""
-    from megatron_prism.costs.machine import machines
-
-    words = text.lower().replace(",", " ").split()
-    return next((name for name in machines() if name.partition("_")[0] in words), None)
-
-
-def _is_another(machine: str | None, there: str) -> bool:
-    """Whether ``machine`` is shipped, so that its GPU is known, and has another GPU."""
-    from megatron_prism.costs.machine import machines
-
-    return machine in machines() and str(machine).partition("_")[0] != there.partition("_")[0]
 
 
 def _check_outputs(paths: Sequence[Path], force: bool) -> None:

@@ -1,7 +1,7 @@
 """``key=value`` words of a command, read in one way by all that take them.
 
 In : the words, and what each key is read with.  Out: a dict, or the UsageError that says what to
-type instead.
+type instead.  Also here: does machine= fit what the slices and calibration= were measured on?
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from megatron_prism import units
 from megatron_prism.errors import UnitError, UsageError
 
-__all__ = ["count", "number", "read"]
+__all__ = ["check_calibration", "check_machine", "count", "number", "read"]
 
 Reader = Callable[[str], Any]
 
@@ -80,3 +80,40 @@ def number(example: str) -> Reader:
         return found
 
     return reader
+
+
+def check_machine(programs: Any, machine: str | None) -> None:
+    """UsageError if ``machine`` is another one than the programs were measured on."""
+    there = _machine_in(programs.source.get("device", ""))
+    measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
+    if measured and there and _is_another(machine, there):
+        raise UsageError(
+            f"the segments were measured on {programs.source['device']}; machine={machine} would "
+            "price only the calls as that machine's",
+            fix=f"machine={there} moved={machine} scales the segments too",
+        )
+
+
+def check_calibration(source: str, machine: str) -> None:
+    """UsageError if the calls were measured on another machine than ``machine``."""
+    there = _machine_in(source)
+    if there and _is_another(machine, there):
+        raise UsageError(
+            f"the calibration is of another machine than {machine}: {source}",
+            fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
+        )
+
+
+def _machine_in(text: str) -> str | None:
+    """The shipped machine whose GPU the text names: NVIDIA H200 is h200."""
+    from megatron_prism.costs.machine import machines
+
+    words = text.lower().replace(",", " ").split()
+    return next((name for name in machines() if name.partition("_")[0] in words), None)
+
+
+def _is_another(machine: str | None, there: str) -> bool:
+    """Whether ``machine`` is shipped, so that its GPU is known, and has another GPU."""
+    from megatron_prism.costs.machine import machines
+
+    return machine in machines() and str(machine).partition("_")[0] != there.partition("_")[0]

@@ -143,3 +143,22 @@ def test_the_command(tmp_path, capsys):
     assert "iterations=500000" in capsys.readouterr().err
     assert cli.main([*words, "deadline=soon"]) == 2
     assert "30d" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("mtbf=1ms checkpoint_cost=30s restart=10min", "never gets through"),
+        ("mtbf=20s checkpoint_cost=30s restart=10min", "would fail"),
+        ("mtbf=40s checkpoint_cost=1s restart=10min", "would fail"),
+        ("mtbf=infd checkpoint_cost=30s", "is no duration"),
+        ("deadline=infd", "is no duration"),
+        ("deadline=nand", "is no duration"),
+    ],
+)
+def test_runs_that_cannot_be_say_so(words, says, tmp_path, capsys):
+    """Each of these ended in a traceback, or took all memory."""
+    path = tmp_path / "w.txt"
+    path.write_text(TEXT)
+    assert cli.main(["predict", str(path), "samples=100", "iterations=500K", *words.split()]) > 0
+    assert says in capsys.readouterr().err

@@ -41,6 +41,13 @@ class Prices:
     meeting_source: np.ndarray
     sources: tuple[str, ...]
 
+    def used(self) -> tuple[str, ...]:
+        """The provenances that some duration above 0 rests on, those of computing first."""
+        parts = [*zip(self.compute, self.compute_source, strict=True),
+                 (self.meetings, self.meeting_source)]  # fmt: skip
+        codes = {int(code) for ns, source in parts for code in np.unique(source[ns > 0])}
+        return tuple(self.sources[code] for code in sorted(codes))
+
 
 def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None = None) -> Prices:
     """Prices of every op: measured segments, then roofline; measured calls, then the model."""

@@ -26,6 +26,7 @@ QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100
 _DRAWS = 1 << 20  # replicas that a prediction draws, if nobody says how many iterations
 _FEW_DRAWS = 1 << 17  # of a what-if of all replicas
+_SLOWEST = 1000  # times: beyond it, a GPU is not slow but stuck
 _MOST, _LEAST = 10_000, 1_000  # iterations
 _LEAST_WHATIF = 400
 _NODES = 5e10  # visits of nodes that a prediction may cost, about a minute
@@ -80,8 +81,8 @@ def predict(
     progress : is told the part of the work that is done, 0 to 1
     UsageError for levels outside (0, 1) or fewer than 100 samples, PrismError if the job hangs.
     """
-    if any(not 0 < level < 1 for level in levels) or slow_by <= 0:
-        raise UsageError("quantiles are between 0 and 1, and slow is a factor", fix="slow=1.2")
+    if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
+        raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="slow=1.2")
     sampler = Sampler(graph, prices, seed)
     affordable = int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))
     count = samples or min(_MOST, max(_LEAST, affordable // sampler.replicas))

@@ -30,6 +30,7 @@ __all__ = ["Plan", "RunPrediction", "best_interval", "daly", "expected", "finish
 _CLUSTERS, _ITERATIONS = 48, 24  # that are drawn
 _RUNS = 10_000
 _HOPELESS = 30.0  # times the mtbf between checkpoints: e^30 tries
+_FAILURES = 50_000  # of a run on average: each one is drawn, in every run
 _FEW = 1000  # iterations up to which their times are added one by one, not as a normal
 _AT_ONCE = 1 << 22
 
@@ -99,7 +100,7 @@ def best_interval(checkpoint: float, mtbf: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(100):
         x = (low + high) / 2
-        if math.log1p(-x) + x > -checkpoint / mtbf:
+        if x < 1 and math.log1p(-x) + x > -checkpoint / mtbf:
             low = x
         else:
             high = x
@@ -207,6 +208,7 @@ def predict_run(
     which = np.arange(_RUNS) % _CLUSTERS
     alike = spread.of("gpu").spread == 0 and spread.slow_gpu[0] == 0
     work = _work(drawn, which, plan.iterations, rng, alike)
+    _check_failures(expected(float(work.mean()), plan, interval), plan)
     took, failures = finish(work, plan, interval, rng)
     chance: tuple[float | None, ...] = (None, None, None)
     if plan.deadline is not None:
@@ -237,6 +239,14 @@ def _check(plan: Plan) -> None:
             raise UsageError(f"{name} is {value:g} ns", fix="a duration above 0: 30d, 3h, 10min")
     if plan.checkpoint < 0 or plan.restart < 0:
         raise UsageError("a cost is negative", fix="checkpoint_cost=30s restart=10min")
+
+
+def _check_failures(took: float, plan: Plan) -> None:
+    """PrismError for a run of ``took`` ns that fails more often than can be drawn."""
+    if plan.mtbf is not None and took > _FAILURES * plan.mtbf:
+        often = f"{took / plan.mtbf:,.0f} times, once in {plan.mtbf / 1e9:g} s"
+        raise PrismError(f"the job would fail {often}; more than {_FAILURES:,} are not drawn",
+                         fix="mtbf= of the whole job; restart= well below it")  # fmt: skip
 
 
 def _interval(plan: Plan, iteration: float) -> tuple[float, float | None]:
