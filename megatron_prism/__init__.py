@@ -4,6 +4,7 @@ The map, in reading order.  Capture runs Megatron's own code (torch); analysis d
 module imports only what stands above it here; ``tests/test_layers.py`` is the exact table.
 
     errors.py units.py       what can go wrong; integer ns and bytes as text
+    guards.py                bounds while foreign files are read
     world.py                 ranks, coordinates, Megatron's named groups
       rank_groups.py           which groups Megatron makes, and the arithmetic of their members
       selectors.py             how a person names ranks
@@ -28,6 +29,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     flight_export.py         the same as Flight Recorder dumps
     faults.py                healthy programs with faults planted in them
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
+      flight_workers.py        many of them, by several processes
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs

@@ -71,7 +71,7 @@ def _write(args: argparse.Namespace, found: Any) -> None:
 
 def _of_dumps(args: argparse.Namespace) -> Any:
     """The verdict on dumps, tried on the job's programs where these are named."""
-    from megatron_prism import flight_recorder
+    from megatron_prism import flight_workers
     from megatron_prism import hang as judge
 
     words = [args.programs, *args.settings] if args.programs else list(args.settings)
@@ -84,7 +84,7 @@ def _of_dumps(args: argparse.Namespace) -> Any:
             f"{' '.join(words)} does not go with --dumps",
             fix="programs=DIR or recipe=NAME: the job that left the dumps",
         )
-    dumps = flight_recorder.read(args.dumps)
+    dumps = flight_workers.read(args.dumps)
     found = judge.of_dumps(dumps)
     if not settings:
         return found

@@ -12,23 +12,22 @@ if there are as many of each; otherwise the status of those groups is left out a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import io
 import json
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Entry, Group, Status
+from megatron_prism.guards import bounded_memory, no_collector
 
-__all__ = ["bounded_memory", "of_value", "parse", "read"]
+__all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
 
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
@@ -43,27 +42,41 @@ FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-pa
 
 def read(folder: str | os.PathLike[str]) -> DumpSet:
     """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
-    files = _files(Path(folder))
-    dumps, broken = {}, {}
+    found = files(Path(folder))
     # values without cycles by the million: looking for cycles would cost more than reading
-    with bounded_memory(max(file.stat().st_size for file in files.values())), _no_collector():
-        for rank, file in sorted(files.items()):
-            try:
-                dumps[rank] = parse(_bytes(file), rank, str(file))
-            except _HostileError:
-                raise
-            except DumpError as error:
-                broken[rank] = error.message
+    with bounded_memory(max(file.stat().st_size for file in found.values())), no_collector():
+        return gather((rank, load(rank, file)) for rank, file in sorted(found.items()))
+
+
+def load(rank: int, file: Path) -> Dump | DumpError:
+    """One dump, or why it cannot be read."""
+    try:
+        return parse(_bytes(file), rank, str(file))
+    except DumpError as error:
+        return error
+
+
+def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
+    """The set of (rank, dump or why there is none), ranks ascending.  DumpError as ``read``."""
+    dumps, broken = {}, {}
+    for rank, found in loaded:
+        if isinstance(found, HostileError):
+            raise found
+        if isinstance(found, DumpError):
+            broken[rank] = found.message
+        else:
+            dumps[rank] = found
     if not dumps:
         raise DumpError(next(iter(broken.values())), fix=FIX)
     return DumpSet(dumps, broken)
 
 
-class _HostileError(DumpError):
+class HostileError(DumpError):
     """It tried to run code: nothing else of the folder is read."""
 
 
-def _files(folder: Path) -> dict[int, Path]:
+def files(folder: Path) -> dict[int, Path]:
+    """rank -> its file.  DumpError if there are none, or two of one rank."""
     if not folder.is_dir():
         raise DumpError(f"there is no folder {folder}", fix=FIX)
     found: dict[int, Path] = {}
@@ -92,49 +105,17 @@ def _bytes(path: Path) -> bytes:
         raise DumpError(f"cannot read {path}: {error.strerror}", fix=FIX) from error
 
 
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def bounded_memory(size: int) -> Iterator[None]:
-    """A damaged pickle may ask for 64 GiB in one opcode (LONG_BINPUT): make that a MemoryError."""
-    try:
-        import resource
-
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        limit = now + (8 << 30) + 64 * size
-        if before[0] != resource.RLIM_INFINITY:
-            limit = min(limit, before[0])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    except (ImportError, OSError, ValueError):  # not Linux: no bound, the rest is as safe
-        yield
-        return
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
 class _Unpickler(pickle.Unpickler):
     """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise _HostileError(
+        raise HostileError(
             f"asks for {module}.{name}, which no dump needs; nothing was executed",
             fix="do not open this file with anything else",
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        raise _HostileError("asks for an object from outside; nothing was executed")
+        raise HostileError("asks for an object from outside; nothing was executed")
 
 
 def parse(data: bytes, rank: int, where: str = "dump") -> Dump:

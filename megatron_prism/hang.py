@@ -22,6 +22,7 @@ from dataclasses import replace
 from megatron_prism import watchdog
 from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
 from megatron_prism.flight_dump import DumpSet, Entry
+from megatron_prism.guards import no_collector
 from megatron_prism.hang_graph import of_graph
 from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
@@ -34,8 +35,9 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 def of_dumps(found: DumpSet) -> Diagnosis:
     """The verdict from dumps alone."""
-    judge = _Judge(found)
-    return replace(judge.verdict(), watchdog=watchdog.first(judge.state))
+    with no_collector():  # there are millions of entries, and no cycles
+        judge = _Judge(found)
+        return replace(judge.verdict(), watchdog=watchdog.first(judge.state))
 
 
 class _Judge:

@@ -4,6 +4,11 @@ import json
 import os
 import pickle
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from hang_cases import WORLDS, named
@@ -11,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graph import healthy
 
-from megatron_prism import flight_export, flight_recorder, hang, quiescence
+from megatron_prism import flight_export, flight_recorder, flight_workers, hang, quiescence
 from megatron_prism.errors import DumpError, UsageError
 from megatron_prism.flight_dump import DumpSet
 
@@ -218,3 +223,100 @@ def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
     with flight_recorder.bounded_memory(1 << 20):
         for seed in range(10_000):
             survive(seed)
+
+
+# -- several processes ----------------------------------------------------------------------------
+def several(folder):
+    return flight_workers.read(folder, processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"active_only": True, "version": "2.0"}, {"as_json": True}])
+def test_several_processes_read_the_same(how, tmp_path):
+    folder = written(tmp_path, **how)
+    cut = next(folder.glob("_dump_7*"))
+    cut.write_bytes(cut.read_bytes()[:200])
+    one, more = flight_recorder.read(folder), several(folder)
+    assert one == more
+    assert list(one.unreadable) == [7]
+    assert hang.of_dumps(one) == hang.of_dumps(more)
+    types = {tuple(map(type, e)) for found in (one, more) for d in found.dumps.values()
+             for e in d.entries}  # fmt: skip
+    assert len(types) == 1, "True is not 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [0, 5])
+def test_a_hostile_pickle_is_refused_by_a_worker(protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = written(tmp_path)
+    for rank in (3, 11):
+        evil = {"entries": [Evil(os.system, f"touch HIT{rank}")]}
+        (folder / f"_dump_{rank}").write_bytes(pickle.dumps(evil, protocol=protocol))
+    said = []
+    for read in (flight_recorder.read, several):
+        with pytest.raises(DumpError, match=r"_dump_3: .*nothing was executed") as caught:
+            read(folder)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert not list(tmp_path.glob("HIT*"))
+
+
+@pytest.mark.slow
+def test_nothing_readable_is_the_same_error(tmp_path):
+    for rank in range(3):
+        (tmp_path / f"_dump_{rank}").write_bytes(b"\x80\x02r\xff\xff\xff\xff.")
+    with pytest.raises(DumpError) as one:
+        flight_recorder.read(tmp_path)
+    with pytest.raises(DumpError) as more:
+        several(tmp_path)
+    assert str(one.value) == str(more.value)
+
+
+FOREVER = """
+import itertools, os, sys
+from megatron_prism import flight_recorder, flight_workers
+if __name__ == "__main__":
+    files = flight_recorder.files(__import__("pathlib").Path(sys.argv[1]))
+    many = dict(zip(range(100_000), itertools.cycle(files.values())))
+    flight_recorder.files = lambda folder: many
+    print("go", flush=True)
+    flight_workers.read(sys.argv[1], processes=2)
+"""
+
+
+def children(pid):
+    """Processes below ``pid``."""
+    found = [pid]
+    for parent in found:
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, tasks.read_text().split())
+    return found[1:]
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_caller(number, tmp_path):
+    script = tmp_path / "forever.py"
+    script.write_text(FOREVER)
+    with subprocess.Popen([sys.executable, str(script), str(written(tmp_path))],
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as caller:  # fmt: skip
+        assert caller.stdout.readline() == b"go\n"
+        deadline = time.monotonic() + 30
+        while len(below := children(caller.pid)) < 3:  # two workers and the resource tracker
+            assert caller.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(caller.pid, number)
+        assert caller.wait(30) != 0
+    while not all(map(gone, below)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

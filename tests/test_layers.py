@@ -18,7 +18,7 @@ ROOT = pathlib.Path(megatron_prism.__file__).parent
 # Analysis half, from the nouns down to the commands.  Modules of one row do not import each other.
 # Rows also name what the design has settled but nobody has written yet.
 ROWS = [
-    "errors",
+    "errors guards",
     "units",
     "rank_groups selectors",
     "collectives artefact world",
@@ -37,7 +37,7 @@ ROWS = [
     "replay",
     "flight_dump diagnosis",
     "flight_recorder quiescence hang_graph",
-    "flight_export outstanding faults",
+    "flight_export flight_workers outstanding faults",
     "votes watchdog",
     "allocator_settings",
     "allocator",
