@@ -43,7 +43,8 @@ class Guard:
         self.strict = None
         self.rendezvous: Rendezvous | None = None
         if asked.strict and asked.programs is not None:
-            self.strict = Strict(asked.programs, options.world, self.rank, virtual, asked.seed)
+            self.strict = Strict(asked.programs, options.world, self.rank, virtual, asked.seed,
+                                 asked.dry_run)  # fmt: skip
             self.rendezvous = Rendezvous(self.strict.healthy, self._fail)
         self.neighbours = None
         if asked.strict and store is not None:
@@ -52,11 +53,13 @@ class Guard:
         self._labels: dict[str, Any] = {}
         self._sites = Sites()
         self._checked_faulty = False
+        self._compared = 0  # calls, with the programs of the world
 
     def banner(self) -> str:
         """What is wrong on purpose, in a frame that nobody overlooks."""
         lines = [f"FAULT INJECTION: {f}" for f in self.asked.faults]
         if self.asked.dry_run:
+            lines += [f"would fire: {hit}" for hit in (self.strict.hits if self.strict else ())]
             lines.append("dry run: none of them happens")
         width = max(map(len, lines), default=0)
         frame = "!" * (width + 6)
@@ -90,14 +93,19 @@ class Guard:
         self.iteration = number
 
     def check_fired(self) -> None:
-        """A fault that never fired is an error, also one of a virtual rank."""
+        """A fault that never fired is an error, also a virtual rank's; says what was compared."""
         self.injector.check_fired()
         if self.strict is not None and self.strict.faults and not self.asked.dry_run:
             from megatron_prism.errors import UsageError
 
             texts = ", ".join(map(str, self.strict.faults))
-            why = "it changes no call of this rank" if self._checked_faulty else "no such iteration"
+            why = "it changes no call of this rank"
+            if not self._checked_faulty:
+                why = "no such iteration, or the first or last, which are not compared"
             raise UsageError(f"{texts} was not met: {why}", fix="another iter=, or another rank")
+        if self.strict is not None:
+            sys.stderr.write(f"prism: {self._compared:,} calls of rank {self.rank} were compared "
+                             f"with {self.asked.programs}\n")  # fmt: skip
 
     # -- calls ------------------------------------------------------------------------------------
     def record(
@@ -132,6 +140,7 @@ class Guard:
         call = Op(op, group=group.desc, site=site, **_compared(details(group, op, args, kwargs)))
         if self.rendezvous is not None and self.rendezvous.open:
             assert self.strict is not None
+            self._compared += 1
             pair = op in ("send", "recv")
             fifo = (call.group, op if pair else "", call.peer if pair else 0)
             if self.rendezvous.peers is self.strict.faulty and group.size() > 1:

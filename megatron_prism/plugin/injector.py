@@ -115,9 +115,14 @@ class Injector:
         elif kind == "p2p_swap":
             args[1] = (2 * group.rank() - args[1]) % group.size()
         elif kind in ("nan", "inf"):
-            for tensor in ins:
-                if tensor.is_floating_point() and tensor.numel():
-                    tensor.detach().view(-1)[0] = float(kind)
+            values = [t for t in ins if t.is_floating_point() and t.numel()]
+            if not values:  # Megatron's first calls broadcast whole numbers
+                raise UnsupportedError(
+                    f"{fault}: {op} of {group.desc} gives no fractions that could be {kind}",
+                    fix="another call: op=all_reduce, phase=backward, nth=",
+                )
+            for tensor in values:
+                tensor.detach().view(-1)[0] = float(kind)
         elif kind == "delay":
             time.sleep((fault.number("ms", 1000) or 0) / 1000)
         elif kind == "gpu_hang":

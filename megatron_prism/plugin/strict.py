@@ -90,12 +90,14 @@ class ProgramPeers:
 class Strict:
     """Healthy peers, and those of the plan with the call at which its world stands still.
 
-    faults : those of virtual ranks;  iteration : in which they happen (None: the first checked)
+    faults : those of virtual ranks;  iteration : in which they happen (None: the first checked);
+    dry : they are planted, so that one knows what they would hit, and peers stay healthy
     """
 
     def __init__(
-        self, path: Any, world: World, rank: int, faults: Sequence[Fault], seed: int
-    ) -> None:
+        self, path: Any, world: World, rank: int, faults: Sequence[Fault], seed: int,
+        dry: bool = False,
+    ) -> None:  # fmt: skip
         programs = open_programs(path)
         if programs.world != world:
             raise UsageError(f"--prism-world {path} is of {programs.world}, this job is {world}",
@@ -103,16 +105,23 @@ class Strict:
         self.healthy = self.faulty = ProgramPeers(programs, rank)
         self.rank, self.faults = rank, tuple(faults)
         numbers = {int(f.select["iter"]) for f in faults if "iter" in f.select}
+        if len(numbers) > 1:
+            raise UsageError(f"faults of virtual ranks in iterations {sorted(numbers)}: their "
+                             "programs are planted once", fix="the same iter= for all")  # fmt: skip
         self.iteration = min(numbers, default=None)
         self.never: dict[tuple[str, str, int, int], int] = {}
         self.state: Any = None
+        self.hits: tuple[Any, ...] = ()  # what faults of virtual ranks hit
         if faults:
-            self._plant(programs, seed)
+            self._plant(programs, seed, dry)
 
-    def _plant(self, programs: Programs, seed: int) -> None:
+    def _plant(self, programs: Programs, seed: int, dry: bool) -> None:
         from megatron_prism import faults, quiescence
 
         self.planted = faults.plant(programs, self.faults, seed)
+        self.hits = self.planted.hits
+        if dry:
+            return
         self.faulty = ProgramPeers(self.planted.programs, self.rank)
         lengths = [len(program) for program in self.planted.programs.programs]
         if sum(lengths[i] for i in self.planted.programs.program_of) > _MOST:

@@ -146,6 +146,36 @@ def test_a_dry_run_says_which_call_and_changes_nothing(job, capsys):
     assert "seq=8" in line
 
 
+def test_a_dry_run_of_a_virtual_rank_says_which_call_and_changes_nothing(job, capsys):
+    """It made the fault happen."""
+    guard, group = job("drop@rank=3,iter=2,nth=1", dry=True)
+    assert "would fire: drop@rank=3,iter=2,nth=1: rank 3, op 1" in guard.banner()
+    iterations(guard, group)
+    guard.check_fired()
+    assert "8 calls of rank 1 were compared with" in capsys.readouterr().err
+
+
+def test_virtual_faults_that_cannot_happen_together_are_refused(job):
+    with pytest.raises(UsageError, match=r"in iterations \[2, 3\]"):
+        job("drop@rank=3,iter=2", "drop@rank=2,iter=3")
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_iterations_that_are_not_compared_are_named(number, job):
+    guard, group = job(f"drop@rank=3,iter={number}")
+    iterations(guard, group)
+    with pytest.raises(UsageError, match="or the first or last, which are not compared"):
+        guard.check_fired()
+
+
+def test_nan_among_whole_numbers_is_refused(job):
+    """It said that it fired, and nothing was wrong."""
+    guard, group = job("nan@rank=1", strict=False)
+    guard.before(1, 1)
+    with pytest.raises(UnsupportedError, match="gives no fractions"):
+        dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=group)
+
+
 def test_a_fault_that_never_fires_is_an_error(job):
     guard, group = job("drop@rank=1,iter=7", strict=False)
     iterations(guard, group)
