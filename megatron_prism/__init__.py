@@ -31,6 +31,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
       flight_workers.py        many of them, by several processes
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
+      joint_calls.py           calls that need a closer look
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs
       watchdog.py              which watchdog fires first, and what it prints

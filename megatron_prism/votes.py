@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_prism.flight_dump import Entry
+from megatron_prism.joint_calls import signature, suspects
 from megatron_prism.outstanding import State
 
 __all__ = ["Conflict", "Odd", "mismatches", "order_conflicts"]
-
-_SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
 
 
 @dataclass(frozen=True)
@@ -42,26 +41,17 @@ class Odd:
 
 def mismatches(state: State) -> list[Odd]:
     """The first call of every group in which its members differ; earliest first."""
-    calls: dict[str, dict[int, dict[int, list[Entry]]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, dump in state.dumps.items():
-        for entry in dump.entries:
-            if not entry.pair and entry.op != "coalesced" and entry.group in state.groups:
-                calls[entry.group][entry.seq].setdefault(rank, []).append(entry)
     found = []
-    for by_seq in calls.values():
-        odd = next(filter(None, (_compare(state, by_seq[seq]) for seq in sorted(by_seq))), None)
+    for calls in suspects(state):
+        odd = next(filter(None, (_compare(state, call) for call in calls)), None)
         if odd is not None:
             found.append(odd)
     found += _messages(state)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
-def _signature(entries: list[Entry]) -> tuple[object, ...]:
-    return tuple((e.op, e.dtypes, e.numbers if e.op in _SIZED else ()) for e in entries)
-
-
 def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
-    signatures = {rank: _signature(entries) for rank, entries in calls.items()}
+    signatures = {rank: signature(entries) for rank, entries in calls.items()}
     votes = Counter(signatures.values())
     if len(votes) == 1:
         return _totals(state, calls)
@@ -92,7 +82,7 @@ def _elsewhere(
                 continue
             entries = [e for e in state.dumps[rank].entries if e.desc == like.desc
                        and e.seq == like.seq and not e.pair and e.op != "coalesced"]  # fmt: skip
-            if entries and (found := _signature(entries)) in known:
+            if entries and (found := signature(entries)) in known:
                 yield found
 
 

@@ -1,0 +1,59 @@
+"""Calls compared as numbers: what is left out cannot be odd."""
+
+import random
+
+import pytest
+from hang_cases import KINDS, WORLDS, draw
+from test_flight_recorder import mutated
+
+from megatron_prism import flight_export, flight_recorder, quiescence, votes
+from megatron_prism.errors import DumpError
+from megatron_prism.flight_dump import DumpSet
+from megatron_prism.outstanding import State
+
+
+def one_by_one(state):
+    """Every call of every group compared, in the order of ``votes.mismatches``."""
+    calls = {}
+    for rank, dump in state.dumps.items():
+        for e in dump.entries:
+            if not e.pair and e.op != "coalesced" and e.group in state.groups:
+                calls.setdefault(e.group, {}).setdefault(e.seq, {}).setdefault(rank, []).append(e)
+    found = []
+    for by_seq in calls.values():
+        odds = [votes._compare(state, by_seq[seq]) for seq in sorted(by_seq)]
+        found += [odd for odd in odds if odd is not None][:1]
+    found += votes._messages(state)
+    return sorted(found, key=lambda odd: odd.entry.created_ns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_planted_faults(kind):
+    for seed in range(2):
+        programs, faults, _ = draw(kind, WORLDS[seed], seed)
+        values = flight_export.dumps_of(quiescence.run(programs, faults))
+        dumps = {rank: flight_recorder.of_value(value, rank) for rank, value in values}
+        state = State(DumpSet(dumps))
+        assert votes.mismatches(state) == one_by_one(state)
+
+
+@pytest.mark.slow
+def test_of_damaged_dumps():
+    seen = 0
+    for seed in range(60):
+        dumps = {}
+        for rank, data in mutated(random.Random(seed)).items():
+            try:
+                dumps[rank] = flight_recorder.parse(data, rank)
+            except DumpError:
+                continue
+        state = State(DumpSet(dumps))
+        found = votes.mismatches(state)
+        assert found == one_by_one(state)
+        seen += len(found)
+    assert seen
+
+
+def test_of_nothing():
+    assert votes.mismatches(State(DumpSet({}))) == []
