@@ -191,7 +191,7 @@ COMMANDS = {
     "calibrate": Command(
         calibrate,
         (
-            OUT,
+            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
             FORCE,
             (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
             SETTINGS,

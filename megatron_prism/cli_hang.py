@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.cli_output import console, print_json
+from megatron_prism.artefact import write_whole
+from megatron_prism.cli_output import check_outputs, console, print_json
 from megatron_prism.errors import UsageError
 
 __all__ = ["hang"]
@@ -38,6 +39,10 @@ def hang(args: argparse.Namespace) -> int:
     """
     if args.dumps is None and args.programs is None:
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
+    if args.dumps is None and (args.job or args.recipe):
+        raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
+                         fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
+    check_outputs([path for path in (args.markdown, args.html) if path], args.force)
     if args.dumps is not None:
         found, planted = _of_dumps(args), None
     else:
@@ -54,19 +59,12 @@ def hang(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, found: Any) -> None:
-    """The verdict as Markdown or as a page; a file that is there is not replaced."""
+    """The verdict as Markdown or as a page."""
     from megatron_prism.report import hang as report
 
     for path, render in ((args.markdown, report.markdown), (args.html, report.page)):
-        if path is None:
-            continue
-        if path.exists() and not args.force:
-            raise UsageError(f"{path} exists and is not overwritten", fix="--force")
-        try:
-            path.write_text(render(found), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}",
-                             fix="name a place you may write to") from error  # fmt: skip
+        if path is not None:
+            write_whole(path, render(found), force=args.force)
 
 
 def _of_dumps(args: argparse.Namespace) -> Any:
@@ -118,10 +116,15 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
     from megatron_prism.slices import open_programs
 
     faults, seed = _faults(args.settings)
+    if args.programs.startswith(("fault=", "plan=")):
+        raise UsageError("faults in which programs?", fix=f"prism hang DIR {args.programs}")
     programs = open_programs(args.programs)
     if not faults:
         if args.out is not None:
             raise UsageError("without a fault there are no dumps to write", fix="fault=KIND@…")
+        if args.settings:
+            raise UsageError("a seed draws the ranks of faults, and there are none",
+                             fix="fault=KIND@rank=any:1 seed=N")  # fmt: skip
         return judge.of_graph(graph.build(programs)), None
     from megatron_prism import faults as planting
     from megatron_prism import flight_export, hang_world, quiescence

@@ -106,7 +106,10 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
     if args.out is None:
         raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
     made = _measure(places[0], settings.get("alloc", ""), _device(settings))
-    memory_baseline.save(made, args.out, force=args.force)
+    path = memory_baseline.save(made, args.out, force=args.force)
+    if args.json:
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
     _overview(made)
     console().print(f"wrote {args.out}")
     return 0
@@ -119,6 +122,8 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
                             _size(settings, "headroom"))  # fmt: skip
     if headroom and limit is None:
         raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
+    if limit is not None and headroom >= max(limit, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="limit=80GiB headroom=4GiB")
     path = _named(settings, "check")
     before = memory_baseline.load(path)
     after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
@@ -197,7 +202,8 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
     names = list(made.classes) if chosen is None else [chosen]
     if args.json:
-        print_json({name: made.classes[name] for name in names})
+        shown = {"classes": {name: made.classes[name] for name in names}}
+        print_json({"schema": "prism.memory_peaks/1", **shown, "provenance": _provenance(made)})
         return 0
     _overview(made)
     for name in names:
@@ -219,9 +225,13 @@ def _bytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else units.format_bytes(num_bytes)
 
 
-def _overview(made: Any) -> None:
+def _provenance(made: Any) -> dict[str, str]:
     from megatron_prism.memory_baseline import PROVENANCE
 
+    return {**PROVENANCE, "peak_device": made.device}
+
+
+def _overview(made: Any) -> None:
     rows = [
         (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
          units.format_bytes(one["peak_reserved"]), _bytes(one.get("nccl")),
@@ -230,7 +240,7 @@ def _overview(made: Any) -> None:
     ]  # fmt: skip
     head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
-    for level, source in {**PROVENANCE, "peak_device": made.device}.items():
+    for level, source in _provenance(made).items():
         print(f"  {level:<15} {source}")
 
 
@@ -239,7 +249,10 @@ def _report(
 ) -> int:
     failed = [change for change in changes if change.fails]
     if args.json:
-        print_json([asdict(change) for change in changes])
+        shown = [asdict(change) | {"fails": change.fails} for change in changes]
+        out = {name: text.strip() for name, text in (runs_out or {}).items()}
+        print_json({"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
+                    "changes": shown, "runs_out": out})  # fmt: skip
         return 1 if failed else 0
     for change in changes:
         if change.what != "same":

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["console", "print_json", "print_table", "progress"]
+from megatron_prism.errors import UsageError
+
+__all__ = ["check_outputs", "console", "print_json", "print_table", "progress"]
 
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
@@ -54,3 +58,21 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda part: bar.update(task, completed=part)
+
+
+def check_outputs(paths: Sequence[Path], force: bool) -> None:
+    """UsageError for what cannot be written, before the work and not after it."""
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
+    for path in paths:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
+        if os.path.lexists(path) and not force:
+            raise UsageError(
+                f"{path} exists and is not overwritten", fix="--force, or another name"
+            )
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise UsageError(
+                f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
+                fix="name another place",
+            )

@@ -7,7 +7,6 @@ of text or JSON, and on request an HTML page and a trace for ui.perfetto.dev.  W
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 from megatron_prism import cli_settings
 from megatron_prism.artefact import write_whole
-from megatron_prism.cli_output import console, print_json
+from megatron_prism.cli_output import check_outputs, console, print_json
 from megatron_prism.collectives import BY_NAME
-from megatron_prism.errors import PrismError, UnitError, UsageError
+from megatron_prism.errors import PrismError, UnitError
 
 __all__ = ["replay"]
 
@@ -47,7 +46,7 @@ def replay(args: argparse.Namespace) -> int:
     settings = _settings(args.settings)
     wanted = [(args.html, html.render), (args.trace, perfetto.render)]
     outputs = [(Path(name), render) for name, render in wanted if name is not None]
-    _check_outputs([path for path, _ in outputs], args.force)
+    check_outputs([path for path, _ in outputs], args.force)
     timeline = _timeline(args.programs, **settings)
     for path, render in outputs:
         write_whole(path, render(timeline), force=args.force)
@@ -129,21 +128,3 @@ def _timeline(
             fix=f"prism check {path} explains every mismatch",
         )
     return timeline.replay(world, scenario.priced(world, hardware, measured, what_if), iterations)
-
-
-def _check_outputs(paths: Sequence[Path], force: bool) -> None:
-    """UsageError for what cannot be written, before the work and not after it."""
-    if len({path.absolute() for path in paths}) < len(paths):
-        raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
-    for path in paths:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
-        if os.path.lexists(path) and not force:
-            raise UsageError(
-                f"{path} exists and is not overwritten", fix="--force, or another name"
-            )
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise UsageError(
-                f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
-                fix="name another place",
-            )

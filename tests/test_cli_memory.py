@@ -180,7 +180,28 @@ def test_explain(job, capsys):
     assert "param 1 MiB, act 1.953 KiB, tmp 512 B" in out
     assert "mlp" in out
     assert cli.main(["memory", "explain", job(), "--json"]) == 0
-    assert sorted(json.loads(capsys.readouterr().out)) == ["pp=0", "pp=1"]
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(found["classes"]) == ["pp=0", "pp=1"]
+    assert found["provenance"]["peak_allocated"].startswith("modelled")
+
+
+def test_json_is_one_object(job, tmp_path, capsys):
+    base = str(tmp_path / "memory.json")
+    assert cli.main(["memory", "record", job(), "-o", base, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path(base).read_text())
+    for words, code in (
+        (["check", job(first=3000), f"baseline={base}"], 1),
+        (["diff", base, job(first=3000)], 1),
+        (["check", job(), f"baseline={base}", "limit=1MiB"], 1),
+        (["update", job(first=3000), f"baseline={base}"], 0),
+    ):
+        assert cli.main(["memory", *words, "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        assert found["schema"] == "prism.memory_changes/1"
+        assert found["failures"] == sum(change["fails"] for change in found["changes"])
+        assert any("runs out" in text for text in found["runs_out"].values()) == (
+            "limit=1MiB" in words
+        )
 
 
 def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys):
@@ -236,6 +257,7 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("check", "{job}", "baseline={base}", "limit=80gb"), "did you mean GB"),
         (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
         (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
+        (("check", "{job}", "baseline={base}", "limit=1", "headroom=4GiB"), "leaves nothing"),
         (("check", "{job}", "baseline={base}", "toll=1"), "toll=1 is not understood"),
         (("check", "baseline={base}"), "takes 1 path"),
         (("diff", "{base}"), "takes 2 path"),

@@ -158,10 +158,28 @@ def test_the_command_prints_one_json_object(tmp_path, capsys):
     assert [row["rank"] for row in found["culprits"]] == [3]
 
 
-@pytest.mark.parametrize("words", [[], ["x", "--dumps", "y"], ["--dumps", "/nonexistent"]])
-def test_bad_usage_ends_with_2(words, capsys):
-    assert cli.main(["hang", *words]) == 2
-    assert "fix:" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name dumps or programs"),
+        (["x", "--dumps", "y"], "there is no folder y"),
+        (["--dumps", "/nonexistent"], "there is no folder"),
+        (["{ring}", "--recipe", "tiny-gpt_1cpu"], "whose job dumps are of"),
+        (["{ring}", "--programs", "{ring}"], "whose job dumps are of"),
+        (["{ring}", "seed=3"], "draws the ranks of faults"),
+        (["fault=drop@rank=1"], "fix: prism hang DIR fault=drop@rank=1"),
+        (["{ring}", "--html", "{ring}"], "is not overwritten"),
+        (["none", "--html", "/nonexistent/v.html"], "no folder you may write to"),
+        (["{ring}", "--html", "{ring}.x", "--markdown", "{ring}.x"], "name two files"),
+    ],
+)
+def test_bad_usage_ends_with_2(words, says, tmp_path, capsys):
+    """Words that have no effect are refused; places before the work, or the verdict is lost."""
+    (tmp_path / "ring").write_text(RING)
+    assert cli.main(["hang", *(word.format(ring=tmp_path / "ring") for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "fix:" in said
 
 
 # -- the score ------------------------------------------------------------------------------------
