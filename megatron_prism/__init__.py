@@ -29,7 +29,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     flight_export.py         the same as Flight Recorder dumps
     faults.py                healthy programs with faults planted in them
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
-      flight_workers.py        many of them, by several processes
+      flight_entries.py        their entries; flight_workers.py: many of them, by several processes
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       joint_calls.py           calls that need a closer look
       diagnosis.py             the verdict as values, text and JSON

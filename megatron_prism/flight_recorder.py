@@ -12,7 +12,6 @@ if there are as many of each; otherwise the status of those groups is left out a
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import os
@@ -22,21 +21,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
-from megatron_prism.flight_dump import Dump, DumpSet, Entry, Group, Status
+from megatron_prism.flight_dump import Dump, DumpSet, Group, Status
+from megatron_prism.flight_entries import entries_of, integer, typed
 from megatron_prism.guards import bounded_memory, no_collector
 
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
 
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
-_NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
-_NAMES |= {method: row.name for row in TABLE for method in row.methods}
-_NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
-           "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
-           "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
-           "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
 FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
 
 
@@ -133,14 +126,14 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
 
 def of_value(value: Any, rank: int) -> Dump:
     """One dump out of the value that torch pickles.  DumpError if it is none."""
-    top = _typed(value, dict, "the file")
+    top = typed(value, dict, "the file")
     version = top.get("version")
     if not isinstance(version, str) or not re.fullmatch(r"2\.\d{1,3}", version):
         raise DumpError(f"has version {str(version)[:20]!r}; versions 2.0 to 2.10 are read")
     notes = []
     groups = {str(n): _group(str(n), g) for n, g in _table(top, "pg_config").items()}
-    raw = [_typed(e, dict, "an entry") for e in _typed(top.get("entries") or [], list, "entries")]
-    entries = tuple(_entry(e, i) for i, e in enumerate(raw))
+    raw = [typed(e, dict, "an entry") for e in typed(top.get("entries") or [], list, "entries")]
+    entries = entries_of(raw)
     if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
         entries = tuple(sorted(entries, key=lambda e: e.record))
     status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
@@ -153,37 +146,16 @@ def of_value(value: Any, rank: int) -> Dump:
     return Dump(rank, version, groups, known, entries, tuple(notes))
 
 
-def _typed(value: Any, kind: type, what: str) -> Any:
-    if not isinstance(value, kind):
-        raise DumpError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
-
-
 def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:
-    found = _typed(top.get(key) or {}, dict, key)
-    return {k: _typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
-
-
-def _int(value: Any, what: str, default: int = -1, entry: int = -1) -> int:
-    if type(value) is int and -(1 << 63) <= value < 1 << 63:
-        return value  # nearly always; there are millions of them
-    if value is None:
-        return default
-    if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
-        value = int(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
-        raise DumpError(f"entry {entry}: {what} is no number" if entry >= 0 else
-                        f"{what} is no number")  # fmt: skip
-    return int(value)
+    found = typed(top.get(key) or {}, dict, key)
+    return {k: typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
 
 
 def _group(name: str, config: dict[Any, Any]) -> Group:
     ranks = config.get("ranks", [])
     if isinstance(ranks, str):
         ranks = re.findall(r"-?\d{1,9}", ranks)
-    members = tuple(_int(r, f"a rank of group {name:.20}") for r in _typed(ranks, list, "ranks"))
+    members = tuple(integer(r, f"a rank of group {name:.20}") for r in typed(ranks, list, "ranks"))
     if len(set(members)) != len(members) or any(r < 0 for r in members):
         raise DumpError(f"group {name:.20} has members that cannot be")
     return Group(name, str(config.get("desc", ""))[:200], members)
@@ -191,7 +163,9 @@ def _group(name: str, config: dict[Any, Any]) -> Group:
 
 def _status(row: dict[Any, Any]) -> Status:
     words = ("enqueued", "started", "completed")
-    return Status(*(_int(row.get(f"last_{w}_collective"), f"last_{w}_collective") for w in words))
+    return Status(
+        *(integer(row.get(f"last_{w}_collective"), f"last_{w}_collective") for w in words)
+    )
 
 
 def _names_of_ids(
@@ -206,66 +180,3 @@ def _names_of_ids(
     elif set(ids) <= set(names) and not known:
         known |= {i: i for i in ids}
     return {i: name for i, name in known.items() if i in status}
-
-
-_PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
-
-
-@functools.lru_cache(1 << 14)
-def _one(value: Any) -> Any:
-    """The same object for equal values, so that a million entries share their sizes and sites."""
-    return value
-
-
-@functools.lru_cache(1 << 14)
-def _called(text: str) -> tuple[str, int]:
-    """(operation, group rank of the other side or -1) of a profiling_name."""
-    word = text[:200].rpartition(":")[2]
-    pair = _PAIR.match(word)
-    return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
-
-
-def _entry(row: dict[Any, Any], number: int) -> Entry:
-    get = row.get
-    group = get("process_group")
-    if not isinstance(group, tuple | list) or len(group) != 2:
-        raise DumpError(f"entry {number} has no process_group (name, description)")
-    name = str(get("profiling_name", ""))
-    op, to = _called(name)
-    sizes = get("input_sizes")
-    if not sizes and name.endswith("_coalesced"):
-        op = "coalesced"  # what closes a batch of collectives
-    calls = _int(get("collective_seq_id", get("seq_id")), "its sequence", entry=number)
-    seq = _int(get("p2p_seq_id"), "p2p_seq_id", entry=number) if to >= 0 else calls
-    state = str(get("state", ""))[:20]
-    frames = get("frames") or []
-    first = frames[0] if isinstance(frames, list) and frames else None
-    site = f"{first.get('filename')}:{first.get('line')}"[:300] if isinstance(first, dict) else ""
-    dtypes = tuple(map(str, (*(get("input_dtypes") or ()), *(get("output_dtypes") or ()))))
-    return Entry(
-        _int(get("record_id", get("id")), "record_id", number, number),
-        str(group[0]),
-        str(group[1])[:200],
-        op,
-        seq,
-        calls,
-        to,
-        _one((_numbers(sizes), _numbers(get("output_sizes")))),
-        _one(dtypes),
-        state,
-        bool(get("retired")) or state == "completed",
-        _one(site),
-        _int(get("timeout_ms"), "timeout_ms", entry=number),
-        _int(get("time_created_ns"), "time_created_ns", entry=number),
-    )
-
-
-def _numbers(sizes: Any) -> tuple[int, ...]:
-    """Elements of each tensor."""
-    found = []
-    for shape in sizes if type(sizes) is list else _typed(sizes or [], list, "sizes"):
-        count = 1
-        for side in shape if type(shape) is list else _typed(shape, list, "a size"):
-            count *= side if type(side) is int else _int(side, "a size")
-        found.append(count if abs(count) < 1 << 63 else -1)
-    return tuple(found)

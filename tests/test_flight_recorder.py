@@ -1,5 +1,6 @@
 """Dumps are read whatever their format, what is foreign is refused, and nothing in them runs."""
 
+import itertools
 import json
 import os
 import pickle
@@ -16,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graph import healthy
 
-from megatron_prism import flight_export, flight_recorder, flight_workers, hang, quiescence
+from megatron_prism import (
+    flight_entries,
+    flight_export,
+    flight_recorder,
+    flight_workers,
+    hang,
+    quiescence,
+)
 from megatron_prism.errors import DumpError, UsageError
 from megatron_prism.flight_dump import DumpSet
 
@@ -223,6 +231,32 @@ def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
     with flight_recorder.bounded_memory(1 << 20):
         for seed in range(10_000):
             survive(seed)
+
+
+def said(function, raw):
+    """What it returns, or its error as text."""
+    try:
+        return function(raw)
+    except (DumpError, TypeError, AttributeError) as error:
+        return repr(error)
+
+
+@pytest.mark.slow
+def test_columns_say_what_entries_say_one_by_one():
+    """Of healthy and of damaged values; the error, if there is one, is that of the first bad."""
+    fast = refused = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        raw = DUMPS[seed % 2][rng.randrange(16)]["entries"]
+        raw = spoilt(rng, raw) if seed % 8 and raw else raw
+        if not isinstance(raw, list) or not all(isinstance(e, dict) for e in raw):
+            continue
+        fast += bool(raw and flight_entries._columns(raw))
+        one = said(lambda raw: tuple(map(flight_entries._entry, raw, itertools.count())), raw)
+        assert said(flight_entries.entries_of, raw) == one
+        refused += isinstance(one, str)
+    assert fast > 50
+    assert refused > 50
 
 
 # -- several processes ----------------------------------------------------------------------------

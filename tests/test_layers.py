@@ -36,6 +36,7 @@ ROWS = [
     "costs",
     "replay",
     "flight_dump diagnosis",
+    "flight_entries",
     "flight_recorder quiescence hang_graph",
     "flight_export flight_workers outstanding faults",
     "joint_calls watchdog",
