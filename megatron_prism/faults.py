@@ -110,6 +110,9 @@ class _Planter:
         if at is None:
             return
         self._note(fault, rank, ops, at)
+        if fault.kind == "nan" and "int" in ops[at].dtype:
+            raise UsageError(f"{fault}: {ops[at].name} of {ops[at].group} moves {ops[at].dtype}, "
+                             "which cannot be NaN", fix="another call: op=all_reduce")  # fmt: skip
         if fault.kind in _HOST:
             self._stop(rank, host=at, silent=fault.kind in _SILENT)
         elif fault.kind == "gpu_hang":

@@ -37,8 +37,8 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     if not timed:
         raise PrismError(
             "the slices hold no repeated times (only iterations on a GPU or the cpu tier are "
-            "timed, and slices of earlier releases kept their median)",
-            fix="variability=public",
+            "timed, a job of few iterations has one, and earlier releases kept the median)",
+            fix="variability=public, or capture more iterations: --train-iters 12",
         )
     for one in timed:
         if (one.samples < 0).any() or not one.samples.sum(axis=1).all():

@@ -142,6 +142,10 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=dtype@rank=1:to=bf61"], "cannot be bf61"),
         (["fault=swap@rank=1"], "swap with what"),
         (["fault=nan@rank=1", "seed=x"], "not understood"),
+        (
+            ["fault=nan@rank=1,group=EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP,nth=0"],
+            "which cannot be NaN",
+        ),
         (["fault=delay@rank=1:ms=5"], "nothing hangs"),
         (["plan=/nonexistent"], "cannot read the plan"),
         (["-o", "x"], "without a fault"),
