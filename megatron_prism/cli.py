@@ -143,6 +143,7 @@ COMMANDS = {
                 {"metavar": "FILE", "type": Path, "help": "the verdict for an issue"},
             ),
             (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
+            (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
             FORCE,
             JSON,
         ),

@@ -42,7 +42,8 @@ def hang(args: argparse.Namespace) -> int:
     if args.dumps is None and (args.job or args.recipe):
         raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
                          fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
-    check_outputs([path for path in (args.markdown, args.html) if path], args.force)
+    outputs = (args.markdown, args.html, args.trace)
+    check_outputs([path for path in outputs if path], args.force)
     if args.dumps is not None:
         found, planted = _of_dumps(args), None
     else:
@@ -59,10 +60,15 @@ def hang(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, found: Any) -> None:
-    """The verdict as Markdown or as a page."""
+    """The verdict as Markdown, as a page, as a trace."""
     from megatron_prism.report import hang as report
+    from megatron_prism.report import hang_trace
 
-    for path, render in ((args.markdown, report.markdown), (args.html, report.page)):
+    for path, render in (
+        (args.markdown, report.markdown),
+        (args.html, report.page),
+        (args.trace, hang_trace.render),
+    ):
         if path is not None:
             write_whole(path, render(found), force=args.force)
 

@@ -68,6 +68,7 @@ def test_options_of_commands():
             "--out",
             "--markdown",
             "--html",
+            "--trace",
             "--force",
             "--json",
         ],

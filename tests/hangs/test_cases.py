@@ -212,3 +212,24 @@ def test_whose_watchdog_fires_first():
     assert "OpType=" in found.watchdog
     assert "first watchdog:" in str(found)
     assert {c.rank for c in found.culprits} == {10}
+
+
+def test_the_trace_has_a_track_per_rank_and_arrows_along_the_waits(tmp_path, capsys):
+    where = str(HERE / "worlds" / "moe.txt")
+    words = ["hang", where, "fault=gil@rank=12,group=tp,nth=1", "--json"]
+    assert cli.main([*words, "--trace", str(tmp_path / "t")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    spans = {e["tid"]: e for e in events if e["ph"] == "X"}
+    waits = {v["rank"]: v for v in found["victims"]}
+    assert len(spans) == sum(e["ph"] == "X" for e in events), "one span per rank"
+    assert spans.keys() == {12} | waits.keys()
+    assert (spans[12]["cat"], spans[12]["name"]) == ("culprit", "host stuck")
+    for rank, victim in waits.items():
+        assert spans[rank]["name"] == f"{victim['op']} #{victim['seq']} of {victim['group']}"
+    starts, ends = ({e["id"]: e["tid"] for e in events if e["ph"] == ph} for ph in "sf")
+    assert starts.keys() == ends.keys()
+    assert starts
+    assert all(ends[i] in waits[rank]["waits_for"] for i, rank in starts.items())
+    to_culprit = {starts[i] for i, rank in ends.items() if rank == 12}
+    assert to_culprit == {r for r, v in waits.items() if 12 in v["waits_for"]}
