@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_prism.fault_plan import Call
 from megatron_prism.ops import Op
+from megatron_prism.plugin import stock_capture
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
@@ -23,11 +24,12 @@ from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, nccl_lets_
 __all__ = ["Guard", "install"]
 
 
-def install(options: Any, tier: Any, store: Any, proof: Any) -> None:
+def install(options: Any, tier: Any, store: Any, proof: Any, arguments: str) -> None:
     """Make the guard that ``options.hang`` asks for, tell the proof of it, and say so."""
     proof.guard = guard = Guard(options, options.hang, tier, store)
     proof.on_finish.append(guard.check_fired)
     sys.stderr.write(guard.banner())
+    guard.compare_arguments(arguments)
 
 
 class Guard:
@@ -53,6 +55,7 @@ class Guard:
         self._labels: dict[str, Any] = {}
         self._sites = Sites()
         self._checked_faulty = False
+        self._other: list[str] = []  # that the programs are of another command line
         self._compared = 0  # calls, with the programs of the world
 
     def banner(self) -> str:
@@ -66,6 +69,14 @@ class Guard:
         return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""]) * bool(
             lines
         )
+
+    def compare_arguments(self, arguments: str) -> None:
+        """Say it if the programs are of another command line, now and in every verdict: then it may
+        be the programs that are wrong, and not a rank."""
+        there = self.strict and self.strict.healthy.programs.source.get("arguments")
+        if there and there != stock_capture.digest(arguments):
+            self._other = [f"{self.asked.programs} was captured with other arguments than this job"]
+            sys.stderr.write(f"prism: warning: {self._other[0]}\n")
 
     # -- what the proof says ----------------------------------------------------------------------
     @contextlib.contextmanager
@@ -169,6 +180,7 @@ class Guard:
         if self.strict is not None and kind != "divergence" and not pair:
             fifo = self.strict.healthy.own(call.group)
             own = fifo[number] if number < len(fifo) else None
+        found = [*found, *self._other] if found else found
         raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
 
 

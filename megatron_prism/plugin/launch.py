@@ -120,7 +120,7 @@ def install(options: flags.Options) -> Any:
 
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
     if options.hang is not None:
-        guard.install(options, tier, store, proof)
+        guard.install(options, tier, store, proof, _job_arguments())
     held = ballast.follow_memory(options, proof, summary.coordinates(options))
     recording = _recording(options)
     observer = recording.observe if recording else None

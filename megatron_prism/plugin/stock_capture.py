@@ -129,10 +129,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def digest(arguments: str) -> str:
+    """What a folder of slices keeps of the job's command line."""
+    return hashlib.sha1(arguments.encode()).hexdigest()[:16]
+
+
 def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices."""
     return {
-        "arguments": hashlib.sha1(arguments.encode()).hexdigest()[:16],
+        "arguments": digest(arguments),
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,

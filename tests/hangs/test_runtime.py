@@ -14,7 +14,7 @@ from torch import distributed as dist
 from megatron_prism import fault_plan
 from megatron_prism.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import flags
+from megatron_prism.plugin import flags, stock_capture
 from megatron_prism.plugin.guard import Guard
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.program import Program
@@ -153,6 +153,20 @@ def test_a_dry_run_of_a_virtual_rank_says_which_call_and_changes_nothing(job, ca
     iterations(guard, group)
     guard.check_fired()
     assert "8 calls of rank 1 were compared with" in capsys.readouterr().err
+
+
+def test_programs_of_another_command_line_are_named(job, capsys):
+    """The verdict called a rank odd that ran another sequence length, and not the old programs."""
+    guard, group = job()
+    guard.compare_arguments("--seq-length 32")  # programs by hand say nothing of a command line
+    guard.strict.healthy.programs.source["arguments"] = stock_capture.digest("--seq-length 32")
+    guard.compare_arguments("--seq-length 32")
+    assert capsys.readouterr().err == ""
+    guard.compare_arguments("--seq-length 16")
+    assert "was captured with other arguments" in capsys.readouterr().err
+    guard.before(2, 4)
+    with pytest.raises(HangError, match="was captured with other arguments"):
+        dist.all_reduce(torch.ones(4), group=group)
 
 
 def test_virtual_faults_that_cannot_happen_together_are_refused(job):
