@@ -45,6 +45,10 @@ def memory(args: argparse.Namespace) -> int:
     context, libraries and NCCL (default h200), a file of benchmarks/device_memory.py, or none.
     """
     places, settings = _words(args.action, args.settings)
+    if args.out is not None and args.action != "record":
+        raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory record")
+    if args.github and args.action not in ("check", "diff"):
+        raise UsageError(f"--github has no effect on memory {args.action}", fix="memory check")
     return _RUN[args.action](args, places, settings)
 
 
@@ -55,6 +59,8 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
     for word in words:
         key, equals, value = word.partition("=")
         if equals and key in _KEYS[action] and value:
+            if key in settings:
+                raise UsageError(f"{key} is given twice", fix=f"leave out one of them, {word} say")
             settings[key] = value
         elif equals and not Path(word).exists():
             known = ", ".join(f"{k}=…" for k in _KEYS[action]) or "no settings"
@@ -130,7 +136,12 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
     limit = None if limit is None else limit - headroom
     leak = _size(settings, "leak", memory_baseline.LEAK)
     changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit, leak_bytes=leak)
-    return _report(args, changes, path, _runs_out(places[0], changes, after))
+    status = _report(args, changes, path, _runs_out(places[0], changes, after))
+    if limit is not None and not args.json and all(change.what != "over" for change in changes):
+        known = all(one.get("peak_device") is not None for one in after.classes.values())
+        what = "device bytes" if known else "reserved bytes only, device is unknown"
+        print(f"every class fits into {exact(limit)} ({what}, modelled)")
+    return status
 
 
 def _runs_out(path: str, changes: list[Any], now: Any) -> dict[str, str]:

@@ -100,7 +100,10 @@ def test_the_limit_is_exact_and_takes_the_units_it_prints(job, tmp_path, capsys)
         assert run(capsys, *check, f"limit={limit}")[0] == code
     for headroom, code in (("1 MiB", 0), ("1048577", 1)):
         assert run(capsys, *check, "limit=3MiB", f"headroom={headroom}")[0] == code
+    said = "every class fits into 2 MiB (2,097,152 B) (reserved bytes only, device is unknown"
+    assert said in run(capsys, *check, "limit=3MiB", "headroom=1MiB")[1]
     code, out = run(capsys, *check, "limit=1MiB")
+    assert "fits into" not in out
     size = re.search(r"reserved ([\d.]+ \w+) \(", out)[1]
     assert run(capsys, *check, f"limit={size}")[0] == 0
 
@@ -258,6 +261,9 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
         (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),
         (("check", "{job}", "baseline={base}", "limit=1", "headroom=4GiB"), "leaves nothing"),
+        (("check", "{job}", "baseline={base}", "tol=1", "tol=2"), "tol is given twice"),
+        (("check", "{job}", "baseline={base}", "-o", "x.json"), "-o has no effect"),
+        (("record", "{job}", "-o", "x.json", "--github"), "--github has no effect"),
         (("check", "{job}", "baseline={base}", "toll=1"), "toll=1 is not understood"),
         (("check", "baseline={base}"), "takes 1 path"),
         (("diff", "{base}"), "takes 2 path"),
