@@ -5,6 +5,7 @@ import torch
 
 from megatron_prism.slicer.kernels import Meter
 from megatron_prism.tiers import compiled, work
+from megatron_prism.tiers.live import LiveBytes
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,30 @@ def test_a_compiled_function_is_one_kernel_unless_it_multiplies_matrices(
     monkeypatch.setattr(work, "meter", None)
     assert torch.equal(compiled._compile(gelu_like)(x), x + 1)
     assert compiled._compile(torch.nn.Linear) is torch.nn.Linear
+
+
+def test_what_lies_between_is_never_on_the_device(monkeypatch):
+    """A peak sees arguments, results and what autograd keeps, in the right order for the meter."""
+    live, moved = LiveBytes("cpu"), []
+    live.meter = type("Meter", (), {"moved": lambda self, n, b: moved.append(b) or "",
+                                    "kernel": lambda self, *_: None})()  # fmt: skip
+    monkeypatch.setattr(compiled, "_live", live)
+
+    def between(x):
+        return ((x + 1) * 2).exp() - 1  # three tensors that no fused kernel writes
+
+    with live:
+        x = torch.ones(256)
+        before = live.now
+        out = compiled._compile(between)(x)
+        assert live.now == live.high.bytes == before + 1024
+        assert moved[-1] == 1024
+        assert sum(moved) == live.now
+        del out
+        assert moved[-1] == -1024
+        nested = compiled._compile(lambda x: compiled._compile(between)(x) + 1)(x)
+        assert live.high.bytes == before + 1024
+        plain = between(x)
+        assert live.high.bytes >= before + 3 * 1024
+    del nested, plain
+    assert sum(moved) == live.now

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping
 
 from megatron_prism.errors import UsageError, WorldError
 from megatron_prism.world import World, implied_size
 
-__all__ = ["SIZES", "local_ranks", "processes", "target_world"]
+__all__ = ["SIZES", "local_ranks", "processes", "target_world", "without_engine"]
 
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
@@ -101,3 +102,10 @@ def local_ranks(
                 fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
             )
     return ranks
+
+
+def without_engine() -> bool:
+    """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
+    optimizer, and Megatron takes torch's AdamW."""
+    words, flag = sys.argv, "--transformer-impl"
+    return f"{flag}=local" in words or (flag, "local") in zip(words, words[1:], strict=False)

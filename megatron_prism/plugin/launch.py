@@ -19,6 +19,7 @@ from typing import Any
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import ending, flags
+from megatron_prism.plugin.flag_world import without_engine
 
 __all__ = ["TESTED", "install", "install_from_command_line", "run_script", "start_world"]
 
@@ -109,7 +110,7 @@ def install(options: flags.Options) -> Any:
         summary.check_free(options.out, options.force)
     if options.capture is not None:
         stock_capture.check_free(options.capture, options.rank, options.force)
-    tier = tiers.install(options.tier)
+    tier = tiers.install(options.tier, engine=not (options.tier == "meta" and without_engine()))
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
     pace = _pace(options, version) if options.pace or options.slow else None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UsageError
-from megatron_prism.tiers import compiled
+from megatron_prism.tiers import compiled, cuda_choices
 from megatron_prism.tiers.live import LiveBytes
 
 __all__ = ["Tier", "best", "install"]
@@ -47,8 +47,11 @@ def best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def install(name: str) -> Tier:
+def install(name: str, engine: bool = True) -> Tier:
     """Prepare this process for tier ``name`` (``auto``: the best one here).
+
+    engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
+             for it where it is missing, and its FusedAdam for torch's AdamW
 
     Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier in
     the same process.
@@ -71,13 +74,13 @@ def install(name: str) -> Tier:
             )
         _installed = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
-        _installed = _without_cuda(name)
+        _installed = _without_cuda(name, engine)
     else:
         raise UsageError(f"unknown tier {name!r}", fix="choose cuda, cpu, meta or auto")
     return _installed
 
 
-def _without_cuda(name: str) -> Tier:
+def _without_cuda(name: str, engine: bool) -> Tier:
     from megatron_prism.tiers import cuda_stubs
     from megatron_prism.tiers.remap import Remap
 
@@ -88,7 +91,7 @@ def _without_cuda(name: str) -> Tier:
     cuda_stubs.install()
     _no_pinned_memory()
     stand_in = ["torch.cuda: inert streams and events"]
-    if importlib.util.find_spec("transformer_engine") is None:
+    if engine and importlib.util.find_spec("transformer_engine") is None:
         from megatron_prism.tiers import virtual_te
 
         virtual_te.install()
@@ -101,8 +104,9 @@ def _without_cuda(name: str) -> Tier:
     _remap_backward(remap)
     live = None
     if name == "meta":
-        compiled.install()
         live = LiveBytes("meta")
+        compiled.install(live)
+        cuda_choices.install()
         live.__enter__()
         cuda_stubs.set_memory_source(live)
         stand_in.append(

@@ -1,13 +1,14 @@
 """What would torch.compile make of a function on a GPU?  One kernel, on tier ``meta``.
 
 Megatron's small fusions (bias and gelu, swiglu, bias and dropout) are compiled functions.  Without
-a device they run op by op; the recorder is told of one kernel that reads the arguments and writes
-the results.  Functions with matrix products in them, and backward passes that autograd writes, are
-recorded as they run.
+a device they run op by op; live bytes see only what is left afterwards, and the recorder is told of
+one kernel that reads the arguments and writes the results.  Functions with matrix products in them,
+and backward passes that autograd writes, are recorded as they run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -16,12 +17,18 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers import work
+from megatron_prism.tiers.live import LiveBytes
 
 __all__ = ["install"]
 
 
-def install() -> None:
+_live: LiveBytes | None = None
+
+
+def install(live: LiveBytes) -> None:
     """Replace ``torch.compile``; what was compiled before stays as it is."""
+    global _live
+    _live = live
     torch.compile = _compile  # type: ignore[assignment]
 
 
@@ -34,6 +41,10 @@ def _compile(model: Any = None, **options: Any) -> Any:
 def _as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        with _live.inside() if _live is not None else contextlib.nullcontext():
+            return one(*args, **kwargs)
+
+    def one(*args: Any, **kwargs: Any) -> Any:
         if work.meter is None:
             return function(*args, **kwargs)
         with work.meter.held() as kernels:

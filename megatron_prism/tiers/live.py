@@ -43,6 +43,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[int, int]] = {}  # address -> (bytes, running number)
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
+        self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
 
     # -- what cuda_stubs asks ---------------------------------------------------------------------
     def current(self) -> int:
@@ -72,11 +73,25 @@ class LiveBytes(TorchDispatchMode):
             for key, (size, number) in self._alive.items()
         ]
 
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """What runs here is one kernel: what comes and goes within it is never on the device."""
+        outer, self._silent = self._silent, {} if self._silent is None else self._silent
+        try:
+            yield
+        finally:
+            left, self._silent = self._silent, outer
+            for number, size in left.items() if outer is None else ():
+                self._tell(number, size)
+            self._mark()
+
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, key: int) -> None:
         size, number = self._alive.pop(key)
         self.now -= size
         self._notes.pop(number, None)
+        if self._silent is not None and self._silent.pop(number, None) is not None:
+            return
         if self.meter is not None:
             self.meter.moved(number, -size)
 
@@ -96,11 +111,20 @@ class LiveBytes(TorchDispatchMode):
             known = 0
         self._alive[key] = (size, number)
         self.now += size - known
-        if self.meter is not None and size != known:
-            note = self.meter.moved(number, size - known)
+        if self._silent is not None and not known:
+            self._silent[number] = size
+        else:
+            self._tell(number, size - known)
+        self._mark()
+
+    def _tell(self, number: int, change: int) -> None:
+        if self.meter is not None and change:
+            note = self.meter.moved(number, change)
             if note:
                 self._notes[number] = note
-        if self.now > self.high.bytes:
+
+    def _mark(self) -> None:
+        if self._silent is None and self.now > self.high.bytes:
             self.high = Peak(self.now, dict(self.labels))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
