@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groundtruth import COMMON, CONFIGS, NUM_RANKS, TE
+from groundtruth import COMMON, CONFIGS, MOE, NUM_RANKS, TE
 
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
@@ -42,11 +42,36 @@ JOBS = {
     " --global-batch-size 16",
     "llama7b_dp2tp2": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 2 --global-batch-size 8",
 }
+SP, PP2 = "--sequence-parallel", "--pipeline-model-parallel-size 2"
+LLAMA3_8B = """
+--num-layers 32 --vocab-size 128256 --seq-length 8192 --max-position-embeddings 8192
+--rotary-base 500000 --global-batch-size 16
+"""
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+JOBS8 = {
+    "tp2pp2dp2vp2ov": f"{TE} --tensor-model-parallel-size 2 {SP} {PP2} {OVERLAP}"
+    " --num-layers-per-virtual-pipeline-stage 4",
+    "tp4pp2": f"{TE} --tensor-model-parallel-size 4 {SP} {PP2}",
+    "tp8": f"{TE} --tensor-model-parallel-size 8 {SP}",
+    "pp8vp2": f"{TE} --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 1",
+    "dp8ov": f"{TE} --num-layers 8 {OVERLAP}",
+    "moe_ep8": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 8')}",
+    "cp2tp2dp2": f"{TE} --context-parallel-size 2 --tensor-model-parallel-size 2 {SP}",
+    "cp2tp2dp2_fp8": f"{TE} --context-parallel-size 2 --tensor-model-parallel-size 2 {SP}"
+    " --fp8-format hybrid",
+    "llama3_8b_tp4dp2": f"{TE} {LLAMA3_8B} --tensor-model-parallel-size 4 {SP} {OVERLAP}",
+}
+EVERY = {4: JOBS, 8: JOBS8}  # by GPUs
 BOUND_MEAN, BOUND_MAX = 2.0, 5.0  # percent
 
 
 class Sitting:
-    """One machine, one sitting: real runs, captures and the calibration go to ``work``."""
+    """One machine, one sitting: real runs, captures and the calibration go to ``work``.
+
+    num_ranks : ranks of the jobs, each on a GPU of its own
+    """
+
+    num_ranks = NUM_RANKS
 
     def __init__(
         self,
@@ -65,7 +90,7 @@ class Sitting:
     def job(self, config: str, steps: int) -> list[str]:
         """The script and its arguments."""
         length = ["--train-iters", str(steps)]
-        return [self.script, *COMMON.split(), *JOBS[config].split(), *length]
+        return [self.script, *COMMON.split(), *EVERY[self.num_ranks][config].split(), *length]
 
     def _start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen[bytes]:
         with open(self.work / f"{name}.log", "wb") as log:
@@ -81,7 +106,7 @@ class Sitting:
         folder = self.work / f"{config}-real"
         program = str(Path(__file__).with_name("real_steps.py"))
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(NUM_RANKS), program, str(folder)]
+        launcher += ["--nproc-per-node", str(self.num_ranks), program, str(folder)]
         self._start(folder.name, [*launcher, *self.job(config, self.real_steps)]).wait()
         file = folder / "rank-0.json"
         if not file.exists():
@@ -92,8 +117,8 @@ class Sitting:
         """Every rank alone, each on a GPU of its own."""
         folder = self.work / f"{config}-slices"
         running = []
-        for rank in range(NUM_RANKS):
-            ours = ["--prism-world-size", str(NUM_RANKS), "--prism-ranks", str(rank)]
+        for rank in range(self.num_ranks):
+            ours = ["--prism-world-size", str(self.num_ranks), "--prism-ranks", str(rank)]
             ours += ["--prism-capture", str(folder)]
             words = [
                 "-m",
@@ -113,6 +138,7 @@ class Sitting:
         """Calls among this host's GPUs."""
         file = self.work / "calibration.json"
         words = ["-m", "megatron_prism", "calibrate", "-o", str(file)]
+        words += [f"processes={NUM_RANKS}"]
         self._start("calibrate", words).wait()
         return read_calibration(file)
 

@@ -2,10 +2,11 @@
 
 ``python benchmarks/hybrid.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR] [--gpus 4]``
 
-On a host with 4 GPUs, for every configuration of ``accuracy.py``: the real job; every rank alone
-with ``--prism-capture``; then every rank alone with ``--prism-pace`` over those slices and one
-``prism calibrate`` of this host.  Ranks alone run side by side, each on a GPU of its own (the one
-that runs it in the job).  Nothing is fitted to the real runs.  With ``--gpus 1`` ranks come one
+On a host with 4 (or 8) GPUs, for every configuration of ``accuracy.py``: every rank alone with
+``--prism-capture``; the prediction from those slices and one ``prism calibrate`` of 4 GPUs, written
+down before the real job runs; then the real job, and every rank alone with ``--prism-pace``.  Ranks
+alone run side by side, each on a GPU of its own (the one that runs it in the job).  Nothing is
+fitted to the real runs.  With ``--gpus 1`` ranks come one
 after the other, without real runs or calibration, each stage captured by ``--prism-pace`` itself.
 """
 
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accuracy import BOUND_MAX, BOUND_MEAN, JOBS, REAL_STEPS, WARM_UP, Sitting, predict
+from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, REAL_STEPS, WARM_UP, Sitting, predict
 from groundtruth import NUM_RANKS
 
 from megatron_prism.costs.collective import Calibration
@@ -33,7 +34,10 @@ HYBRID_MEAN, HYBRID_MAX = 0.58, 1.98  # percent: PrismLLM's published errors
 class Hybrid(Sitting):
     """A sitting that also emulates."""
 
-    gpus = NUM_RANKS
+    def __init__(self, scripts: Path, work: Path, gpus: int) -> None:
+        super().__init__(scripts, work)
+        self.gpus = gpus
+        self.num_ranks = max(NUM_RANKS, gpus)
 
     def paced(self, config: str, ranks: list[int]) -> list[dict[str, Any]]:
         """The summary of every rank, alone with paced peers; {} where one failed."""
@@ -42,7 +46,7 @@ class Hybrid(Sitting):
         if calibration.exists():
             shutil.copy(calibration, slices / "calibration.json")
         for rank in ranks:
-            ours = ["--prism-world-size", str(NUM_RANKS), "--prism-ranks", str(rank)]
+            ours = ["--prism-world-size", str(self.num_ranks), "--prism-ranks", str(rank)]
             ours += ["--prism-pace", str(slices), "--prism-force"]
             ours += ["--prism-out", str(self.work / f"{config}-paced-{rank}")]
             job = ["--", *self.job(config, REAL_STEPS)]
@@ -69,13 +73,20 @@ def steps_of(summary: dict[str, Any]) -> list[float]:
 def measure(sitting: Hybrid, config: str, calibration: Calibration | None) -> dict[str, Any]:
     """One configuration: the real job if GPUs suffice, the captures, the emulated ranks."""
     begin = time.time()
-    whole = sitting.gpus == NUM_RANKS
-    real = sitting.real(config) if whole else []
+    whole = sitting.gpus == sitting.num_ranks
+    row: dict[str, Any] = {"config": config, "real_ms": None, "predicted_ms": None}
     if whole:
         sitting.capture(config)
-    ranks = list(range(NUM_RANKS)) if whole else [NUM_RANKS - 1, 0]
+    try:
+        if calibration is not None:
+            row["predicted_ms"] = predict(sitting.work / f"{config}-slices", calibration)
+            written = json.dumps({"predicted_ms": row["predicted_ms"], "at": time.time()})
+            (sitting.work / f"{config}-predicted.json").write_text(written + "\n")
+    except (PrismError, OSError) as error:
+        print(f"{config}: {error}", file=sys.stderr)
+    real = row["real_iterations_ms"] = sitting.real(config) if whole else []
+    ranks = list(range(sitting.num_ranks)) if whole else [sitting.num_ranks - 1, 0]
     summaries = sitting.paced(config, ranks)
-    row: dict[str, Any] = {"config": config, "real_iterations_ms": real, "real_ms": None}
     if real:
         row["real_ms"] = statistics.median(real)
         row["spread_percent"] = 100 * (max(real) - min(real)) / row["real_ms"]
@@ -86,12 +97,6 @@ def measure(sitting: Hybrid, config: str, calibration: Calibration | None) -> di
     row["paced_ms"] = [statistics.median(s) if (s := steps_of(one)) else None for one in summaries]
     row["paced_memory"] = [{k: one.get("memory", {}).get(k) for k in _MEMORY} for one in summaries]
     row["pacing"] = [one.get("pacing") for one in summaries]
-    row["predicted_ms"] = None
-    try:
-        if calibration is not None:
-            row["predicted_ms"] = predict(sitting.work / f"{config}-slices", calibration)
-    except (PrismError, OSError) as error:
-        print(f"{config}: {error}", file=sys.stderr)
     row["took_s"] = round(time.time() - begin, 1)
     shown = {k: row[k] for k in ("config", "real_ms", "paced_ms", "predicted_ms", "took_s")}
     print(json.dumps(shown), flush=True)
@@ -141,19 +146,18 @@ def table(rows: list[dict[str, Any]]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scripts", type=Path)
-    parser.add_argument("--configs", default=",".join(JOBS))
+    parser.add_argument("--configs", help="by default all of that many GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
-    parser.add_argument("--gpus", type=int, choices=(1, NUM_RANKS), default=NUM_RANKS)
+    parser.add_argument("--gpus", type=int, choices=(1, *EVERY), default=NUM_RANKS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        sitting = Hybrid(args.scripts, work)
-        sitting.gpus = args.gpus
-        calibration = sitting.calibrate() if args.gpus == NUM_RANKS else None
+        sitting = Hybrid(args.scripts, work, args.gpus)
+        calibration = sitting.calibrate() if args.gpus > 1 else None
         rows = []
-        for config in args.configs.split(","):
+        for config in (args.configs or ",".join(EVERY[sitting.num_ranks])).split(","):
             rows.append(measure(sitting, config, calibration))
             if args.json is not None:  # what is there is worth having if the rest fails
                 args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")

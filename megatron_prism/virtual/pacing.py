@@ -135,7 +135,7 @@ class Pacer:
         with self.lane(key) as lane:
             made = self._here(group, call, answer, args, kwargs)
             lane.end = end = torch.cuda.Event()
-            end.record()
+            end.record(lane.stream)
         return made.after(end, args)
 
     def _in_order(self, group: Any) -> None:
@@ -234,5 +234,5 @@ class _Batch:
             for answer in self._answers:
                 answer()
             pacer.hold(self._launch, False, self._blocks)
-            self._end.record()
+            self._end.record(lane.stream)
             lane.end = self._end
