@@ -45,13 +45,14 @@ def predict(args: argparse.Namespace) -> int:
     from megatron_prism.slices import open_programs
 
     settings = _settings(args.settings)
-    hardware = machine(settings["machine"] or "h200")
-    measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
-    if measured is not None:
-        cli_settings.check_calibration(measured.source, settings["machine"] or "h200")
     if args.html is not None and os.path.lexists(args.html) and not args.force:
         raise UsageError(f"{args.html} exists and is not overwritten", fix="--force")
     programs = open_programs(args.programs)
+    own = settings["machine"] or cli_settings.machine_of(programs)
+    hardware = machine(own)
+    measured = read_calibration(settings["calibration"]) if settings["calibration"] else None
+    if measured is not None:
+        cli_settings.check_calibration(measured.source, own)
     cli_settings.check_machine(programs, settings["machine"])
     spread = _spread(settings["variability"], programs)
     made = graph.build(programs)

@@ -110,13 +110,14 @@ def _timeline(
     from megatron_prism.replay import scenario, timeline
     from megatron_prism.slices import open_programs
 
-    hardware = read_machine(machine or "h200")
+    programs = open_programs(path)
+    own = machine or cli_settings.machine_of(programs)
+    hardware = read_machine(own)
     there = None if moved is None else read_machine(moved)
     what_if = scenario.Scenario(slow=tuple(slow), faster=tuple(faster), moved=there, **sizes)
     measured = None if calibration is None else read_calibration(calibration)
     if measured is not None:
-        cli_settings.check_calibration(measured.source, moved or machine or "h200")
-    programs = open_programs(path)
+        cli_settings.check_calibration(measured.source, moved or own)
     cli_settings.check_machine(programs, machine)
     world = graph.build(scenario.change(programs, what_if))
     findings = world.check()

@@ -82,9 +82,18 @@ def number(example: str) -> Reader:
     return reader
 
 
+def machine_of(programs: Any) -> str:
+    """The machine that the programs were measured on, if it is shipped, else h200."""
+    from megatron_prism.costs.machine import named_in
+
+    return named_in(programs.source.get("device", "")) or "h200"
+
+
 def check_machine(programs: Any, machine: str | None) -> None:
     """UsageError if ``machine`` is another one than the programs were measured on."""
-    there = _machine_in(programs.source.get("device", ""))
+    from megatron_prism.costs.machine import named_in
+
+    there = named_in(programs.source.get("device", ""))
     measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
     if measured and there and _is_another(machine, there):
         raise UsageError(
@@ -96,20 +105,14 @@ def check_machine(programs: Any, machine: str | None) -> None:
 
 def check_calibration(source: str, machine: str) -> None:
     """UsageError if the calls were measured on another machine than ``machine``."""
-    there = _machine_in(source)
+    from megatron_prism.costs.machine import named_in
+
+    there = named_in(source)
     if there and _is_another(machine, there):
         raise UsageError(
             f"the calibration is of another machine than {machine}: {source}",
             fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
         )
-
-
-def _machine_in(text: str) -> str | None:
-    """The shipped machine whose GPU the text names: NVIDIA H200 is h200."""
-    from megatron_prism.costs.machine import machines
-
-    words = text.lower().replace(",", " ").split()
-    return next((name for name in machines() if name.partition("_")[0] in words), None)
 
 
 def _is_another(machine: str | None, there: str) -> bool:

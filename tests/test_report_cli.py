@@ -1,5 +1,6 @@
 """``prism replay``: what it prints, the files it writes or refuses to; the page in a browser."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -140,6 +141,15 @@ def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):
     assert run(world, capsys=capsys)[0] == 0
     assert run(world, f"machine={other}", capsys=capsys)[0] == 0
     assert run(world, "machine=h200", f"moved={name}", capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(("device", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("", "H200")])
+def test_the_machine_is_the_one_of_the_slices(tmp_path, capsys, device, name):
+    made = dataclasses.replace(tiny(), source={"device": device})
+    path = programs.save(made, tmp_path / "w.prism")
+    status, out, _ = run(path, capsys=capsys)
+    assert status == 0
+    assert f"8 x {name}" in out
 
 
 def test_a_calibration_of_another_machine_is_named(world, tmp_path, capsys):

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_prism.costs import data_file
 from megatron_prism.errors import UsageError
 
-__all__ = ["Machine", "machine", "machines"]
+__all__ = ["Machine", "machine", "machines", "named_in"]
 
 FOLDER = Path(__file__).with_name("machines")
 _WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
@@ -66,6 +66,12 @@ def machine(name: str | os.PathLike[str]) -> Machine:
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
     return Machine(**fields)
+
+
+def named_in(text: str) -> str | None:
+    """The shipped machine whose GPU the text names: NVIDIA H200 is h200; None if it names none."""
+    words = text.lower().replace(",", " ").split()
+    return next((name for name in machines() if name.partition("_")[0] in words), None)
 
 
 def _wrong(key: str, value: object) -> str | None:

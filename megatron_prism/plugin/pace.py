@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import machine, machines
+from megatron_prism.costs.machine import machine, machines, named_in
 from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.plugin.stock_capture import source_of
@@ -223,13 +223,13 @@ def _calibration(folder: Path) -> Calibration | None:
 
 def _machine_of(device: str) -> str:
     """The shipped machine of a device's name."""
-    for name in sorted(machines(), key=len, reverse=True):
-        if name.split("_")[0] in device.lower():
-            return name
-    raise UsageError(
-        f"--prism-pace: no machine is known for the device {device!r}",
-        fix=f"the known ones are {', '.join(machines())}",
-    )
+    found = named_in(device)
+    if found is None:
+        raise UsageError(
+            f"--prism-pace: no machine is known for the device {device!r}",
+            fix=f"the known ones are {', '.join(machines())}",
+        )
+    return found
 
 
 # -- slices that are missing ---------------------------------------------------------------------

@@ -20,7 +20,7 @@ from megatron_prism.errors import PrismError, UnsupportedError
 
 __all__ = ["RING", "Launcher"]
 
-RING = 8  # iterations whose ends are remembered
+RING = 4  # iterations whose ends are remembered
 _TIMEOUT_NS = 60_000_000_000
 _THREADS = 32
 # What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
