@@ -159,7 +159,7 @@ def test_too_few_samples_say_how_many_are_needed():
     made, prices = priced(pipeline(World(8, tp=2, pp=2)))
     with pytest.raises(UsageError, match="50 samples say little"):
         stochastic.predict(made, prices, spread(), samples=50)
-    with pytest.raises(UsageError, match="between 0 and 1"):
+    with pytest.raises(UsageError, match="quantiles < 1"):
         stochastic.predict(made, prices, spread(), levels=(1.0,))
 
 
