@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism.errors import RecipeError, UsageError, WorldError
-from megatron_prism.plugin import launch
+from megatron_prism.plugin import flag_world, launch
 from megatron_prism.plugin.flags import FLAGS, TIERS, add_flags, from_command_line, with_tier
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
@@ -372,3 +372,18 @@ def test_reading_the_flags_imports_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "local"),
+    [
+        ("", False),
+        ("--transformer-impl local", True),
+        ("--transformer-impl=local", True),
+        ("--transformer-impl transformer_engine", False),
+        ("--transformer-impl local --transformer-impl transformer_engine", False),
+    ],
+)
+def test_local_layers_are_without_an_engine(monkeypatch, words, local):
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words.split()])
+    assert flag_world.without_engine() is local

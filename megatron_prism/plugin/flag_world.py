@@ -108,4 +108,6 @@ def without_engine() -> bool:
     """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
     optimizer, and Megatron takes torch's AdamW."""
     words, flag = sys.argv, "--transformer-impl"
-    return f"{flag}=local" in words or (flag, "local") in zip(words, words[1:], strict=False)
+    given = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
+    given += [word.partition("=")[2] for word in words if word.startswith(flag + "=")]
+    return bool(given) and set(given) == {"local"}
