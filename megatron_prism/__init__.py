@@ -20,7 +20,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     graph.py                 the world graph: all programs joined
     unit_time.py             the longest path through a schedule: forward 1, backward 2
     costs/                   how long ops take, and who says so
-    replay/                  the timeline of the whole world
+    replay/                  the timeline of the whole world; when virtual ranks answer local ones
     allocator.py             what the caching allocator would reserve, a model
       allocator_settings.py    its options; allocator_trace.py: it against recorded histories
     memory.py                where memory peaks and what is alive there
@@ -44,7 +44,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       recipe_checks.py         which fields must fit each other
       recipe_layers.py         how layers split over stages and chunks
 
-    virtual/                 a torch.distributed world whose other ranks are not there
+    virtual/                 a torch.distributed world whose other ranks are not there; pacing
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)
     slicer/                  the recorder: what a running rank does becomes its program
     plugin/                  the flags, Megatron's seams, starting a job, faults of running ranks

@@ -78,6 +78,14 @@ class SliceStore:
 
     def check(self, found: Programs, path: Path) -> None:
         """UsageError unless ``found`` is of this job."""
+        if differ := self.differences(found):
+            raise UsageError(
+                f"{path} is a slice of another job: {'; '.join(differ)}",
+                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
+            )
+
+    def differences(self, found: Programs) -> list[str]:
+        """In which words ``found`` is of another job than this one."""
         differ = [
             f"{key} {found.source.get(key, 'unknown')}, not {value}"
             for key, value in self.source.items()
@@ -85,11 +93,7 @@ class SliceStore:
         ]
         if found.world != self.world:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
-        if differ:
-            raise UsageError(
-                f"{path} is a slice of another job: {'; '.join(differ)}",
-                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
-            )
+        return differ
 
     def put(self, program: Program) -> None:
         """Keep a finished slice."""

@@ -52,7 +52,6 @@ class Pace:
         source = source_of(arguments, version, options.tier, device)
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
-        self.calibration = _calibration(folder)
         program = programs.programs[int(programs.program_of[options.rank])]
         for ranks, factor in slow_ranks(options):
             programs = whatif.slow(programs, ranks, factor)
@@ -65,8 +64,8 @@ class Pace:
                 f"the slices in {folder} do not fit together: {findings[0].kind}",
                 fix=f"prism check {folder}",
             )
-        self.machine = machine(_machine_of(device))
-        prices = whatif.slowed(world, costs.price(world, self.machine, self.calibration))
+        prices = costs.price(world, machine(_machine_of(device)), _calibration(folder))
+        prices = whatif.slowed(world, prices)
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -201,14 +200,7 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         )
     made = slices.assemble(folder)
     wanted = {key: value for key, value in source.items() if key != "device"}
-    differ = [
-        f"{key} {made.source.get(key, 'unknown')}, not {value}"
-        for key, value in wanted.items()
-        if made.source.get(key) != value
-    ]
-    if made.world != options.world:
-        differ.insert(0, f"a world of {made.world}, not {options.world}")
-    if differ:
+    if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
         raise UsageError(
             f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
             fix="capture this job into another folder",

@@ -129,8 +129,8 @@ def _table(
     cut, mine = cuts(dag, classes)
     start, cause, weight = transfer.terms(dag, durations, cut, mine)
     last = unrolled - 1
-    nodes = np.array([n for n in np.flatnonzero(cut)[np.argsort(_place(dag)[cut])].tolist()
-                      if dag.iteration[n] == last], dtype=np.int64)  # fmt: skip
+    nodes = dag.order[cut[dag.order]]
+    nodes = nodes[dag.iteration[nodes] == last]
     number = np.full(len(prices.meetings), -1, dtype=np.int64)
     number[dag.op[nodes]] = np.arange(len(nodes))
     chosen = [np.arange(start[n], start[n + 1]) for n in nodes]
@@ -197,12 +197,6 @@ def cuts(dag: Dag, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     local = np.bincount(of, weights=mine[dag.before], minlength=len(dag)).astype(np.int64)
     meets = (dag.kind == MEET) & (local > 0)
     return meets & (local < counts), mine | (meets & (local == counts))
-
-
-def _place(dag: Dag) -> np.ndarray:
-    place = np.empty(len(dag), dtype=np.int64)
-    place[dag.order] = np.arange(len(dag))
-    return place
 
 
 def _members(

@@ -3,4 +3,6 @@
 Read in this order: ``session`` (start and stop a world), ``backend`` (the process group),
 ``answers`` (one local member), ``hybrid`` (several), ``values`` (what peers hold), ``patches``
 (object collectives and group creation), ``tally`` (how much was communicated), ``work`` (handles).
+When they answer: ``pacing`` (which stream, which call), ``pace_kernel`` (the device waits),
+``pace_report``.  Whether they would make the call at all: ``rendezvous``.
 """

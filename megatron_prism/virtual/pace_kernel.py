@@ -5,7 +5,8 @@ the calls after it, and holds its stream (and as many blocks as NCCL would) unti
 here synchronises with the host.  Times are of the device's %globaltimer, ns (32 ns a tick on H200).
 
 NVRTC through ``torch.cuda._compile_kernel``, so there is no build step; launches go straight to the
-driver (about 4 us, where torch's own wrapper takes 20).
+driver, because torch's own wrapper builds its arguments anew each time
+(``benchmarks/pacing_overhead.py`` has what a call costs).
 """
 
 from __future__ import annotations
