@@ -1,8 +1,8 @@
 """What does NCCL do with two calls that should be one and differ?  On 2 GPUs.
 
 ``python benchmarks/nccl_mismatch.py`` starts two processes for every case and prints, for each
-rank, whether its call passes (and with which values), hangs for 6 s, or raises.  What it gave on 2 x H200
-is in ``virtual/rendezvous.nccl_lets_through`` and the cases of ``tests/hangs/test_runtime.py``.
+rank, whether its call passes (and with which values), hangs for 6 s, or raises.  What it gave on
+2 x H200 is in ``virtual/rendezvous.nccl_lets_through`` and ``tests/hangs/test_runtime.py``.
 """
 
 from __future__ import annotations
