@@ -308,8 +308,9 @@ def test_nothing_readable_is_the_same_error(tmp_path):
 
 
 FOREVER = """
-import itertools, os, sys
+import itertools, os, signal, sys
 from megatron_prism import flight_recorder, flight_workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if __name__ == "__main__":
     files = flight_recorder.files(__import__("pathlib").Path(sys.argv[1]))
     many = dict(zip(range(100_000), itertools.cycle(files.values())))
