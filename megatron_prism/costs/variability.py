@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class Variability:
     slow_gpu, slow_network : (chance, factor) of a GPU (for the whole run) or the network (for an
               iteration) to be that much slower on top
     shapes  : part -> its distribution, where samples say more than a spread
+    calls_by : how much of the deviation of calls counts that were sampled one by one
     """
 
     name: str
@@ -53,6 +55,7 @@ class Variability:
     slow_gpu: tuple[float, float] = (0.0, 1.0)
     slow_network: tuple[float, float] = (0.0, 1.0)
     shapes: Mapping[str, Distribution] = field(default_factory=dict)
+    calls_by: float = 1.0
 
     def of(self, part: str) -> Distribution:
         """The distribution of the factor of one of PARTS."""
@@ -63,7 +66,8 @@ class Variability:
         """The same, but these parts do not vary."""
         kept = {name: shape for name, shape in self.shapes.items() if name not in parts}
         none = {name: (0.0, 1.0) if name in CHANCES else 0.0 for name in parts}
-        return dataclasses.replace(self, shapes=kept, **none)
+        by = 0.0 if "call" in parts else self.calls_by
+        return dataclasses.replace(self, shapes=kept, calls_by=by, **none)
 
     def scaled(self, part: str, factor: float) -> Variability:
         """The same, with ``factor`` times the spread of one of PARTS about its median."""
@@ -78,7 +82,10 @@ class Variability:
             numbers = tuple((middle + factor * (even - middle)).tolist())
             shape = Distribution("empirical", numbers)
         shapes = {**self.shapes, part: shape}
-        return dataclasses.replace(self, shapes=shapes, **{part: factor * getattr(self, part)})
+        more: dict[str, Any] = {part: factor * getattr(self, part)}
+        if part == "call":
+            more["calls_by"] = factor * self.calls_by
+        return dataclasses.replace(self, shapes=shapes, **more)
 
     def curve(self, *parts: str) -> tuple[np.ndarray, np.ndarray]:
         """(standard normal scores, values) of the product of these parts' factors; ``slow_gpu``
@@ -124,7 +131,8 @@ def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float)
 
 def variability(name: str | os.PathLike[str]) -> Variability:
     """The spreads of that name or in that file.  UsageError says what is wrong with them."""
-    names = [one.name for one in dataclasses.fields(Variability) if one.name != "shapes"]
+    own = ("shapes", "calls_by")  # not a file's
+    names = [one.name for one in dataclasses.fields(Variability) if one.name not in own]
     path, fields = data_file.read(name, FOLDER, "variability", names, _OPTIONAL)
     for part in PARTS:
         value = fields.get(part, 0.0)

@@ -9,6 +9,7 @@ it is wall time.  Rank 0 writes the file.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +29,7 @@ FORMAT = 1
 SIZES = tuple(1 << n for n in range(10, 31, 2))  # bytes of the message
 CPU_SIZES = SIZES[:6]
 REPEATS, CALLS = 7, 5
+SAMPLES, FEW_SAMPLES, LARGE = 64, 24, 1 << 26  # single calls that are kept; fewer of large ones
 _QUEUE_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
 
 
@@ -49,6 +51,26 @@ class _Bench:
             call()
         measure = self._device if self.cuda else self._host
         return round(statistics.median(measure(call) for _ in range(REPEATS)))
+
+    def samples_ns(self, call: Callable[[], Any], count: int) -> list[int]:
+        """Times of ``count`` single calls in a row, ns: how much they vary."""
+        if not self.cuda:
+            found = []
+            for _ in range(count):
+                begin = time.perf_counter_ns()
+                call()
+                found.append(time.perf_counter_ns() - begin)
+            return found
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_QUEUE_CYCLES)
+        call()
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        torch.cuda.synchronize()
+        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
 
     def _device(self, call: Callable[[], Any]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -117,7 +139,9 @@ def _collectives(bench: _Bench) -> list[dict[str, Any]]:
             if bench.rank < n:
                 for name, call in _calls(bench, group, n, size).items():
                     ns = bench.time_ns(call)
-                    rows.append({"op": name, "ranks": n, "bytes": size, "ns": ns})
+                    samples = bench.samples_ns(call, SAMPLES if size <= LARGE else FEW_SAMPLES)
+                    row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
+                    rows.append({**row, "samples": sorted(samples)})
         dist.barrier()
     return rows
 
@@ -175,6 +199,17 @@ def _together(
     return {"compute": round(compute, 4), "call": round(busy / max(1.0, beside) / single, 4)}
 
 
+def _text(stored: dict[str, Any]) -> str:
+    """JSON with a line for each row of measurements."""
+    lines = []
+    for key, value in stored.items():
+        shown = json.dumps(value)
+        if isinstance(value, list):
+            shown = "[" + ",".join(f"\n  {json.dumps(row)}" for row in value) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {shown}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> int:
     """Entry of one process; argument: the file to write."""
     bench = _Bench()
@@ -190,7 +225,7 @@ def main() -> int:
             "collectives": rows,
             "overlap": overlap,
         }
-        write_whole(sys.argv[1], json.dumps(stored, indent=1) + "\n", force=True)
+        write_whole(sys.argv[1], _text(stored), force=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

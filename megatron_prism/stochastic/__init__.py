@@ -3,6 +3,7 @@
 that take part, one network regime per iteration.
 
     quantiles.py   quantiles of draws, with intervals that cover
+    calls.py       how much single calls vary, from a calibration's samples
     paths.py       a replica's longest path for many draws at once
     sampler.py     draws of iterations of the whole world
     bounds.py      the same within analytic bounds, in milliseconds
@@ -11,6 +12,7 @@ that take part, one network regime per iteration.
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
+from megatron_prism.stochastic.calls import CallSpread, call_spread
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
@@ -18,12 +20,14 @@ from megatron_prism.stochastic.whatifs import Study, study
 from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
+    "CallSpread",
     "Plan",
     "Prediction",
     "Quantile",
     "RunPrediction",
     "Sampler",
     "Study",
+    "call_spread",
     "needed",
     "predict",
     "predict_run",

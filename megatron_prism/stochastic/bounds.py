@@ -63,28 +63,38 @@ def _at(curve: tuple[np.ndarray, np.ndarray], score: float) -> float:
 
 
 def _high(sampler: Sampler, spread: Variability, level: float) -> float:
-    calls, segments = spread.of("call"), spread.of("segment")
-    still = _still(calls) and _still(segments)
+    kinds = _kinds(sampler, spread)
+    still = all(_still(one) for _, one, _, _ in kinds)
     third = (1 - level) / (2 if still else 3)
     ranks = sampler.replicas * sum(sampler.members)
     compute = _at(spread.curve("gpu", "step"), _score(third, ranks))
     network = _at(spread.curve("network"), _score(third))
     if still:
         return sampler.steady(compute, network)
-    meets = sampler.paths.row == len(sampler.members)
-    moved = network * float(sampler.paths.lasts[meets].sum())
-    computed = compute * float(sampler.paths.lasts[~meets].sum())
     found = []
     for score in _TRIES:
-        over, excess = 0.0, {}
-        for name, one, total in (("call", calls, moved), ("segment", segments, computed)):
-            excess[name] = float(one.at(np.array([score]))[0])
-            over += total * _beyond(one, score)
+        over, excess = 0.0, {True: 1.0, False: 1.0}
+        for call, one, by, total in kinds:
+            reached = 1 + by * (float(one.at(np.array([score]))[0]) - 1)
+            excess[call] = max(excess[call], reached)
+            over += (network if call else compute) * total * by * _beyond(one, score)
         # any replica may be the slowest: the sum over all of them
         over *= sampler.replicas
-        reached = sampler.steady(compute * excess["segment"], network * excess["call"])
-        found.append(reached + over / third)
+        path = sampler.steady(compute * excess[False], network * excess[True])
+        found.append(path + over / third)
     return min(found)
+
+
+def _kinds(sampler: Sampler, spread: Variability) -> list[tuple[bool, Distribution, float, float]]:
+    """(are they calls, their own factors, how much of the deviation counts, ns in total) of every
+    kind of node that takes time."""
+    found = []
+    for number, one in enumerate(sampler.shapes(spread)):
+        total = float(sampler.paths.lasts[sampler.kind == number].sum())
+        if total:
+            by = spread.calls_by if number > 1 else 1.0
+            found.append((number != 1, one, by, total))
+    return found
 
 
 def _still(one: Distribution) -> bool:
@@ -103,7 +113,9 @@ def _beyond(one: Distribution, score: float) -> float:
 def _low(sampler: Sampler, spread: Variability, level: float) -> float:
     """The best of several splits of the chance between computing and the network."""
     rank, network = spread.curve("gpu", "step"), spread.curve("network")
-    least = [float(min(1.0, spread.of(part).at(_RARE)[0])) for part in ("segment", "call")]
+    least = [1.0, 1.0]  # of segments, of calls
+    for call, one, by, _ in _kinds(sampler, spread):
+        least[call] = min(least[call], 1 + by * (float(one.at(_RARE)[0]) - 1))
     members = np.array(sampler.members, dtype=float)
     scores = np.linspace(-9, 9, 1801)
     logs = np.log(np.maximum(probabilities(scores), 1e-300))

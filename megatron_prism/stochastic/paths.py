@@ -49,6 +49,7 @@ class Paths:
         factors: np.ndarray,
         share: np.ndarray,
         table: np.ndarray,
+        kind: np.ndarray,
         crossing: np.ndarray,
         seeds: tuple[int, int],
     ) -> np.ndarray:
@@ -56,7 +57,8 @@ class Paths:
 
         factors  : float64 [rows, replicas, iterations], by ``row``
         share    : float64 [n]: how much of its own factor's deviation a node takes; 0: none
-        table    : float64 [2 * ROWS, LANES], own factors of meetings, then those of segments
+        table    : float64 [kinds * ROWS, LANES], draws of own factors
+        kind     : int64 [n], whose draws a node takes
         crossing : bool [n], meetings between replicas: one draw of an iteration for all of them
         seeds    : of what each replica draws, and of what all share
         """
@@ -70,8 +72,8 @@ class Paths:
         lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
         whole = table
         if share.any():  # meetings between replicas have the same draws in all of a block's parts
-            shared = np.tile(table[:ROWS, :width], (1, LANES // width))
-            whole = np.concatenate([table, shared[::-1]])
+            shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
+            whole = np.concatenate([table, shared[:, ::-1].reshape(-1, LANES)])
         found = np.zeros((blocks, LANES))
         slots = int(self.slot.max(initial=0)) + 1
         given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, whole)
@@ -80,7 +82,7 @@ class Paths:
         def part(first: int, last: int) -> None:
             if first < last:
                 where = (seeds[0] + first, seeds[1], first, max(1, long // LANES))
-                run(*given, crossing, lanes[first:last], *where, slots, found[first:last])
+                run(*given, kind, crossing, lanes[first:last], *where, slots, found[first:last])
 
         edges = [blocks * i // THREADS for i in range(THREADS + 1)]
         with ThreadPoolExecutor(THREADS) as pool:
@@ -89,11 +91,11 @@ class Paths:
 
 
 def _longest(  # type: ignore[no-untyped-def]
-    lasts, row, slot, sink, start, before, share, table, crossing, factors,
+    lasts, row, slot, sink, start, before, share, table, kind, crossing, factors,
     seed, shared, place, period, slots, found,
 ):  # fmt: skip
     end, latest = np.zeros((slots, LANES)), np.zeros(LANES)
-    segments = len(factors[0]) - 1  # the row of meetings
+    others = len(table) // 2  # where the draws begin that replicas share
     for block in range(len(found)):
         top = found[block]
         for node in range(len(lasts)):
@@ -117,11 +119,9 @@ def _longest(  # type: ignore[no-untyped-def]
                 else:
                     mixed = node * 40503 + (seed + block) * 30011
                 mixed = (mixed ^ (mixed >> 7)) * 7919
-                pick = (mixed ^ (mixed >> 11)) & (ROWS - 1)
+                pick = ((mixed ^ (mixed >> 11)) & (ROWS - 1)) + kind[node] * ROWS
                 if crossing[node]:
-                    pick += 2 * ROWS
-                elif row[node] != segments:
-                    pick += ROWS
+                    pick += others
                 draws, part = table[pick], share[node]
                 for lane in range(LANES):
                     to[lane] = latest[lane] + last * own[lane] * (1 + part * (draws[lane] - 1))

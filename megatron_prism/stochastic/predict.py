@@ -17,10 +17,11 @@ from megatron_prism.costs.variability import PARTS, Variability
 from megatron_prism.errors import UsageError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.stochastic.bounds import Bounds, bounds
+from megatron_prism.stochastic.calls import CallSpread
 from megatron_prism.stochastic.quantiles import Quantile, quantile
 from megatron_prism.stochastic.sampler import Sampler, Slow
 
-__all__ = ["QUANTILES", "Prediction", "busiest", "p95", "predict", "with_slow"]
+__all__ = ["QUANTILES", "Prediction", "busiest", "p95", "predict", "with_slow", "worth"]
 
 QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100
@@ -73,21 +74,20 @@ def predict(
     seed: int = 0,
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
+    calls: CallSpread | None = None,
     progress: Callable[[float], object] | None = None,
 ) -> Prediction:
     """The distribution of an iteration's time.
 
+    calls    : what samples say of single calls
     samples  : iterations to draw; default 1,000 to 10,000, fewer the more replicas there are
     progress : is told the part of the work that is done, 0 to 1
     UsageError for levels outside (0, 1) or fewer than 100 samples, PrismError if the job hangs.
     """
     if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
         raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="slow=1.2")
-    sampler = Sampler(graph, prices, seed)
-    affordable = int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))
-    count = samples or min(_MOST, max(_LEAST, affordable // sampler.replicas))
-    if count < FEWEST:
-        raise UsageError(f"{count} samples say little", fix="samples=2000")
+    sampler = Sampler(graph, prices, seed, calls)
+    count, affordable = worth(sampler, samples), _affordable(sampler)
     few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), busiest(sampler)
     tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
     work = count * sampler.replicas + (len(PARTS) * sampler.replicas * few) + len(chosen) * tried
@@ -124,6 +124,19 @@ def predict(
         slow_by=slow_by,
         source=f"{spread.name}: {spread.source}",
     )
+
+
+def _affordable(sampler: Sampler) -> int:
+    """Replicas that a prediction may draw."""
+    return int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))
+
+
+def worth(sampler: Sampler, samples: int | None) -> int:
+    """How many iterations to draw, if nobody says how many (``samples``).  UsageError for few."""
+    count = samples or min(_MOST, max(_LEAST, _affordable(sampler) // sampler.replicas))
+    if count < FEWEST:
+        raise UsageError(f"{count} samples say little", fix="samples=2000")
+    return count
 
 
 def busiest(sampler: Sampler) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.costs import Prices
-from megatron_prism.costs.distribution import largest
+from megatron_prism.costs.distribution import Distribution, largest
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError
 from megatron_prism.graph import WorldGraph
@@ -31,6 +31,7 @@ from megatron_prism.ops import IS_PAIR
 from megatron_prism.replay import dag as dags
 from megatron_prism.replay import timeline
 from megatron_prism.stochastic import paths
+from megatron_prism.stochastic.calls import CallSpread
 
 __all__ = ["Sampler", "Slow", "replica_of"]
 
@@ -55,10 +56,14 @@ class Sampler:
 
     replicas : independent copies of the model
     members  : ranks of each class in one of them
+    calls    : distributions of calls that were sampled; the others have the Variability's
     """
 
-    def __init__(self, graph: WorldGraph, prices: Prices, seed: int = 0) -> None:
+    def __init__(
+        self, graph: WorldGraph, prices: Prices, seed: int = 0, calls: CallSpread | None = None
+    ) -> None:
         self.graph, self.prices, self.seed = graph, prices, seed
+        self.calls = calls
         self.replicas, self.members = _replicas(graph)
         made = dags.build(graph, 1)
         if len(made.order) < len(made):
@@ -67,14 +72,14 @@ class Sampler:
         self._table: tuple[Any, np.ndarray] = (None, self._still())
         self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
         self.crossing = self._crossing()
+        self.kind = self._kinds()
 
     def steady(self, compute: float = 1.0, calls: float = 1.0) -> float:
         """The longest path if all computing and all calls take these factors, ns."""
         factors = np.full((len(self.members) + 1, 1, 1), compute)
         factors[-1] = calls
         none = np.zeros(len(self.paths.lasts))
-        still = np.concatenate([self._still()] * 2)
-        return float(self._run(factors, none, still, (0, 0))[0, 0])
+        return float(self._run(factors, none, self._still(), (0, 0))[0, 0])
 
     def draw(
         self,
@@ -167,18 +172,23 @@ class Sampler:
         self, spread: Variability, share: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """(own factors, how much of them counts)."""
-        kinds = spread.of("call"), spread.of("segment")
-        vary = [float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in kinds]
-        if self._table[0] != kinds:  # a million draws each: kept for the next call
+        shapes = self.shapes(spread)
+        vary = np.array([float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in shapes])
+        if self._table[0] != shapes:  # a million draws each: kept for the next call
             rng = np.random.default_rng([self.seed, _TABLE])
             parts = [
                 one.at(rng.standard_normal((paths.ROWS, paths.LANES))) if any_ else self._still()
-                for one, any_ in zip(kinds, vary, strict=True)
+                for one, any_ in zip(shapes, vary.tolist(), strict=True)
             ]
-            self._table = kinds, np.concatenate(parts)
-        meets = self.paths.row == len(self.members)
-        own = np.where(meets, vary[0], vary[1]) & (self.paths.lasts > 0)
+            self._table = shapes, np.concatenate(parts)
+        own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
+        own = own * (self.paths.lasts > 0)
         return self._table[1], own * (1.0 if share is None else share)
+
+    def shapes(self, spread: Variability) -> tuple[Distribution, ...]:
+        """Distributions of own factors: of calls, of segments, of each kind of sampled calls."""
+        sampled = () if self.calls is None else self.calls.shapes
+        return (spread.of("call"), spread.of("segment"), *sampled)
 
     def _still(self) -> np.ndarray:
         return np.ones((paths.ROWS, paths.LANES))
@@ -190,7 +200,17 @@ class Sampler:
         table: np.ndarray,
         seeds: tuple[int, int],
     ) -> np.ndarray:
-        return self.paths.longest(factors, share.astype(float), table, self.crossing, seeds)
+        given = (factors, share.astype(float), table, self.kind, self.crossing, seeds)
+        return self.paths.longest(*given)
+
+    def _kinds(self) -> np.ndarray:
+        """int64 [nodes]: place of a node's distribution in ``shapes``."""
+        meets = self.paths.row == len(self.members)
+        found = np.where(meets, 0, 1)
+        if self.calls is not None:
+            kind = self.calls.kind[self.op[self.paths.node[meets]]]
+            found[meets] = np.where(kind >= 0, kind + 2, 0)
+        return found
 
     def _crossing(self) -> np.ndarray:
         """bool [nodes]: meetings of groups that have members in several replicas."""

@@ -156,7 +156,7 @@ def tornado(
     for part in PARTS:
         if spread.of(part).spread > 0:
             add(f"{part} spread", lambda by, part=part: run(spread.scaled(part, by)))  # type: ignore[misc]
-    if spread.of("call").spread > 0:
+    if spread.of("call").spread > 0 or sampler.calls is not None:
         for label, mask in list(kinds(sampler).items())[:_KINDS]:
             add(label, lambda by, mask=mask: run(spread, share=np.where(mask, by, 1.0)))  # type: ignore[misc]
     if 1 < len(sampler.members) <= _STAGES and spread.curve("gpu", "step")[1][-1] > 1:

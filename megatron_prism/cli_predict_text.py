@@ -1,0 +1,112 @@
+"""How does ``prism predict`` look as text?  Tables of quantiles, what-ifs and whole runs.
+
+In : what ``stochastic`` found.  Out: lines on stdout; times in ms, unknown where draws do
+not reach.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_prism.cli_output import console, print_table
+
+__all__ = ["ms", "show", "show_run", "show_study"]
+
+
+def ms(ns: float | None) -> str:
+    """``1,234.5 ms``."""
+    return "unknown" if ns is None or ns != ns else f"{ns / 1e6:,.1f} ms"
+
+
+def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
+    """The prediction; ``calls`` says how calls vary."""
+    out = console()
+    out.print(f"{graph}")
+    out.print(f"  without variation  {ms(result.steady)}  (the longest path)")
+    out.print(
+        f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
+    )
+    out.print(f"                     of {result.replicas:,} copies of the model counts")
+    rows = []
+    for one, bound in zip(result.quantiles, result.bounds, strict=True):
+        over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
+        between = f"needs {one.needed:,} samples"
+        if one.ns is not None:
+            between = f"{ms(one.low)} to {ms(one.high)}"
+        surely = f"{ms(bound.low)} to {ms(bound.high)}"
+        rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between, surely))
+    print_table(("iteration", "", "over the path", "95 % interval", "analytic bounds"), rows)
+    p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
+    if p95 is not None:
+        out.print("\nwhat moves p95")
+        rows = [
+            (f"{part} spread {getattr(spread, part):.2g} halved", ms(ns),
+             ms(ns - result.halved_from))
+            for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
+            if getattr(spread, part)
+        ]  # fmt: skip
+        rows += [
+            (
+                f"one GPU of class {index} {result.slow_by:g} x slower",
+                ms(ns),
+                ms(ns - result.slow_from),
+            )
+            for index, ns in result.slow.items()
+        ]
+        print_table(("if", "p95", "change"), rows)
+    out.print(f"\nspreads: {result.source}")
+    out.print(f"calls: {calls}")
+    out.print("not in it: contention, drift of a rank between two calls")
+
+
+def show_study(study: Any) -> None:
+    """What-ifs."""
+    out = console()
+    out.print("\np95 if a spread were half, or twice as large")
+    rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
+    print_table(("what varies", "half", "twice"), rows)
+    placed, hot = study.placement, study.hot
+    out.print(f"\none slow GPU, best and worst class; node {hot.node} hot ({hot.ranks} GPUs)")
+    rows = [
+        (f"x {factor:g}", ms(min(row)), ms(max(row)), f"{gain:.3f}", ms(all_))
+        for factor, row, gain, (_, all_) in zip(
+            placed.factors, placed.p95, placed.gain, hot.p95, strict=True
+        )
+    ]
+    print_table(("slower", "best p95", "worst p95", "worst / best", "hot node"), rows)
+    if study.scale:
+        out.print("\nother worlds")
+        rows = [(f"{p.ranks:,}", ms(p.steady), ms(p.p50), ms(p.p95)) for p in study.scale]
+        print_table(("ranks", "without variation", "p50", "p95"), rows)
+    out.print(study.note)
+
+
+def _long(ns: float | None) -> str:
+    """Days, hours, minutes or seconds."""
+    if ns is None:
+        return "none"
+    for name, size in (("days", 86_400e9), ("h", 3_600e9), ("min", 60e9)):
+        if ns >= 2 * size:
+            return f"{ns / size:,.1f} {name}"
+    return f"{ns / 1e9:,.3g} s"
+
+
+def show_run(run: Any) -> None:
+    """A whole run."""
+    out = console()
+    plan = run.plan
+    out.print(f"\n{plan.iterations:,} iterations of {ms(run.iteration)} on average")
+    rows = [("iterations alone", _long(run.work)), ("mean, all included", _long(run.mean))]
+    rows += [(f"p{100 * level:g}", _long(ns)) for level, ns in run.quantiles]
+    rows.append(("failures", f"{run.failures:,.1f}"))
+    if run.interval is not None:
+        said = f"{_long(run.interval)} of work"
+        if run.young is not None:
+            best = f"best {_long(run.best)}, Young {_long(run.young)}, Daly {_long(run.daly)}"
+            said = f"{said} ({best})"
+        rows.append(("between checkpoints", said))
+    if run.chance is not None:
+        low, high = 100 * run.chance_low, 100 * run.chance_high
+        said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
+        rows.append((f"by the deadline, {_long(plan.deadline)}", said))
+    print_table(("the whole run", ""), rows)

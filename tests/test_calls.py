@@ -1,0 +1,150 @@
+"""Calls that were sampled: a prediction has the samples' distribution, and nobody else's."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_prism import cli, costs, graph, stochastic
+from megatron_prism.costs.collective import read_calibration
+from megatron_prism.costs.machine import machine
+from megatron_prism.costs.variability import Variability
+from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.ops import Op
+from megatron_prism.plugin import calibrate_rank
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
+from megatron_prism.stochastic.bounds import bounds
+from megatron_prism.world import World
+
+TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
+STILL = Variability("still", 0.0, 0.0, 0.0, 0.0, "")
+SIZE = 1 << 20
+
+
+def file(path, samples=None, ranks=2, op="all_reduce"):
+    """A calibration in which ``SIZE`` bytes among two take 1 ms, with samples or without."""
+    row = {"op": op, "ranks": ranks, "bytes": SIZE, "ns": 1_000_000}
+    rows = [row | ({} if samples is None else {"samples": samples})]
+    path.write_text(json.dumps({"format": 1, "source": "here", "collectives": rows}))
+    return path
+
+
+def drawn(programs, path, spread=STILL, count=4000):
+    """(iteration times of every replica, the sampler)."""
+    made = graph.build(programs)
+    prices = costs.price(made, machine("h200"), read_calibration(path))
+    calls = stochastic.call_spread(made, prices, machine("h200"), path)
+    sampler = stochastic.Sampler(made, prices, calls=calls)
+    return sampler.draw(spread, count), sampler
+
+
+def alike(world, ops):
+    return Programs(world, (Program.from_ops(0, ops),), np.zeros(world.size, dtype=np.int64))
+
+
+CALL = Op("all_reduce", TP, "bf16", SIZE // 2, SIZE // 2, "sum")
+
+
+def test_one_call_has_the_distribution_of_its_samples(tmp_path):
+    samples = (1e6 * np.random.default_rng(0).lognormal(0, 0.2, 64)).round().tolist()
+    times, sampler = drawn(alike(World(2, tp=2), [CALL]), file(tmp_path / "c.json", samples))
+    found, middle = np.quantile(times, (0.05, 0.5, 0.95)), np.median(samples)
+    assert found == pytest.approx(1e6 * np.quantile(samples, (0.05, 0.5, 0.95)) / middle, rel=0.08)
+    assert found[1] == pytest.approx(1e6, rel=0.01)
+    assert "100 % of the calls' time: 1 cells of 64 samples" in sampler.calls.source
+    for level in (0.05, 0.5, 0.95):
+        low, high = bounds(sampler, STILL, level).low, bounds(sampler, STILL, level).high
+        assert low <= np.quantile(times, level) <= high
+    halved, _ = drawn(alike(World(2, tp=2), [CALL]), tmp_path / "c.json", STILL.scaled("call", 0.5))
+    assert np.quantile(halved, 0.95) - 1e6 == pytest.approx((found[2] - 1e6) / 2, rel=0.1)
+
+
+def test_a_call_between_replicas_is_one_draw_for_all_of_them(tmp_path):
+    """Not the slowest of as many as there are replicas."""
+    samples = (1e6 * np.random.default_rng(0).normal(1, 0.1, 64)).round().tolist()
+    path = file(tmp_path / "c.json", samples, ranks=8)
+    ops = [Op("all_reduce", DP, "bf16", SIZE // 2, SIZE // 2, "sum")]
+    times, sampler = drawn(alike(World(8), ops), path)
+    assert sampler.replicas == 8
+    assert (times == times[:, :1]).all()
+    assert times.std() == pytest.approx(1e5, rel=0.15)
+
+
+def test_other_calls_vary_as_the_variability_says(tmp_path):
+    path = file(tmp_path / "c.json", [1_000_000] * 64)
+    gather = Op("all_gather", TP, "bf16", 1 << 22, 1 << 23)
+    spread = Variability("calls", 0.0, 0.0, 0.1, 0.0, "")
+    only, _ = drawn(alike(World(2, tp=2), [CALL]), path, spread)
+    assert (only == 1e6).all()
+    times, sampler = drawn(alike(World(2, tp=2), [CALL, gather]), path, spread)
+    modelled = sampler.steady() - 1e6
+    assert times.std() == pytest.approx(0.1 * modelled, rel=0.1)
+
+
+def test_the_nearest_size_is_taken(tmp_path):
+    path = tmp_path / "c.json"
+    wide = (1e6 * np.random.default_rng(1).normal(1, 0.1, 64)).round().tolist()
+    rows = [
+        {"op": "all_reduce", "ranks": 2, "bytes": SIZE, "ns": 10**6, "samples": [10**6] * 64},
+        {"op": "all_reduce", "ranks": 2, "bytes": 64 * SIZE, "ns": 10**7, "samples": wide},
+    ]
+    path.write_text(json.dumps({"format": 1, "source": "here", "collectives": rows}))
+    for times, varies in ((2, False), (32, True)):
+        call = Op("all_reduce", TP, "bf16", times * SIZE // 2, times * SIZE // 2, "sum")
+        found, _ = drawn(alike(World(2, tp=2), [call]), path)
+        assert bool(found.std() > 1e3) is varies
+
+
+def test_messages_of_both_ways_take_samples_of_exchanges(tmp_path):
+    """As their prices do."""
+    samples = (1e6 * np.random.default_rng(1).normal(1, 0.1, 64)).round().tolist()
+    path = file(tmp_path / "c.json", samples, op="exchange")
+    one = {"group": "PIPELINE_MODEL_PARALLEL_GROUP", "dtype": "bf16", "batch": 0, "peer": 1}
+    ops = [Op("send", num_in=SIZE // 2, handle=0, **one),
+           Op("recv", num_out=SIZE // 2, handle=1, **one),
+           Op("wait", handle=0), Op("wait", handle=1)]  # fmt: skip
+    times, _ = drawn(alike(World(2, pp=2), ops), path)
+    assert times.std() > 5e4
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "says"),
+    [
+        ([1, 2], PrismError, "all_reduce of 1,048,576 bytes among 2 has 2 samples"),
+        ([1e6, 0, 2e6, 1e6, 1e6], PrismError, "durations are above 0"),
+        (["x"], UsageError, "are no list of up to"),
+        ("many", UsageError, "are no list of up to"),
+    ],
+)
+def test_samples_that_cannot_be(tmp_path, samples, error, says):
+    with pytest.raises(error, match=says):
+        drawn(alike(World(2, tp=2), [CALL]), file(tmp_path / "c.json", samples))
+
+
+def test_the_command_says_what_calls_rest_on(tmp_path, capsys):
+    world = tmp_path / "w.txt"
+    world.write_text(
+        "prism-program 1\nworld size=2 tp=2\nprogram ranks=0-1\n0F compute ns=1ms\n"
+        f"0F all_reduce {TP} bf16 n={SIZE // 2} reduce=sum\n"
+    )
+    words = ["predict", str(world), "samples=200", "machine=h200"]
+    old = file(tmp_path / "old.json")
+    samples = np.linspace(9e5, 1.1e6, 64).tolist()
+    new = file(tmp_path / "new.json", samples)
+    for given, says in (
+        ([], "calls: all vary as "),
+        ([f"calibration={old}"], f"({old} has no samples of this job's calls)"),
+        ([f"calibration={new}"], "calls: samples of the calibration for 100 %"),
+    ):
+        assert cli.main([*words, *given]) == 0
+        assert says in capsys.readouterr().out
+    assert cli.main([*words, f"calibration={new}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calls"].startswith("samples of the calibration")
+
+
+def test_a_calibration_is_written_a_row_a_line():
+    stored = {"format": 1, "source": "x", "collectives": [{"op": "a", "samples": [1, 2]}, {}]}
+    text = calibrate_rank._text(stored)
+    assert json.loads(text) == stored
+    assert len(text.splitlines()) == 8
