@@ -2,7 +2,8 @@
 
 In : every aten call (``LiveBytes`` sees them all on the meta tier).  Out: Work of the calls since
 the last ``take``.  Flops are those of torch.utils.flop_counter's formulas; traffic is what a kernel
-must read and write once: its tensor inputs and outputs.  Views and allocations are no kernels.
+must read and write once: its tensor inputs and outputs, of a table that it picks from only what it
+picks.  Views and allocations are no kernels.  A transposed operand of a product is marked ``t``.
 Stand-ins for fused kernels, which only allocate, say themselves what they would have done.
 """
 
@@ -40,7 +41,8 @@ _FREE = frozenset(
         "is_same_size",
     )  # fmt: skip
 )
-_LONGEST = 60  # distinct kernels of a segment that are written out
+_PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from their first argument
+_LONGEST = 240  # distinct kernels of a segment that are written out
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Work:
     calls: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
-        """``gemm(4096x8192,8192x1024)bfloat16:68719476736:92274688*2; …``: each distinct kernel
+        """``mm(4096x8192,8192x1024t)bfloat16:68719476736:92274688*2; …``: each distinct kernel
         with its flops, its bytes and how often it ran; commonest first."""
         words = [f"{name}*{n}" if n > 1 else name for name, n in self.calls.most_common(_LONGEST)]
         left = len(self.calls) - _LONGEST
@@ -111,7 +113,10 @@ class Meter:
             return
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
-        moved = sum(t.numel() * t.element_size() for t in tensors + outs)
+        there = tensors + outs
+        if name in _PICK and len(tensors) > 1:
+            there = tensors[1:] + outs + outs  # as much is read as written
+        moved = sum(t.numel() * t.element_size() for t in there)
         self.add(name, flops, moved, tensors or outs)
 
     def add(self, name: str, flops: int, traffic: int, tensors: list[torch.Tensor]) -> None:
@@ -124,8 +129,15 @@ class Meter:
         work.traffic += traffic
         work.kernels += 1
         shapes = ",".join("x".join(map(str, t.shape)) for t in tensors[:3])
+        if flops and any(map(_turned, tensors[:3])):
+            shapes = ",".join("x".join(map(str, t.shape)) + "t" * _turned(t) for t in tensors[:3])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+
+def _turned(tensor: torch.Tensor) -> bool:
+    """Columns lie in memory, not rows."""
+    return tensor.dim() > 1 and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
 
 
 def _flat(value: Any) -> list[Any]:
