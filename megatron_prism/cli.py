@@ -173,6 +173,7 @@ COMMANDS = {
         (
             PROGRAMS,
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
+            (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
             FORCE,
             JSON,

@@ -10,18 +10,21 @@ import argparse
 import dataclasses
 import math
 import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_prism import cli_settings, units
 from megatron_prism.artefact import whole_file
 from megatron_prism.cli_output import console, print_json, progress
-from megatron_prism.cli_predict_text import show, show_run, show_study
+from megatron_prism.cli_predict_text import show, show_comparison, show_run, show_study
 from megatron_prism.errors import PrismError, UnitError, UsageError
 
 __all__ = ["predict"]
 
 _MOST_SAMPLES = 5_000_000
+_STRIDE = 0x9E3779B1  # between the seeds of layouts that are compared
 _RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
 
 
@@ -40,10 +43,17 @@ def predict(args: argparse.Namespace) -> int:
 
     The whole run: mtbf= of the job, checkpoint= the time between two (or best).  --html adds what
     single calls, slow GPUs, a hot node and other world sizes do to p95.
+
+    prism predict A --against B --against C
+
+    Layouts side by side under one network: quantiles of each, and how often A is faster.
+    A, B and C are slices, or names of shipped recipes, which are captured now.
     """
     settings = _settings(args.settings)
     if args.html is not None and os.path.lexists(args.html) and not args.force:
         raise UsageError(f"{args.html} exists and is not overwritten", fix="--force")
+    if args.against:
+        return _against(args, settings)
     job = _job(args.programs, settings)
     result, run, study = _answers(args, settings, job)
     if args.json:
@@ -81,9 +91,8 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     from megatron_prism import costs, graph, stochastic
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine
-    from megatron_prism.slices import open_programs
 
-    programs = open_programs(path)
+    programs = _programs(path)
     own = settings["machine"] or cli_settings.machine_of(programs)
     hardware, file = machine(own), settings["calibration"]
     measured = read_calibration(file) if file else None
@@ -109,6 +118,52 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     if file and calls is None:
         said += f" ({file} has no samples of this job's calls)"
     return _Job(made, pricing, prices, spread, calls, said, hardware.gpus_per_node)
+
+
+def _programs(path: str) -> Any:
+    """What is in ``path``; a shipped recipe of that name is captured now, for this once."""
+    from megatron_prism import recipe as recipes
+    from megatron_prism.slices import open_programs
+
+    if os.path.exists(path) or path not in recipes.shipped():
+        return open_programs(path)
+    from megatron_prism.plugin import capture
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "slices"
+        return capture.capture(recipes.load(path, []), folder, console=console(stderr=True))
+
+
+def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Layouts side by side."""
+    from megatron_prism import stochastic
+    from megatron_prism.report import comparison
+
+    if given := [key for key in _RUN if settings.get(key) is not None]:
+        raise UsageError(
+            f"{', '.join(given)} with --against", fix="predict each layout's run alone"
+        )
+    names = [args.programs, *args.against]
+    if len(set(names)) < len(names):
+        raise UsageError("a layout is compared with itself", fix="name each once")
+    jobs = {name: _job(name, settings) for name in names}
+    seed, samplers = settings["seed"], {}
+    for place, (name, job) in enumerate(jobs.items()):
+        own = stochastic.Sampler(job.graph, job.prices, seed + place * _STRIDE, job.calls, seed)
+        samplers[name] = own, job.spread
+    with progress("drawing iterations") as told:
+        found = stochastic.compare(samplers, settings["samples"], progress=told)
+    if args.html is not None:
+        with whole_file(args.html, force=args.force) as file:
+            file.write(comparison.render(found).encode())
+    if args.json:
+        spreads = {n: {"spreads": j.spread.source, "calls": j.said, "durations": j.prices.used()}
+                   for n, j in jobs.items()}  # fmt: skip
+        shown = dataclasses.asdict(found)
+        print_json({"schema": "prism.comparison/1", **shown, "rests_on": spreads})
+        return 0
+    show_comparison(found, {name: (job.spread.source, job.said) for name, job in jobs.items()})
+    return 0
 
 
 def _answers(args: argparse.Namespace, settings: dict[str, Any], job: _Job) -> tuple[Any, Any, Any]:

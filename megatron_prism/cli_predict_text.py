@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_prism.cli_output import console, print_table
 
-__all__ = ["ms", "show", "show_run", "show_study"]
+__all__ = ["ms", "show", "show_comparison", "show_run", "show_study"]
 
 
 def ms(ns: float | None) -> str:
@@ -110,3 +110,44 @@ def show_run(run: Any) -> None:
         said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
         rows.append((f"by the deadline, {_long(plan.deadline)}", said))
     print_table(("the whole run", ""), rows)
+
+
+def _percent(one: Any) -> str:
+    return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
+
+
+def show_comparison(found: Any, rests_on: Any) -> None:
+    """Layouts side by side; ``rests_on``: name -> (where its spreads are from, its calls')."""
+    out = console()
+    first = found.layouts[0].name
+    out.print(f"{found.samples:,} iterations each, one network for all, seed {found.seed}\n")
+    head = ["layout", "ranks", "microbatches", "no variation"]
+    head += [f"p{100 * one.level:g}" for one in found.layouts[0].quantiles]
+    rows = [
+        (
+            one.name,
+            f"{one.ranks:,}",
+            f"{one.microbatches:,}",
+            ms(one.steady),
+            *(ms(q.ns) for q in one.quantiles),
+        )
+        for one in found.layouts
+    ]
+    print_table(head, rows)
+    out.print("\n95 % intervals")
+    rows = [
+        (one.name, *("unknown" if q.ns is None else f"{ms(q.low)} to {ms(q.high)}"
+                     for q in one.quantiles))
+        for one in found.layouts
+    ]  # fmt: skip
+    print_table([head[0], *head[4:]], rows)
+    out.print()
+    rows = [
+        (one.name, "" if one.slower is None else _percent(one.slower), _percent(one.fastest))
+        for one in found.layouts
+    ]
+    print_table(("layout", f"{first} is faster", "fastest of all"), rows)
+    if found.note:
+        out.print(f"\nbeware: {found.note}")
+    for name, (spreads, calls) in rests_on.items():
+        out.print(f"\n{name}\n  spreads: {spreads}\n  calls: {calls}")

@@ -71,6 +71,7 @@ INSIDE_FUNCTIONS = {
     ("cli_programs", "plugin"),
     ("cli_hang", "plugin"),
     ("cli_schedule", "plugin"),
+    ("cli_predict", "plugin"),
     ("_attach", "plugin"),
     ("pytest_plugin", "plugin"),
     # what a fault of a virtual rank leads to is known before the job starts

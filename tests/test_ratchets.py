@@ -74,7 +74,7 @@ def test_options_of_commands():
         ],
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
-        "predict": ["--html", "--force", "--json"],
+        "predict": ["--against", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force", "--from-nccl-tests"],
         "world": ["--json"],

@@ -7,6 +7,7 @@
     perfetto.py    a Chrome trace for ui.perfetto.dev, one process per class
     html.py        one self-contained page: diagram, tables, provenance (page.html, *.css, *.js)
     page_data.py   the JSON that the page draws
+    distribution.py  what prism predict found; comparison.py: several layouts side by side
     hang.py        a verdict on a hang as Markdown and as a page
 
 Renderers neither measure nor simulate: what is in no program and no price is printed as unknown.

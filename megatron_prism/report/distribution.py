@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_prism.stochastic import Prediction, RunPrediction, Study
 
-__all__ = ["render"]
+__all__ = ["render", "whole"]
 
 _W, _H, _LEFT, _BELOW, _TOP = 720, 260, 70, 36, 14
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:820px;margin:2em auto;padding:0 1em;
@@ -50,12 +50,17 @@ def render(
         ]
     if run is not None:
         parts.append(_section(f"{run.plan.iterations:,} iterations", _run(run)))
+    return whole(f"prism predict: {title}", parts)
+
+
+def whole(title: str, parts: Sequence[str]) -> str:
+    """A page of ``parts``, which nothing but our own style may enter."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">"
-        f"<title>prism predict: {_text(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>"
         f"{''.join(parts)}</body></html>\n"
     )
 

@@ -9,10 +9,12 @@ that take part, one network regime per iteration.
     bounds.py      the same within analytic bounds, in milliseconds
     predict.py     quantiles, what moves them, where a slow GPU hurts
     whatifs.py     single kinds of calls, placements, hot nodes, scale
+    compare.py     which of several layouts is faster, and how surely
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.stochastic.calls import CallSpread, call_spread
+from megatron_prism.stochastic.compare import Comparison, compare
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
@@ -21,6 +23,7 @@ from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
     "CallSpread",
+    "Comparison",
     "Plan",
     "Prediction",
     "Quantile",
@@ -28,6 +31,7 @@ __all__ = [
     "Sampler",
     "Study",
     "call_spread",
+    "compare",
     "needed",
     "predict",
     "predict_run",

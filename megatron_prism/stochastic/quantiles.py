@@ -60,7 +60,7 @@ def _binomial(n: int, p: float) -> np.ndarray:
     return np.cumsum(np.exp(choose + k * math.log(p) + (n - k) * math.log1p(-p)))
 
 
-def proportion(hits: int, of: int) -> tuple[float, float]:
+def proportion(hits: float, of: int) -> tuple[float, float]:
     """95 % interval of a chance, seen ``hits`` times in ``of`` (Wilson 1927)."""
     share, spare = hits / of, _Z * _Z / of
     middle = (share + spare / 2) / (1 + spare)

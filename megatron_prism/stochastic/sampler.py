@@ -57,13 +57,19 @@ class Sampler:
     replicas : independent copies of the model
     members  : ranks of each class in one of them
     calls    : distributions of calls that were sampled; the others have the Variability's
+    regime   : seed of the network's regimes, if another than ``seed``
     """
 
     def __init__(
-        self, graph: WorldGraph, prices: Prices, seed: int = 0, calls: CallSpread | None = None
+        self,
+        graph: WorldGraph,
+        prices: Prices,
+        seed: int = 0,
+        calls: CallSpread | None = None,
+        regime: int | None = None,
     ) -> None:
         self.graph, self.prices, self.seed = graph, prices, seed
-        self.calls = calls
+        self.calls, self.regime = calls, seed if regime is None else regime
         self.replicas, self.members = _replicas(graph)
         made = dags.build(graph, 1)
         if len(made.order) < len(made):
@@ -147,7 +153,7 @@ class Sampler:
         return slowest
 
     def _network(self, shapes: _Factors, count: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, _NETWORK])
+        rng = np.random.default_rng([self.regime, _NETWORK])
         return np.interp(rng.standard_normal(count), *shapes.network)
 
     def _computing(
