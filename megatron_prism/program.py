@@ -73,6 +73,7 @@ class Builder:
         ns: int = -1,
         flops: int = -1,
         traffic: int = -1,
+        host: int = -1,
         kernels: int = -1,
         shape: str = "",
         site: str = "",
@@ -105,6 +106,7 @@ class Builder:
                 ns,
                 flops,
                 traffic,
+                host,
             )
         )
         return len(self._rows) - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,10 @@ from megatron_prism.world import World
 
 __all__ = ["FORMAT", "Programs", "load", "save"]
 
-FORMAT = 2  # of the file; raised when its content changes meaning, and older ones then convert
+FORMAT = 3  # of the file; raised when its content changes meaning, and older ones then convert
 _NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
 _NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
+_NO_HOST = OP.descr[:-1]  # of ops before format 3
 SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 
@@ -147,7 +149,7 @@ def load(path: str | os.PathLike[str]) -> Programs:
         raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
     except IsADirectoryError as error:
         raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error
     return _assemble(path, head, arrays)
 
@@ -173,6 +175,15 @@ def _with_notes(old: np.ndarray) -> np.ndarray:
     return new
 
 
+def _with_host(old: np.ndarray) -> np.ndarray:
+    """Ops of formats 1 and 2, which did not say how long the host took."""
+    new = np.empty(old.size, dtype=OP)
+    for name in old.dtype.names or ():
+        new[name] = old[name]
+    new["host"] = -1
+    return new
+
+
 def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Programs:
     try:
         programs = []
@@ -180,6 +191,8 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
             if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
                 allocations = _with_notes(allocations)
+            if head["format"] < 3 and ops.dtype == np.dtype(_NO_HOST):
+                ops = _with_host(ops)
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
                 raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
             splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])

@@ -16,12 +16,13 @@ import numpy as np
 from test_graph import members_of
 
 from megatron_prism.costs import Prices
-from megatron_prism.ops import Op
+from megatron_prism.ops import CODE, Op
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.world import World
 
 NUM = count()
+CALL_NS = 4  # of the host for every call, in programs that know their host's time
 
 
 class Event:
@@ -43,8 +44,10 @@ class Rank:
             deque((i, k) for i in range(iterations) for k in range(len(ops))),
         )
         self.ops, self.iteration = ops, -1
+        self.hosted = any(op.host >= 0 for op in ops)
         self.queues = defaultdict(deque)  # streams by name, communicators by (group, peer)
         self.blocked, self.handles, self.counts, self.issued = [], {}, Counter(), set()
+        self.paid = None  # the call that the host is through with
 
 
 class Simulation:
@@ -87,6 +90,8 @@ class Simulation:
     def step(self, rank):
         moved, arrivals = False, self.arrivals
         while rank.todo and all(event.done for event in rank.blocked):
+            if not self.prepared(rank, *rank.todo[0]):
+                break
             self.issue(rank, *rank.todo.popleft())
             moved = True
         for queue in list(rank.queues.values()):
@@ -136,6 +141,23 @@ class Simulation:
         return part.end is not None
 
     # -- the host ---------------------------------------------------------------------------------
+    def busy(self, ns):
+        """What keeps the host for ``ns``, to be waited for."""
+        event = Event()
+        event.done = ns == 0
+        if ns:
+            heapq.heappush(self.heap, (self.now + ns, next(NUM), event))
+        return [event]
+
+    def prepared(self, rank, iteration, index):
+        """Whether the host is through with what a call takes it; it begins with that if need be."""
+        op = rank.ops[index]
+        again = iteration == rank.iteration and index in rank.issued
+        if not rank.hosted or not op.group or again or rank.paid == (iteration, index):
+            return True
+        rank.blocked, rank.paid = self.busy(CALL_NS), (iteration, index)
+        return False
+
     def issue(self, rank, iteration, index):
         if iteration != rank.iteration:
             rank.iteration, rank.handles, rank.counts, rank.issued = iteration, {}, Counter(), set()
@@ -143,6 +165,8 @@ class Simulation:
         stream = rank.queues[op.stream]
         if op.name == "compute":
             stream.append(("kernel", (rank.rank, iteration, index), op.ns, Event()))
+            if rank.hosted:
+                rank.blocked = self.busy(max(0, op.host))
         elif op.name == "record":
             rank.handles[op.handle] = self.marker(stream)
         elif op.name == "wait" and op.handle in rank.handles:
@@ -235,6 +259,7 @@ class Writer:
     def __init__(self, rng, stage, world):
         self.rng, self.stage, self.world = rng, stage, world
         self.ops, self.open, self.handles, self.batches = [], [], count(), count()
+        self.hosted = rng.random() < 0.4
 
     def local(self):
         rng = self.rng
@@ -242,7 +267,9 @@ class Writer:
             stream = rng.choice(["main", "main", "side"])
             what = rng.random()
             if what < 0.6:
-                self.ops.append(Op("compute", ns=rng.choice([0, 3, 20, 55]), stream=stream))
+                host = rng.choice([-1, 0, 2, 15, 40]) if self.hosted else -1
+                ns = rng.choice([0, 3, 20, 55])
+                self.ops.append(Op("compute", ns=ns, stream=stream, host=host))
             elif what < 0.7:
                 self.open.append(next(self.handles))
                 self.ops.append(Op("record", stream=stream, handle=self.open[-1]))
@@ -330,4 +357,9 @@ def prices_of(graph):
         meetings[number] = max(op.num_in, op.num_out)
     compute = tuple(np.maximum(p.ops["ns"], 0) for p in graph.program_list)
     zeros = tuple(np.zeros(len(c), dtype=np.uint8) for c in compute)
-    return Prices(compute, zeros, meetings, np.zeros(len(meet), dtype=np.uint8), ("test",))
+    none = np.zeros(len(meet), dtype=np.uint8)
+    host = tuple(
+        np.where(p.ops["name"] == CODE["compute"], np.maximum(p.ops["host"], 0), CALL_NS)
+        for p in graph.program_list
+    )
+    return Prices(compute, zeros, meetings, none, ("test",), host, zeros)

@@ -254,10 +254,10 @@ def test_files_that_are_not_ours(tmp_path):
 
 
 def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "FORMAT", 3)
+    monkeypatch.setattr(programs, "FORMAT", 4)
     programs.save(parse(TEXT), tmp_path / "x.prism")
     monkeypatch.undo()
-    with pytest.raises(ProgramError, match="format 3; this release reads 1 to 2"):
+    with pytest.raises(ProgramError, match="format 4; this release reads 1 to 3"):
         programs.load(tmp_path / "x.prism")
 
 

@@ -13,6 +13,7 @@ import bisect
 import itertools
 import json
 import os
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,10 +45,19 @@ class Calibration:
 
     points : (collective, ranks, of them per node) -> ascending (message bytes, ns)
     source : where and when
+    host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
     """
 
     points: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     source: str = ""
+    host: dict[tuple[str, bool], int] = field(default_factory=dict)
+
+    def host_ns(self, name: str, asynchronous: bool, default: int) -> int:
+        """ns of the host for a call; of one that was not measured the median of the others."""
+        found = self.host.get(("message" if name in ("send", "recv") else name, asynchronous))
+        if found is None and self.host:
+            found = round(statistics.median(self.host.values()))
+        return default if found is None else found
 
     def look_up(
         self, name: str, size: int, num_bytes: int, per_node: int | None = None
@@ -91,7 +101,13 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
-        return Calibration(table, str(stored["source"]))
+        host = {
+            (str(row["op"]), bool(row["asynchronous"])): int(row["ns"])
+            for row in stored.get("host", ())
+        }
+        if any(not 0 < ns < 1 << 40 for ns in host.values()):
+            raise ValueError("the host's time for a call is not above 0")
+        return Calibration(table, str(stored["source"]), host)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.costs.collective import Calibration, Shape, modelled
 from megatron_prism.costs.compute import MEASURED, ROOFLINE, compute_ns
+from megatron_prism.costs.host import host_ns, host_sources
 from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
 from megatron_prism.graph import WorldGraph
@@ -33,6 +34,9 @@ class Prices:
     meetings        : int64 [rendezvous], once everybody has come
     meeting_source  : uint8 [rendezvous], index into ``sources``
     sources         : provenance, in words
+    host            : per class int64 [ops], how long the host takes to issue an op; 0 throughout
+                      for programs whose segments have the host's delays in them
+    host_source     : per class uint8 [ops], index into ``sources``
     """
 
     compute: tuple[np.ndarray, ...]
@@ -40,11 +44,14 @@ class Prices:
     meetings: np.ndarray
     meeting_source: np.ndarray
     sources: tuple[str, ...]
+    host: tuple[np.ndarray, ...] = ()
+    host_source: tuple[np.ndarray, ...] = ()
 
     def used(self) -> tuple[str, ...]:
         """The provenances that some duration above 0 rests on, those of computing first."""
         parts = [*zip(self.compute, self.compute_source, strict=True),
-                 (self.meetings, self.meeting_source)]  # fmt: skip
+                 (self.meetings, self.meeting_source),
+                 *zip(self.host, self.host_source, strict=True)]  # fmt: skip
         codes = {int(code) for ns, source in parts for code in np.unique(source[ns > 0])}
         return tuple(self.sources[code] for code in sorted(codes))
 
@@ -59,15 +66,22 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
         "none: not a segment",
         f"measured: calls ({calibration.source})",
         f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
+        *host_sources(calibration, tier),
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
     pairs = [once[program] for program in graph.classes.programs]
+    hosts = {
+        p: host_ns(graph.programs.programs[p], calibration, len(sources) - 2)
+        for p in set(graph.classes.programs)
+    }
+    issued = [hosts[program] for program in graph.classes.programs]
     meetings, meeting_source = _meetings(graph, machine, calibration)
     assert (MEASURED, ROOFLINE) == (0, 1)  # the order of ``sources``
     return Prices(
-        tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources
-    )
+        tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources,
+        tuple(ns for ns, _ in issued), tuple(s for _, s in issued),
+    )  # fmt: skip
 
 
 def _check_fits(graph: WorldGraph, machine: Machine) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.artefact import write_whole
+from megatron_prism.plugin.calibrate_host import host_calls
 
 __all__ = ["main"]
 
@@ -215,6 +216,7 @@ def main() -> int:
     bench = _Bench()
     rows = _collectives(bench)
     overlap = _overlap(bench)
+    host = host_calls(bench.rank, bench.size) if bench.cuda else []
     if bench.rank == 0:
         name = torch.cuda.get_device_name() if bench.cuda else "CPU"
         kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
@@ -224,6 +226,7 @@ def main() -> int:
             "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
             "collectives": rows,
             "overlap": overlap,
+            "host": host,
         }
         write_whole(sys.argv[1], _text(stored), force=True)
     dist.barrier()

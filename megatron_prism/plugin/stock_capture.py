@@ -3,13 +3,15 @@
 Records from the start of one train step to the start of the next, so that what comes between train
 steps (logging, timers, their barriers) is in the program too.  Of such iterations the last six are
 recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down, the
-others only timed; the slice has the median time of each segment, and all times beside it.  A job of
-one or two steps has only its last recorded.  The slice is written when the job has trained.
+others only timed; the slice has the median time of each segment, and all times beside it.  On a GPU
+the last one is traced (``slicer.busy``), so that the host's delays can be told from kernels.  A job
+of one or two steps has only its last recorded.  The slice is written when the job has trained.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 from pathlib import Path
@@ -19,6 +21,7 @@ from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
 from megatron_prism.program import Program
+from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slices import SliceStore
 
 __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
@@ -62,6 +65,7 @@ class StockCapture:
         self.num_iterations = 0  # that the slice is the median of
         self._recorder: Any = None
         self._recordings: list[Any] = []
+        self._tracer: Any = None
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def _check_others(self, force: bool) -> None:
@@ -77,7 +81,7 @@ class StockCapture:
     def before(self, number: int, wanted: int, proof: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
-            self._recordings.append(self._recorder.stop())
+            self._recordings.append(self._stopped())
         meta = self.tier.name == "meta"  # has no times: once is enough
         if wanted > 2 and number >= wanted or meta and self._recordings:
             if self._recorder is not None:
@@ -86,6 +90,8 @@ class StockCapture:
             if self._recorder is None:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
+            if self.tier.name == "cuda" and number == wanted - 1 and len(self._recordings) > 1:
+                self._tracer = Tracer()
             self._recorder.start(quick=bool(self._recordings))
 
     def _install(self, proof: Any) -> None:
@@ -98,6 +104,15 @@ class StockCapture:
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder
+
+    def _stopped(self) -> Any:
+        """What was recorded, with the kernels' own times if it was traced."""
+        recording, tracer = self._recorder.stop(), self._tracer
+        self._tracer = None
+        trace = tracer.stop() if tracer is not None else None
+        if trace is None:
+            return recording
+        return dataclasses.replace(recording, busy=busy_ns(trace, recording.hosts))
 
     def _remove(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
@@ -113,7 +128,7 @@ class StockCapture:
         from megatron_prism.slicer.recordings import typical
 
         if self._recorder is not None:
-            self._recordings.append(self._recorder.stop())
+            self._recordings.append(self._stopped())
             self._remove(proof)
         self.program, self.num_iterations = typical(self._recordings)
         self.store.folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,9 @@ on times, so the graph is built once and evaluated for any durations:
   each pair of ranks one for sends and receives that are not batched (ProcessGroupNCCL)
 * a call starts when its issuing stream and its group's stream get there, on every member; all
   members end it together.  A batch of sends and receives starts as one and ends as one
-* the host issues ahead without limit, except that ``host_wait`` holds it until the device is done
+* the host issues ahead without limit, except that ``host_wait`` holds it until the device is done;
+  in programs that say how long it takes, it issues one op after the other, and nothing starts on
+  the device before the host has begun to issue it, nor is over before the host is through with it
 
 A cycle means that the job hangs: ``order`` then holds fewer nodes than there are.  Programs are
 read once each (``issue.py``); classes that run the same one are copies.
@@ -23,9 +25,9 @@ import numpy as np
 
 from megatron_prism.graph import WorldGraph
 from megatron_prism.replay import kernels
-from megatron_prism.replay.issue import COMPUTE, JOIN, NOTHING, Issue, issue
+from megatron_prism.replay.issue import COMPUTE, HOST, JOIN, NOTHING, Issue, issue
 
-__all__ = ["COMPUTE", "JOIN", "MEET", "Dag", "build"]
+__all__ = ["COMPUTE", "HOST", "JOIN", "MEET", "Dag", "build"]
 
 MEET = 2  # a rendezvous; the other kinds are of one class each
 
@@ -34,9 +36,9 @@ MEET = 2  # a rendezvous; the other kinds are of one class each
 class Dag:
     """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the rendezvous.
 
-    kind      : uint8 [n], COMPUTE, MEET or JOIN (which takes no time)
-    owner     : int32 [n], the class of a COMPUTE or JOIN node, else -1
-    op        : int64 [n], op index of a COMPUTE node, rendezvous of a MEET node, else -1
+    kind      : uint8 [n], COMPUTE, MEET, HOST (issues an op) or JOIN (which takes no time)
+    owner     : int32 [n], the class of a node; -1 for MEET
+    op        : int64 [n], op index of a COMPUTE or HOST node, rendezvous of a MEET node, else -1
     iteration : int32 [n]
     start     : int64 [n + 1], slices of ``before``
     before    : int64 [edges], the nodes that must end first

@@ -15,9 +15,13 @@ import numpy as np
 from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.program import Program
 
-__all__ = ["COMPUTE", "JOIN", "NOTHING", "Issue", "issue"]
+__all__ = ["COMPUTE", "HOST", "JOIN", "NOTHING", "Issue", "issue"]
 
-COMPUTE, JOIN = 0, 1  # a segment, a point in time
+COMPUTE, JOIN, HOST = (
+    0,
+    1,
+    3,
+)  # a segment, a point in time, the host's time for an op (2: a meeting)
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE = CODE["compute"]
 _EMPTY: list[int] = []  # never changed
@@ -78,6 +82,7 @@ class _Reader:
         self.columns = _columns(program, sizes)
         self.length = len(program)
         self.op: list[int] = []
+        self.kind: list[int] = []
         self.begins: list[int] = []  # the first node of every iteration
         self.before: list[list[int]] = []
         self.node = [NOTHING] * (self.length * iterations)
@@ -87,7 +92,8 @@ class _Reader:
         self.streams: dict[int, list[int]] = {}
         self.comms: dict[int, list[int]] = {}
         self.handles: dict[int, list[int]] = {}
-        self.host = -1  # what the host has waited for last
+        self.host = -1  # what the host has done or waited for last
+        self.hosted = bool((program.ops["host"] >= 0).any())
 
     def read(self, iteration: int) -> None:
         """The next iteration."""
@@ -101,9 +107,11 @@ class _Reader:
                 node = self._add(i, self._queue(stream))
                 streams[stream] = [node]
                 self.node[base + i] = node
+                self._issued(i)
             elif _TALKS[name]:
                 together = [i] if batch < 0 else members[batch]
                 if together[0] == i:  # the rest of a batch was issued with its first
+                    self._issued(i)
                     self._call(stream, together, base)
             elif name == _WAIT:
                 queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
@@ -114,11 +122,18 @@ class _Reader:
             elif name == _HOST:
                 self._host_wait(stream, i in columns.device)
 
-    def _add(self, op: int, before: list[int]) -> int:
+    def _add(self, op: int, before: list[int], kind: int = COMPUTE) -> int:
         """A node: a segment, or a JOIN if op is -1."""
         self.op.append(op)
+        self.kind.append(JOIN if op < 0 else kind)
         self.before.append(before)
         return len(self.op) - 1
+
+    def _issued(self, op: int) -> None:
+        """The host issues ``op``.  Its kernels start when the host begins with it, for it issues
+        many; what comes behind them waits until it is through with them too."""
+        if self.hosted:
+            self.host = self._add(op, [self.host] if self.host >= 0 else [], HOST)
 
     def _queue(self, stream: int) -> list[int]:
         """What the next op on ``stream`` waits for; not to be changed."""
@@ -167,7 +182,7 @@ class _Reader:
         op = np.array(self.op, dtype=np.int64)
         counts = np.diff([*self.begins, len(op)])
         return Issue(
-            np.where(op < 0, JOIN, COMPUTE).astype(np.uint8),
+            np.array(self.kind, dtype=np.uint8),
             op,
             np.repeat(np.arange(len(counts), dtype=np.int32), counts),
             np.concatenate(([0], np.cumsum(lengths))),

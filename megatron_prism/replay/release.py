@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) 
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             found = {name: stored[name] for name in _COLUMNS}
             return Releases(tuple(local), loose=int(stored["loose"]), **found)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         made = releases(graph, prices, local)
     columns = {name: getattr(made, name) for name in _COLUMNS}
     with suppress(UsageError), whole_file(path, force=True) as file:
@@ -181,7 +182,7 @@ def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
     for program in graph.program_list:
         found.update(program.ops.tobytes() + repr(program.strings).encode())
     arrays = [meet.start, meet.classes, meet.ops, prices.meetings, graph.classes.of]
-    for array in (*arrays, *meet.of, *prices.compute):
+    for array in (*arrays, *meet.of, *prices.compute, *prices.host):
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:20]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,9 @@ from megatron_prism.errors import PrismError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
 from megatron_prism.replay import kernels, maxplus
-from megatron_prism.replay.dag import COMPUTE, MEET, Dag, build
+from megatron_prism.replay.dag import COMPUTE, HOST, MEET, Dag, build
 
-__all__ = ["SPAN", "Account", "Timeline", "replay"]
+__all__ = ["SPAN", "Account", "Step", "Timeline", "replay"]
 
 SPAN = np.dtype(
     [
@@ -48,6 +49,21 @@ class Account:
     exposed: Mapping[str, int]
     waiting: Mapping[str, int]
     idle: int
+
+
+class Step(NamedTuple):
+    """One piece of the critical path, ns.
+
+    owner : the class; -1 for a call
+    op    : its op, or the rendezvous of a call
+    host  : the host issued the op; else the device ran it
+    """
+
+    owner: int
+    op: int
+    start: int
+    end: int
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,15 +129,16 @@ class Timeline:
         """Where the last iteration of class ``index`` went."""
         return _Accountant(self, index).account()
 
-    def critical_path(self) -> list[tuple[int, int, int, int]]:
-        """(class or -1, op or rendezvous, start, end) of what decides the last iteration."""
+    def critical_path(self) -> list[Step]:
+        """What decides the last iteration."""
         path = maxplus.critical_path(self.dag, self.node_end)
         dag, last = self.dag, self.iterations - 1
         return [
-            (int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]), int(self.node_end[n]))
+            Step(int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]),
+                 int(self.node_end[n]), bool(dag.kind[n] == HOST))
             for n in path
-            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET)
-        ]
+            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, HOST)
+        ]  # fmt: skip
 
     def slack(self) -> list[int]:
         """Per class: by how much all its computing could be late without delaying the end, ns.
@@ -160,10 +177,11 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET
     found[meets] = prices.meetings[dag.op[meets]]
-    segments = dag.kind == COMPUTE
-    first = np.concatenate(([0], np.cumsum([len(ns) for ns in prices.compute]))).astype(np.int64)
-    every = np.concatenate([*prices.compute, np.empty(0, dtype=np.int64)])
-    found[segments] = every[first[dag.owner[segments]] + dag.op[segments]]
+    for kind, columns in ((COMPUTE, prices.compute), (HOST, prices.host)):
+        chosen = dag.kind == kind
+        first = np.concatenate(([0], np.cumsum([len(ns) for ns in columns]))).astype(np.int64)
+        every = np.concatenate([*columns, np.empty(0, dtype=np.int64)])
+        found[chosen] = every[first[dag.owner[chosen]] + dag.op[chosen]]
     return found
 
 

@@ -93,7 +93,7 @@ def path_rows(timeline: Timeline) -> np.ndarray:
     """
     meet, begin = timeline.graph.rendezvous, timeline.ends[-2] if timeline.iterations > 1 else 0
     rows: list[list[int]] = []
-    for owner, number, start, end in timeline.critical_path():
+    for owner, number, start, end, _ in timeline.critical_path():
         if owner < 0:
             members = [index for index, _ in meet.meeting(number)]
             owner = rows[-1][0] if rows and rows[-1][0] in members else members[0]

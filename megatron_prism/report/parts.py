@@ -57,7 +57,7 @@ def critical_by_class(timeline: Timeline) -> dict[int, int]:
     """Class -> ns of its computing on the critical path."""
     begin = _begin(timeline)
     found: dict[int, int] = defaultdict(int)
-    for owner, _, start, end in timeline.critical_path():
+    for owner, _, start, end, _ in timeline.critical_path():
         found[owner] += end - max(start, begin)
     return found
 
@@ -67,10 +67,10 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
     meet = graph.rendezvous
     total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for owner, number, start, end in timeline.critical_path():
+    for owner, number, start, end, host in timeline.critical_path():
         if owner >= 0:
             program, at = graph.program_list[owner], number
-            source = prices.compute_source[owner][number]
+            source = (prices.host_source if host else prices.compute_source)[owner][number]
         else:
             first = int(meet.start[number])
             program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
@@ -78,7 +78,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
         row = program.ops[at]
         key = (
             PHASE_NAMES[row["phase"]] or "outside",
-            NAMES[row["name"]],
+            f"host: {NAMES[row['name']]}" if host else NAMES[row["name"]],
             program.strings[row["group"]],
             prices.sources[source],
         )

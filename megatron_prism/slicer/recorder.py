@@ -52,6 +52,8 @@ class Recorder:
         self._since: Any = None  # where the open segment began
         self._quick = False
         self._times: list[Any] = []  # of each segment: ns, or the events around it
+        self._hosts: list[tuple[int, int]] = []  # when the host began with each, and was through
+        self._began = 0
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
         self.owners = Owners()
         self._events: dict[int, int] = {}
@@ -60,6 +62,7 @@ class Recorder:
     def start(self, quick: bool = False) -> None:
         """Forget what came before and record from here on; ``quick``: only times of segments."""
         self._builder, self._times, self._trace, self._events = Builder(), [], [], {}
+        self._hosts = []
         self._num_batches, self._quick, self.active = -1, quick, True
         if self.meter is not None:
             self.meter.take()
@@ -86,7 +89,7 @@ class Recorder:
             self.meter.memory = self.meter.note = None
             self.owners.remove()
         builder = None if self._quick else self._builder
-        return Recording(self.rank, builder, self._times, self._trace)
+        return Recording(self.rank, builder, self._times, self._trace, self._hosts)
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
@@ -103,6 +106,7 @@ class Recorder:
     def _open(self) -> None:
         if self.tier == "cuda":
             self._since = stamp()
+            self._began = time.time_ns()
         else:
             self._since = time.perf_counter_ns()
 
@@ -124,6 +128,7 @@ class Recorder:
                 )
             return
         if self.tier == "cuda":
+            self._hosts.append((self._began, time.time_ns()))
             self._times.append((self._since, stamp()))
         else:
             self._times.append(time.perf_counter_ns() - self._since)
@@ -242,3 +247,7 @@ class Recorder:
         """The host waits for the device."""
         if self.active and not self._inside:
             self._note("host_wait", note=note, site="" if self._quick else self._site())
+
+    def host_resumed(self) -> None:
+        """The host goes on: until now it waited, which is not its time for the segment."""
+        self._began = time.time_ns()

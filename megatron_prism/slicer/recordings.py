@@ -6,7 +6,7 @@ Device times are read only when the program is asked for, since that waits for t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from megatron_prism.ops import CODE
 from megatron_prism.program import Builder, Program
+from megatron_prism.slicer.busy import device_ns
 
 __all__ = ["Recording", "stamp", "typical"]
 
@@ -25,12 +26,16 @@ class Recording:
     builder : its ops; None if only times were taken
     times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
     trace   : names of all ops in order
+    hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
+    busy    : int64 [segments] ns its kernels alone take; None unless the iteration was traced
     """
 
     rank: int
     builder: Builder | None
     times: list[Any]
     trace: list[str]
+    hosts: list[tuple[int, int]] = field(default_factory=list)
+    busy: np.ndarray | None = None
 
     def segments_ns(self) -> np.ndarray:
         """Duration of each segment, int64 [segments]."""
@@ -60,17 +65,30 @@ def typical(recordings: Sequence[Recording]) -> tuple[Program, int]:
 
     Times are those of the quick recordings that made the same ops: writing ops down is slower than
     only timing them.  Without any the program keeps its own times.  Every single time stays in
-    ``Program.samples``.
+    ``Program.samples``.  If an iteration was traced, segments are what their kernels take, and the
+    host's time for each is kept apart.
     """
     written = next(r for r in recordings if r.builder is not None)
     program = written.program()
-    quick = [r for r in recordings if r.builder is None and r.trace == written.trace]
+    alike = [r for r in recordings if r.builder is None and r.trace == written.trace]
+    quick = [r for r in alike if r.busy is None]
+    traced = [r.busy for r in alike if r.busy is not None]
     if quick:
         times = np.stack([r.segments_ns() for r in quick])
         timed(program, np.median(times, axis=0).round().astype(np.int64))
         if times.size:
             program = replace(program, samples=times.astype(np.int64))
+        if traced and times.size:
+            _apart(program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0))
     return program, max(1, len(quick))
+
+
+def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray) -> None:
+    """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
+    compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
+    issued = np.median(hosts[:, :, 1] - hosts[:, :, 0], axis=0).round().astype(np.int64)
+    program.ops["host"][compute] = np.maximum(issued, 0)
+    program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy.astype(np.int64))
 
 
 def stamp() -> Any:

@@ -39,12 +39,20 @@ def remove() -> None:
         _undo.pop()()
 
 
-def _wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
+def _nothing() -> None:
+    """Follows methods that do not hold the host."""
+
+
+def _wrap(
+    owner: Any, name: str, before: Callable[..., None], after: Callable[[], None] = _nothing
+) -> None:
     original = getattr(owner, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         before(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+        made = original(self, *args, **kwargs)
+        after()
+        return made
 
     call.__name__, call.__doc__ = name, original.__doc__
     setattr(owner, name, call)
@@ -57,15 +65,17 @@ def _wrap_cuda(recorder: Recorder) -> None:
 
     _wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
     _wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
-    _wrap(event, "synchronize", lambda self: recorder.host_waited("event"))
-    _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"))
+    resumed = recorder.host_resumed
+    _wrap(event, "synchronize", lambda self: recorder.host_waited("event"), resumed)
+    _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)
     for name in _READS:
-        _wrap(tensor, name, _read(recorder, name))
+        _wrap(tensor, name, _read(recorder, name), resumed)
     synchronize = torch.cuda.synchronize
 
     def synchronized(device: Any = None) -> None:
         recorder.host_waited("device")
         synchronize(device)
+        resumed()
 
     torch.cuda.synchronize = synchronized
     _undo.append(lambda: setattr(torch.cuda, "synchronize", synchronize))

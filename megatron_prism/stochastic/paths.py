@@ -30,7 +30,8 @@ class Paths:
     """Nodes in an order in which predecessors come first.
 
     lasts : float64 [n] ns
-    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings
+    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings,
+            one more for the host's time, which takes none
     node  : int64 [n], the node of the Dag
     slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
     sink  : bool [n], nobody waits for it
@@ -66,10 +67,10 @@ class Paths:
         width = min(LANES, 1 << (count - 1).bit_length())  # lanes of one replica in a block
         long = -(-count // width) * width
         blocks = -(-replicas * long // LANES)
-        padded = np.ones((rows, blocks * LANES))
-        own = padded[:, : replicas * long].reshape(rows, replicas, long)
+        padded = np.ones((rows + 1, blocks * LANES))  # the last for the host's time
+        own = padded[:rows, : replicas * long].reshape(rows, replicas, long)
         own[:, :, :count] = factors
-        lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
+        lanes = np.ascontiguousarray(padded.reshape(rows + 1, blocks, LANES).swapaxes(0, 1))
         whole = table
         if share.any():  # meetings between replicas have the same draws in all of a block's parts
             shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
@@ -147,7 +148,9 @@ def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
     owner = dag.owner[order].astype(np.int64)
     return Paths(
         lasts=durations[order].astype(np.float64),
-        row=np.where(owner >= 0, owner, classes),
+        row=np.where(
+            dag.kind[order] == dags.HOST, classes + 1, np.where(owner >= 0, owner, classes)
+        ),
         node=order,
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
         start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),

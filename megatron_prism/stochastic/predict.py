@@ -142,7 +142,7 @@ def worth(sampler: Sampler, samples: int | None) -> int:
 def busiest(sampler: Sampler) -> list[int]:
     """The 64 classes that compute longest, ascending."""
     rows, lasts = sampler.paths.row, sampler.paths.lasts
-    total = np.bincount(rows, lasts, minlength=len(sampler.members) + 1)[:-1]
+    total = np.bincount(rows, lasts, minlength=len(sampler.members))[: len(sampler.members)]
     return sorted(np.argsort(-total, kind="stable")[:CLASSES].tolist())
 
 

@@ -188,7 +188,8 @@ class Sampler:
             ]
             self._table = shapes, np.concatenate(parts)
         own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
-        own = own * (self.paths.lasts > 0)
+        hosts = self.paths.row > len(self.members)  # of whose spread nothing is known
+        own = own * ((self.paths.lasts > 0) & ~hosts)
         return self._table[1], own * (1.0 if share is None else share)
 
     def shapes(self, spread: Variability) -> tuple[Distribution, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +97,7 @@ class Replayer:
                 f"there is no recording of rank {rank} in {folder}",
                 fix=f"record it first: all ranks local, --prism-record {folder}",
             ) from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UsageError(
                 f"{file} is no recording of ours, or it is truncated ({type(error).__name__})",
                 fix="record again with --prism-record",

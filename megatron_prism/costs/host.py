@@ -1,0 +1,54 @@
+"""How long does the host take to issue an op?  Measured for segments, calibrated for calls.
+
+In : a program whose segments say it (``host``), and a calibration.  Out: ns per op.  What a call
+takes is NCCL's part alone: Python's way to it is in the segment before, measured with it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_prism.costs.collective import Calibration
+from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.program import Program
+
+__all__ = ["CALL_NS", "host_ns", "host_sources"]
+
+# Without a calibration: the median of those measured on an H200 node (benchmarks/results)
+CALL_NS = 20_000
+
+
+def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
+    """Provenance of the host's time for segments, and for calls."""
+    calls = (
+        f"measured: the host's time for calls ({calibration.source})"
+        if calibration.host
+        else f"assumed: {CALL_NS // 1000} us of the host for a call"
+    )
+    return f"measured: the host's time for segments ({where})", calls
+
+
+def host_ns(
+    program: Program, calibration: Calibration, first: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ns int64 [n], source uint8 [n]); ``first`` is the number of the segments' provenance.
+
+    0 throughout if the program does not know its segments' host time.  A batch is issued with its
+    first message.
+    """
+    ops = program.ops
+    ns = np.maximum(ops["host"], 0)
+    source = np.full(len(ops), first, dtype=np.uint8)
+    if not (ops["host"] >= 0).any():
+        return ns, source
+    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    source[calls] = first + 1
+    batches: dict[int, int] = {}
+    for i in calls.tolist():
+        batch = int(ops["batch"][i])
+        if batch < 0:
+            later = bool(ops["handle"][i] >= 0)
+            ns[i] = calibration.host_ns(NAMES[ops["name"][i]], later, CALL_NS)
+        else:
+            ns[batches.setdefault(batch, i)] += calibration.host_ns("message", True, CALL_NS)
+    return ns, source

@@ -1,0 +1,76 @@
+"""How long does NCCL keep the host for a call?  Part of ``prism calibrate`` on GPUs.
+
+Calls go to the process group itself: what ``torch.distributed`` does in Python before is in the
+segments of slices, which are recorded from inside the group's methods.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+__all__ = ["host_calls"]
+
+_BYTES = 1 << 18
+_REPEATS, _CALLS = 7, 40
+
+
+def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
+    """Rows {op, asynchronous, ns}: medians of ``_REPEATS`` times ``_CALLS`` calls of this rank.
+
+    Every rank of the default group (``size`` of them) must call it.
+    """
+    group: Any = dist.distributed_c10d._get_default_group()
+    part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
+    whole, other = (torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
+                    for _ in range(2))  # fmt: skip
+    rows = []
+    for asynchronous in (False, True):
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [whole]),
+            "broadcast": _with(c10d.BroadcastOptions, asynchronous, group.broadcast, [whole]),
+            "all_gather": _with(
+                c10d.AllgatherOptions, asynchronous, group._allgather_base, whole, part
+            ),
+            "reduce_scatter": _with(
+                c10d.ReduceScatterOptions, asynchronous, group._reduce_scatter_base, part, whole
+            ),
+            "all_to_all": _with(
+                c10d.AllToAllOptions, asynchronous, group.alltoall_base, other, whole, [], []
+            ),
+        }
+        for name, call in calls.items():
+            rows.append({"op": name, "asynchronous": asynchronous, "ns": _host_ns(call)})
+    ring = [
+        dist.P2POp(dist.isend, whole, (rank + 1) % size),
+        dist.P2POp(dist.irecv, other, (rank - 1) % size),
+    ]
+    both = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1])
+    rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
+    return rows
+
+
+def _with(kind: Any, asynchronous: bool, method: Any, *args: Any) -> Callable[[], Any]:
+    """The call with its options; ``rootRank`` 0 where there is a root."""
+    options = kind()
+    options.asyncOp = asynchronous
+    return lambda: method(*args, options)
+
+
+def _host_ns(call: Callable[[], Any]) -> int:
+    """ns of the host for one call and, for those of the caller's stream, nothing else."""
+    found = []
+    for _ in range(_REPEATS + 1):  # the first makes connections
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(_CALLS):
+            work = call()
+        found.append((time.perf_counter_ns() - begin) / _CALLS)
+        work.wait()
+    return round(statistics.median(found[1:]))

@@ -1,0 +1,110 @@
+"""How long do a segment's kernels take by themselves?  A traced iteration, read segment by segment.
+
+CUDA events around a segment also count the moments in which the device waits for Python.  Kineto
+(CUPTI) writes down when each kernel was launched and when it ran; a gap between two kernels that
+the host did not keep up with is replaced by the gap that kernels have when it does.  Times in ns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Tracer", "busy_ns", "device_ns"]
+
+_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
+_LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
+_GAP_NS = 1_000  # between two kernels, where no two of the trace tell
+_LATE = 0.05  # a segment that takes so much longer than its kernels waits for the host
+
+
+class Tracer:
+    """Kineto around one iteration."""
+
+    def __init__(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile.start()
+
+    def stop(self) -> Mapping[str, Any] | None:
+        """The trace; None, and a line that says so, if the device cannot be traced."""
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        if any(event.get("cat") == "kernel" for event in trace.get("traceEvents", ())):
+            return trace
+        sys.stderr.write("prism: no kernel was traced, so segments keep the host's delays\n")
+        return None
+
+
+def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int64 [segments]: the kernels that the host launched in each segment, back to back.
+
+    trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
+    """
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    launched, kernels = {}, []
+    for event in trace["traceEvents"]:
+        category = event.get("cat")
+        if category in _LAUNCH:
+            launched[event["args"].get("correlation")] = _ns(event["ts"])
+        elif category in _DEVICE:
+            begin = _ns(event["ts"])
+            kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
+    kernels.sort()
+    rows = np.array([(b, e, launched[c]) for b, e, c in kernels if c in launched], dtype=np.int64)
+    found = np.zeros(len(bounds), dtype=np.int64)
+    if not rows.size or not bounds:
+        return found
+    limits = np.array(bounds, dtype=np.int64) - base
+    segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
+    inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
+    rows, segment = rows[inside], segment[inside]
+    order = np.lexsort((rows[:, 0], segment))
+    rows, segment = rows[order], segment[order]
+    begin, end = rows[:, 0], rows[:, 1]
+    # where the segment's kernels so far end; kernels of several streams may overlap
+    first = np.concatenate(([True], segment[1:] != segment[:-1]))
+    reach = end.copy()
+    for i in range(1, len(reach)):
+        if not first[i] and reach[i - 1] > reach[i]:
+            reach[i] = reach[i - 1]
+    before = np.concatenate(([0], reach[:-1]))
+    gap = np.where(first, 0, begin - before)
+    timely = ~first & (rows[:, 2] + _LAUNCH_NS <= before) & (gap > 0)
+    usual = int(np.median(gap[timely])) if timely.any() else _GAP_NS
+    taken = np.where(timely | (gap <= 0), np.maximum(gap, 0), np.minimum(gap, usual))
+    taken[first] = usual
+    added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
+    np.add.at(found, segment, taken + added)
+    return found
+
+
+def device_ns(elapsed: np.ndarray, busy: np.ndarray) -> np.ndarray:
+    """int64 [segments]: what each takes if the host is always ahead.
+
+    elapsed : between the CUDA events around it, in iterations that were not traced
+    busy    : by ``busy_ns``; 0 where nothing was traced
+
+    A segment that takes hardly longer than its kernels keeps its own time, which is that of the
+    clocks of an undisturbed iteration; the kernels of the others are brought to those clocks.
+    """
+    ahead = (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
+    ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
+    known = elapsed[ahead].sum() > _LATE * elapsed.sum()
+    late = np.minimum(elapsed, np.rint(busy * (ratio if known else 1.0)))
+    return np.where(ahead | (busy == 0), elapsed, late).astype(np.int64)
+
+
+def _ns(microseconds: float) -> int:
+    return round(float(microseconds) * 1000)

@@ -1,0 +1,144 @@
+"""The host's time apart from the kernels': traces, programs, prices, replays."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_prism import costs, graph
+from megatron_prism.costs.collective import Calibration, read_calibration
+from megatron_prism.costs.host import CALL_NS
+from megatron_prism.costs.machine import machine
+from megatron_prism.errors import UsageError
+from megatron_prism.program_parse import parse
+from megatron_prism.replay import timeline
+from megatron_prism.report.parts import path_parts
+from megatron_prism.slicer.busy import busy_ns, device_ns
+
+US = 1000
+
+
+def traced(kernels, base=5_000_000):
+    """A trace of (launched, began, took) in us; copies and unlaunched kernels are told apart."""
+    events = [{"ph": "M", "name": "process_name", "args": {}}]
+    for number, (launched, began, took) in enumerate(kernels):
+        args = {"correlation": number, "stream": 7}
+        kind = "cuda_driver" if number % 2 else "cuda_runtime"
+        events.append({"cat": kind, "ts": launched, "dur": 2, "args": args, "ph": "X"})
+        kind = "gpu_memcpy" if number == 1 else "kernel"
+        events.append({"cat": kind, "ts": began, "dur": took, "args": args, "ph": "X"})
+    return {"baseTimeNanoseconds": base, "traceEvents": events}
+
+
+def bounds(*pairs, base=5_000_000):
+    return [(base + a * US, base + b * US) for a, b in pairs]
+
+
+def test_kernels_behind_a_host_that_is_ahead_keep_their_gaps():
+    trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30)])
+    # 2 us between kernels, and as much in front of the first
+    assert busy_ns(trace, bounds((0, 20))).tolist() == [(50 + 20 + 30 + 3 * 2) * US]
+
+
+def test_a_gap_that_the_host_made_counts_as_the_usual_one():
+    late = [(0, 100, 50), (5, 152, 20), (400, 404, 30), (500, 504, 10)]
+    assert busy_ns(traced(late), bounds((0, 600))).tolist() == [(110 + 4 * 2) * US]
+
+
+def test_kernels_belong_to_the_segment_that_launched_them():
+    trace = traced([(0, 100, 50), (30, 152, 20), (35, 174, 30), (90, 300, 7)])
+    found = busy_ns(trace, bounds((0, 20), (25, 40), (50, 60)))
+    assert found.tolist() == [52 * US, (50 + 2 * 2) * US, 0]  # the last was launched in between
+
+
+def test_kernels_side_by_side_count_once():
+    trace = traced([(0, 100, 50), (5, 110, 20), (6, 140, 30)])
+    assert busy_ns(trace, bounds((0, 20))).tolist() == [70 * US + 1 * US]  # no gap tells: 1 us
+
+
+def test_segments_that_do_not_wait_for_the_host_keep_their_own_time():
+    elapsed, busy = np.array([1030, 5000, 777]) * US, np.array([1000, 1000, 0]) * US
+    # 3 % slower clocks in what was not traced hold for the late one as well
+    assert device_ns(elapsed, busy).tolist() == [1030 * US, 1030 * US, 777 * US]
+
+
+def test_without_a_segment_that_keeps_up_kernels_count_as_they_are():
+    elapsed, busy = np.array([9000, 5000]) * US, np.array([10, 20]) * US
+    assert device_ns(elapsed, busy).tolist() == [10 * US, 20 * US]
+
+
+WORLD = """prism-program 1
+world size=2 tp=2
+program rank=0 ranks=0-1
+0F compute ns=10us host=100us
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum
+0F compute ns=500us host=20us
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum handle=0
+0F wait handle=0
+-  host_wait note=device
+"""
+
+
+def replayed(text, calibration=None):
+    made = graph.build(parse(text))
+    prices = costs.price(made, machine("h200"), calibration)
+    return timeline.replay(made, prices, 1)
+
+
+def test_the_device_waits_for_a_host_that_is_late():
+    found = replayed(WORLD)
+    spans = found.spans(0)
+    # segment 1 is over after 10 us, but its last kernel is issued after 100, and the call after 120
+    assert spans["end"][0] == 10 * US
+    assert spans["start"][1] == 100 * US + CALL_NS
+    # from here on the device is behind the host
+    assert spans["start"][2] == spans["end"][1]
+    assert found.iteration_ns == spans["end"][3] > 620 * US
+
+
+def test_the_hosts_part_of_the_critical_path_is_said():
+    parts = {part.what: part for part in path_parts(replayed(WORLD))}
+    assert parts["host: compute"].ns == 100 * US
+    assert "host's time for segments" in parts["host: compute"].source
+    assert parts["host: all_reduce"].ns == CALL_NS
+    assert "assumed" in parts["host: all_reduce"].source
+
+
+def test_calibrated_calls_of_the_host():
+    known = Calibration(host={("all_reduce", False): 7_000, ("message", True): 9_000}, source="x")
+    assert known.host_ns("all_reduce", False, 1) == 7_000
+    assert known.host_ns("send", True, 1) == known.host_ns("recv", False, 1) + 1_000 == 9_000
+    assert known.host_ns("all_gather", True, 1) == 8_000  # the others' median
+    assert Calibration().host_ns("all_gather", True, 1) == 1
+    assert replayed(WORLD, known).spans(0)["start"][1] == 107 * US
+
+
+def test_a_batch_is_issued_with_its_first_message():
+    text = """prism-program 1
+world size=2 pp=2
+program rank=0 ranks=0-1
+- compute ns=0 host=1us
+- send PIPELINE_MODEL_PARALLEL_GROUP bf16 in=4 peer=1 batch=0
+- recv PIPELINE_MODEL_PARALLEL_GROUP bf16 out=4 peer=1 batch=0
+"""
+    spans = replayed(text).spans(0)
+    assert spans["start"][1] == spans["start"][2] == 1 * US + 2 * CALL_NS
+
+
+def test_programs_without_the_hosts_time_replay_as_before():
+    plain = WORLD.replace(" host=100us", "").replace(" host=20us", "")
+    found = replayed(plain)
+    assert found.spans(0)["start"][1] == 10 * US
+    assert not any("host" in source for source in found.prices.used())
+
+
+def test_a_calibration_with_an_impossible_host_is_refused(tmp_path):
+    stored = {"format": 1, "source": "x", "collectives": [],
+              "host": [{"op": "all_reduce", "asynchronous": False, "ns": 0}]}  # fmt: skip
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(UsageError, match="host"):
+        read_calibration(path)
+    stored["host"][0]["ns"] = 3
+    path.write_text(json.dumps(stored))
+    assert read_calibration(path).host == {("all_reduce", False): 3}
