@@ -13,6 +13,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       programs.py              the programs of a world, in one file
       program_text.py          the same as text (program_parse.py reads it)
     fault_plan.py            which fault shall happen, to whom and when
+      fault_kinds.py           the kinds; fault_files.py: plans, other people's words, the truth
     slices.py                a folder of captured slices, and the world they make
     membership.py            who is in which group, for all ranks at once
     classes.py               which ranks cannot be told apart
@@ -27,7 +28,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       memory_baseline.py       has it grown?  a baseline in a reviewable file
     quiescence.py            where every rank stands when nothing moves any more
     flight_export.py         the same as Flight Recorder dumps
-    faults.py                healthy programs with faults planted in them
+    faults.py                healthy programs with faults planted in them (fault_edits.py)
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
       flight_entries.py        their entries; flight_workers.py: many of them, by several processes
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)

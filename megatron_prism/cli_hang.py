@@ -30,9 +30,10 @@ def hang(args: argparse.Namespace) -> int:
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
-    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0]
+    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0 truth=FILE]
                                 plants faults, runs all ranks until nobody can go on, and judges
-                                the dumps that they would leave; -o DIR keeps these
+                                the dumps that they would leave; -o DIR keeps these, truth=FILE what
+                                was planted.  Faults that only cost time are replayed
 
     Exit status: 0 nobody waits, 1 a fault, 3 several explanations remain (never 0).  Dumps are read
     without executing anything in them.
@@ -121,7 +122,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
     from megatron_prism import hang as judge
     from megatron_prism.slices import open_programs
 
-    faults, seed = _faults(args.settings)
+    faults, seed, truth = _faults(args.settings)
     if args.programs.startswith(("fault=", "plan=")):
         raise UsageError("faults in which programs?", fix=f"prism hang DIR {args.programs}")
     programs = open_programs(args.programs)
@@ -129,23 +130,51 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         if args.out is not None:
             raise UsageError("without a fault there are no dumps to write", fix="fault=KIND@…")
         if args.settings:
-            raise UsageError("a seed draws the ranks of faults, and there are none",
+            raise UsageError("a seed draws the ranks of faults, truth names them: there are none",
                              fix="fault=KIND@rank=any:1 seed=N")  # fmt: skip
         return judge.of_graph(graph.build(programs)), None
     from megatron_prism import faults as planting
     from megatron_prism import flight_export, hang_world, quiescence
 
+    if truth is not None:
+        check_outputs([truth], args.force)
     planted = planting.plant(programs, faults, seed)
     state = quiescence.run(planted.programs, planted.faults)
     if args.out is not None:
         flight_export.write(state, args.out, force=args.force)
-    return hang_world.of_standstill(state), planted
+    if truth is not None:
+        lines = [hit.truth("programs") + "\n" for hit in planted.hits]
+        write_whole(truth, "".join(lines), force=args.force)
+    found = hang_world.of_standstill(state)
+    if state.finished and any(fault.only_time for fault in faults):
+        found = dataclasses.replace(found, tried=(_cost(programs, planted),))
+    return found, planted
 
 
-def _faults(words: list[str]) -> tuple[list[Any], int]:
-    from megatron_prism.fault_plan import load_plan, parse
+def _cost(programs: Any, planted: Any) -> str:
+    """What faults that only cost time cost, by a replay of both worlds."""
+    from megatron_prism import cli_settings, costs, graph
+    from megatron_prism.costs.machine import machine
+    from megatron_prism.replay import timeline
+    from megatron_prism.replay.impaired import with_slow_nics
 
-    found, seed = [], 0
+    hardware, times = machine(cli_settings.machine_of(programs)), []
+    for world, nics in ((programs, ()), (planted.programs, planted.slow_nics)):
+        made, nics = with_slow_nics(world, nics)
+        joined = graph.build(made)
+        prices = nics(joined, costs.price(joined, hardware), hardware)
+        times.append(timeline.replay(joined, prices).iteration_ns)
+    before, after = times
+    more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
+    return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
+            f"the replay on {hardware.name}; nobody's watchdog fires")  # fmt: skip
+
+
+def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:
+    from megatron_prism.fault_files import load_plan
+    from megatron_prism.fault_plan import parse
+
+    found, seed, truth = [], 0, None
     for word in words:
         key, equals, value = word.partition("=")
         if key == "fault" and value:
@@ -154,6 +183,9 @@ def _faults(words: list[str]) -> tuple[list[Any], int]:
             found += load_plan(value)
         elif key == "seed" and value.isdigit():
             seed = int(value)
+        elif key == "truth" and value:
+            truth = Path(value)
         else:
-            raise UsageError(f"{word} is not understood", fix="fault=KIND@…, plan=FILE, seed=N")
-    return found, seed
+            raise UsageError(f"{word} is not understood",
+                             fix="fault=KIND@…, plan=FILE, seed=N, truth=FILE")  # fmt: skip
+    return found, seed, truth

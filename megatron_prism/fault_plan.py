@@ -1,6 +1,6 @@
 """Which fault shall happen, to whom and when?  ``KIND@SELECTOR[:PARAM=VALUE,…]`` and plans of them.
 
-In : a line of text, a YAML list of them, or the names of Megatron's and NVRx's own fault injectors.
+In : a line of text (``fault_files`` has lists of them and other people's words).
 Out: ``Fault``s, and ``Finder``, which is told of a rank's calls one by one and says which is hit.
 Programs (``faults``) and running ranks (``plugin.injector``) ask the same Finder, so that a plan
 hits the same call in both.
@@ -10,51 +10,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from megatron_prism.errors import UsageError
+from megatron_prism.fault_kinds import ALIASES, KINDS, MESSAGES, TENSORS, VALUES, WATCHDOG_MS
 from megatron_prism.ops import DTYPES, NAMES, REDUCE
+from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["KINDS", "Call", "Fault", "Finder", "load_plan", "parse", "parse_nvrx"]
+__all__ = ["KINDS", "Call", "Fault", "Finder", "named_group", "parse"]
 
-# kind -> (parameters it takes, what happens)
-KINDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "drop": ((), "the call is not made"),
-    "skip_microbatch": ((), "the calls of a microbatch are not made"),
-    "swap": (("with",), "the call changes places with group:op:nth"),
-    "shape": (("n",), "n elements instead (default: half of them)"),
-    "dtype": (("to",), "another dtype (default: fp32, or bf16)"),
-    "splits": (("rows",), "an all-to-all sends rows more to one member, fewer to the next"),
-    "root": (("to",), "another root (default: the next member)"),
-    "reduce_op": (("to",), "another reduction (default: max, or sum)"),
-    "op": (("to",), "another collective (default: broadcast, or all_reduce)"),
-    "group": (("to",), "made in another group"),
-    "p2p_lost": ((), "a message is not sent, or not received"),
-    "p2p_dup": ((), "a message is sent, or received, twice"),
-    "p2p_swap": ((), "a message goes to, or is awaited from, the other side"),
-    "exception": (("code",), "the rank raises and leaves no dump"),
-    "exit": (("code",), "the process ends"),
-    "sigkill": ((), "the process is killed"),
-    "segfault": ((), "the process is killed by itself"),
-    "sigstop": ((), "the process stands still"),
-    "gil": ((), "the host stands still, its watchdog does not"),
-    "data_end": ((), "the data loader ends: the rank leaves"),
-    "data_stall": (("s",), "the data loader does not answer"),
-    "gpu_hang": ((), "a kernel does not end"),
-    "gpu_error": ((), "completions are not seen any more, a few calls later the host stops"),
-    "nan": ((), "a value becomes NaN; the rank that checks raises"),
-    "inf": ((), "a value becomes infinite"),
-    "oom": (("at_bytes",), "an allocation beyond at_bytes fails"),
-    "delay": (("ms",), "the call is made later"),
-}
-_MESSAGES = ("p2p_lost", "p2p_dup", "p2p_swap")
-# NVRx (shared_utils/inject_fault.py) and Megatron's --fault-injector-fault-types
-_ALIASES = {"gpu_error": "gpu_error", "gpu_sleep": "gpu_hang", "workload_exc": "exception",
-            "async_exc": "exception", "signal_exc": "exception", "os_abort": "segfault",
-            "lock_gil": "gil", "sigint": "exception", "sigterm": "exit"}  # fmt: skip
 _KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
 GROUPS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP",
@@ -112,26 +78,62 @@ class Fault:
             raise UsageError(f"{self}: {name}={text} is no number", fix=f"{name}=16")
         return int(text)
 
+    def factor(self, name: str, default: float = 1.0) -> float:
+        """A parameter that is a number above 0, perhaps with a fraction."""
+        text = self.params.get(name)
+        if text is None:
+            return default
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) <= 0:
+            raise UsageError(f"{self}: {name}={text} is no factor", fix=f"{name}=1.5")
+        return float(text)
+
+    def of(self, ranks: Iterable[int]) -> Fault:
+        """The same for ``ranks`` of its ranks."""
+        return replace(self, select={**self.select, "rank": format_ranks(ranks)})
+
+    @property
+    def late_ms(self) -> int | None:
+        """By how many ms a call is later; None if it never comes, or is no such fault."""
+        if self.kind == "delay":
+            return self.number("ms", 1000)
+        if self.kind == "data_stall" and "s" in self.params:
+            return 1000 * (self.number("s") or 0)
+        return None
+
+    @property
+    def only_time(self) -> bool:
+        """Whether the job goes on, later: nobody's watchdog loses patience."""
+        late = self.late_ms
+        return self.kind in ("slow", "nic") or late is not None and late < WATCHDOG_MS
+
 
 def parse(text: str) -> Fault:
     """One fault as a person writes it.  UsageError says what is wrong with it."""
-    head, *rest = re.split(r":(?=[a-z_]+=)", text.strip(), maxsplit=1)
+    head, *rest = re.split(r":(?=[A-Za-z_]\w*=)", text.strip(), maxsplit=1)
     kind, at, where = head.partition("@")
-    kind = _ALIASES.get(kind.lower(), kind.lower())
+    kind = ALIASES.get(kind.lower(), kind.lower())
     if kind not in KINDS:
         raise UsageError(f"{text!r}: there is no fault {kind}", fix=f"one of {', '.join(KINDS)}")
     if not at or not where:
         raise UsageError(f"{text!r} does not say where", fix=FIX)
     select = _select(text, where)
     params = {}
-    for word in rest[0].split(",") if rest else ():
+    words = rest[0].split(",") if rest else []
+    for word in [",".join(words)] if kind == "env" and words else words:
         key, equals, value = word.partition("=")
-        if not equals or key not in KINDS[kind][0] or not value:
+        if (
+            not equals
+            or not (value or kind == "env")
+            or key not in KINDS[kind][0]
+            and kind != "env"
+        ):
             known = ", ".join(KINDS[kind][0]) or "none"
             raise UsageError(f"{text!r}: {kind} has no parameter {word}", fix=f"it takes: {known}")
         params[key] = value
+    fault = Fault(kind, select, params)
     _check(text, kind, select, params)
-    return Fault(kind, select, params)
+    _check_numbers(text, fault)
+    return fault
 
 
 def _select(text: str, where: str) -> dict[str, str]:
@@ -172,47 +174,36 @@ def _check(text: str, kind: str, select: Mapping[str, str], params: Mapping[str,
                          fix=f"to= one of {', '.join(filter(None, known))}")  # fmt: skip
     if kind == "swap" and not re.fullmatch(r"[A-Za-z_-]+:[a-z_]+(:\d+)?", params.get("with", "")):
         raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
-    if kind == "oom" and "at_bytes" not in params:
-        raise UsageError(f"{text!r}: how much memory is there?", fix="at_bytes=85899345920")
+    if kind == "oom" and not ("at_bytes" in params or "phase" in select):
+        raise UsageError(f"{text!r}: how much memory is there, or when does it run out?",
+                         fix=":at_bytes=85899345920, or phase=backward")  # fmt: skip
     if kind == "group" and "to" not in params:
         raise UsageError(f"{text!r}: in which group then?", fix="to=tp")
+    if kind == "env" and not params:
+        raise UsageError(f"{text!r}: which variable?", fix="env@rank=3:NCCL_ALGO=Ring")
+    if kind in ("slow", "nic", "env") and (bad := {"nth", "op", "site"} & select.keys()):
+        raise UsageError(f"{text!r}: {kind} happens to no single call, so {bad.pop()}= is too much",
+                         fix=f"{kind}@rank={select['rank']}")  # fmt: skip
+    if params.get("tensor", "grad") != "grad" and (bad := {"op", "group", "site"} & select.keys()):
+        raise UsageError(f"{text!r}: the model's output is no call, so {bad.pop()}= is too much",
+                         fix=f"{kind}@rank={select['rank']},mb=0:tensor=loss")  # fmt: skip
+    if params.get("tensor", "loss") not in TENSORS:
+        raise UsageError(f"{text!r}: there is no tensor {params['tensor']}",
+                         fix=f"tensor= one of {', '.join(TENSORS)}")  # fmt: skip
 
 
-def parse_nvrx(text: str) -> Fault:
-    """``FAULT:RANK:ITER[:NODES]`` of NVRx's fault-injection loop."""
-    match = re.fullmatch(r"([A-Za-z_]+):(\d+):(\d+)(:\d+)?", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is no FAULT:RANK:ITER:NODES", fix=FIX)
-    return parse(f"{match[1].lower()}@rank={match[2]},iter={match[3]}")
-
-
-def load_plan(path: str | Path) -> tuple[Fault, ...]:
-    """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and ``with``-like params."""
-    import yaml
-
-    try:
-        rows = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read the plan {path}: {error}", fix="a YAML list") from error
-    if not isinstance(rows, list) or not rows:
-        raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")
-    found = []
-    for row in rows:
-        if isinstance(row, dict) and any(str(k).startswith("fault-injector-") for k in row):
-            names = {str(k)[15:].replace("-", "_"): v for k, v in row.items()}
-            found += of_megatron(names)
-            continue
-        if isinstance(row, dict):
-            row = dict(row)
-            kind, where = row.pop("kind", ""), row.pop("at", "")
-            if isinstance(where, dict):
-                where = ",".join(f"{k}={v}" for k, v in where.items())
-            params = ",".join(f"{k}={v}" for k, v in row.items())
-            row = f"{kind}@{where}" + (f":{params}" if params else "")
-        if not isinstance(row, str):
-            raise UsageError(f"{path}: {row!r} is no fault", fix=FIX)
-        found.append(parse(row) if "@" in row else parse_nvrx(row))
-    return tuple(found)
+def _check_numbers(text: str, fault: Fault) -> None:
+    """Parameters that are numbers, now and not when the fault happens."""
+    for name in ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us"):
+        if (fault.number(name, 0) or 0) < 0 and name != "rows":
+            raise UsageError(f"{text!r}: {name} is below 0", fix=f"{name}=16")
+    for name in ("factor", "bw_factor"):
+        fault.factor(name)
+    if fault.kind == "slow" and fault.factor("factor", 0.5) < 1:
+        raise UsageError(f"{text!r}: how much slower?", fix="slow@rank=3:factor=1.5")
+    if fault.kind == "nic" and not fault.params:
+        raise UsageError(f"{text!r}: how much slower?",
+                         fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
 
 
 def named_group(text: str, desc: str) -> bool:
@@ -228,17 +219,22 @@ class Finder:
     def __init__(self, fault: Fault) -> None:
         self.fault, self.seen = fault, 0
         self.nth = int(fault.select.get("nth", 0))
+        self.after = fault.number("after", -1) or -1  # microbatches that the data loader gives
         self.site = re.compile(fault.select["site"]) if "site" in fault.select else None
 
     def matches(self, call: Call) -> bool:
         """Whether the selector fits ``call``, whichever of them is hit."""
         select, kind = self.fault.select, self.fault.kind
+        if call.microbatch < self.after:
+            return False
         numbers = {"iter": call.iteration, "mb": call.microbatch, "chunk": call.chunk}
         for key, value in numbers.items():
             if key in select and value != int(select[key]) and not (key == "iter" and value < 0):
                 return False
+        if kind in VALUES and self.fault.params.get("tensor") == "grad" and not _gradients(call):
+            return False
         pair = call.op in ("send", "recv")
-        if kind in _MESSAGES and not pair or kind == "splits" and call.op != "all_to_all":
+        if kind in MESSAGES and not pair or kind == "splits" and call.op != "all_to_all":
             return False
         if kind in ("reduce_op", "root") and not _takes(kind, call.op):
             return False
@@ -261,20 +257,11 @@ class Finder:
         return self.seen == self.nth + 1
 
 
+def _gradients(call: Call) -> bool:
+    """Whether gradients of a replica are reduced with those of the others."""
+    return call.op in ("reduce_scatter", "all_reduce") and "DATA_PARALLEL_GROUP" in call.group
+
+
 def _takes(kind: str, op: str) -> bool:
     rooted = ("broadcast", "reduce", "gather", "scatter")
     return op in (rooted if kind == "root" else ("all_reduce", "reduce_scatter", "reduce"))
-
-
-def of_megatron(settings: Mapping[str, Sequence[str] | str]) -> tuple[Fault, ...]:
-    """Megatron's ``--fault-injector-*`` (core/fault_injector.py @0.18): ranks, fault-types,
-    delay-start-iteration.  What is timed in seconds there has no place in an emulated job."""
-    anyone = f"any:{settings.get('num_ranks', 1)}"
-    given = settings.get("ranks", "")
-    words = given.split() if isinstance(given, str) else [str(rank) for rank in given]
-    ranks = ",".join(words) or anyone
-    kinds = settings.get("fault_types", "exception")
-    names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
-    after = settings.get("delay_start_iteration")
-    where = f"rank={ranks}" + (f",iter={after}" if after else "")
-    return tuple(parse(f"{name.lower()}@{where}") for name in names)

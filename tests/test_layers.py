@@ -18,19 +18,19 @@ ROOT = pathlib.Path(megatron_prism.__file__).parent
 # Analysis half, from the nouns down to the commands.  Modules of one row do not import each other.
 # Rows also name what the design has settled but nobody has written yet.
 ROWS = [
-    "errors guards",
+    "errors guards fault_kinds",
     "units",
     "rank_groups selectors",
     "collectives artefact world",
     "ops",
     "program fault_plan",
-    "programs",
+    "programs fault_files",
     "program_text",
     "program_parse",
     "slices",  # the nouns end here
     "membership",
     "classes",
-    "splits fifo",
+    "splits fifo fault_edits",
     "matching",
     "topology graph unit_time",
     "costs",
@@ -83,7 +83,7 @@ PACKAGES = {
     "torch": ["virtual/*", "tiers/*", "slicer/*", "plugin/*"],
     "megatron": ["plugin/seams*.py", "plugin/rank_*.py"],
     "omegaconf": ["recipe.py"],
-    "yaml": ["recipe.py", "fault_plan.py"],
+    "yaml": ["recipe.py", "fault_files.py"],
     "rich": ["cli*.py", "report/*", "plugin/*"],
     "pytest": ["pytest_plugin.py", "testing.py"],
     "numba": ["replay/*"],

@@ -91,6 +91,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-fault-dry-run",
         "--prism-fault-plan",
         "--prism-fault-seed",
+        "--prism-fault-truth",
         "--prism-force",
         "--prism-memory-snapshot",
         "--prism-out",

@@ -206,6 +206,8 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     process, k, launched = processes(env)
     world = target_world(args, env, launched, k)
     ranks = local_ranks(args, world, env, launched, k)
+    hang = hang_flags.options(args, env, world, ranks)
+    slow = [args.prism_slow or "", hang_flags.slow(hang, world, ranks)]
     return Options(
         world=world,
         process=process,
@@ -218,8 +220,8 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         record=Path(args.prism_record) if args.prism_record else None,
         capture=Path(args.prism_capture) if args.prism_capture else None,
         pace=Path(args.prism_pace) if args.prism_pace else None,
-        slow=args.prism_slow or "",
-        hang=hang_flags.options(args, env, world, ranks),
+        slow=";".join(filter(None, slow)),
+        hang=hang,
         memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
         ballast=args.prism_ballast,
     )

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron_prism.errors import HangError
 from megatron_prism.fault_plan import Call
 from megatron_prism.ops import Op
 from megatron_prism.plugin import stock_capture
@@ -27,6 +28,7 @@ __all__ = ["Guard", "install"]
 def install(options: Any, tier: Any, store: Any, proof: Any, arguments: str) -> None:
     """Make the guard that ``options.hang`` asks for, tell the proof of it, and say so."""
     proof.guard = guard = Guard(options, options.hang, tier, store)
+    guard.steps = lambda: proof.iterations
     proof.on_finish.append(guard.check_fired)
     sys.stderr.write(guard.banner())
     guard.compare_arguments(arguments)
@@ -40,8 +42,12 @@ class Guard:
         self.rank, self.asked, self.local = options.rank, asked, options.ranks
         seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]
         mine = [f for f, ranks in seeds if self.rank in ranks]
-        virtual = [f for f, ranks in seeds if not set(ranks) & set(self.local)]
-        self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run)
+        virtual = [f.of(rest) for f, ranks in seeds if (rest := set(ranks) - set(self.local))
+                   and not f.only_time]  # fmt: skip
+        if asked.truth is not None and self.rank == self.local[0]:
+            asked.truth.write_text("", encoding="utf-8")
+        self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
+        self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the proof has them
         self.strict = None
         self.rendezvous: Rendezvous | None = None
         if asked.strict and asked.programs is not None:
@@ -57,6 +63,10 @@ class Guard:
         self._checked_faulty = False
         self._other: list[str] = []  # that the programs are of another command line
         self._compared = 0  # calls, with the programs of the world
+        if asked.truth is not None and self.strict is not None and self.rank == self.local[0]:
+            with asked.truth.open("a", encoding="utf-8") as file:
+                lines = (hit.truth("virtual", self.strict.iteration) for hit in self.strict.hits)
+                file.writelines(line + "\n" for line in lines)
 
     def banner(self) -> str:
         """What is wrong on purpose, in a frame that nobody overlooks."""
@@ -88,7 +98,7 @@ class Guard:
         finally:
             self._labels = before
 
-    def before(self, number: int, wanted: int) -> None:
+    def before(self, number: int, wanted: int, model: Any = None) -> None:
         """Train step ``number`` (from 1) of ``wanted`` starts.
 
         Programs are of a steady iteration: the first and the last of a long job are not compared.
@@ -102,10 +112,13 @@ class Guard:
                 self._checked_faulty |= peers is self.strict.faulty
                 self.rendezvous.begin(peers, peers.order() if self.asked.sanitize else None)
         self.iteration = number
+        self.injector.begin(model, lambda: self._call("forward", "", ""))
 
     def check_fired(self) -> None:
-        """A fault that never fired is an error, also a virtual rank's; says what was compared."""
+        """A fault that never fired is an error, also a virtual rank's, and one that the real job
+        would not have survived; says what was compared and what faults led to."""
         self.injector.check_fired()
+        self._survived()
         if self.strict is not None and self.strict.faults and not self.asked.dry_run:
             from megatron_prism.errors import UsageError
 
@@ -118,6 +131,30 @@ class Guard:
             sys.stderr.write(f"prism: {self._compared:,} calls of rank {self.rank} were compared "
                              f"with {self.asked.programs}\n")  # fmt: skip
 
+    def _survived(self) -> None:
+        """Nobody shall take a run for a pass because virtual ranks answer at once."""
+        if self.asked.dry_run:
+            return
+        for fault, call in self.injector.survived.items():
+            others = "its peers would wait for good" if self.asked.programs is None else (
+                "it fired where calls are not compared")  # fmt: skip
+            raise HangError(
+                f"{fault} fired at {call} on rank {self.rank}, and this run went on only because "
+                f"virtual ranks answer at once: in the real job {others}",
+                fix="--prism-world DIR (prism capture) stops where the job would, with the verdict"
+                if self.asked.programs is None else "an iter= that is neither first nor last",
+            )  # fmt: skip
+        steps = self.steps()
+        for fault in map(str, self.injector.faults):
+            skipped = sum(step.skipped for step in steps)
+            norm = next((s.grad_norm for s in reversed(steps) if s.grad_norm is not None), None)
+            losses = ", ".join(f"{k} {v:.6g}" for k, v in steps[-1].losses.items()) if steps else ""
+            sys.stderr.write(
+                f"prism: {fault} fired on rank {self.rank}, and the job went on: {skipped} of "
+                f"{len(steps)} steps skipped, at the end {losses or 'no loss here'}, gradient norm "
+                f"{'unknown' if norm is None else format(norm, '.6g')}\n"
+            )
+
     # -- calls ------------------------------------------------------------------------------------
     def record(
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
@@ -125,17 +162,28 @@ class Guard:
         """Make the call, after faults and checks."""
         if self._inside or self.iteration == 0 and self.neighbours is None:
             self.injector.sequence[group.desc, op in ("send", "recv")] += 1
+            self.injector.groups.setdefault(group.desc, group)
             return self._through(group, op, answer, args, kwargs)
         site = self._sites.find(sys._getframe(2), foreign=True)
+
+        def make(op: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+                self._check(group, op, args, kwargs, site)
+                before, self._inside = self._inside, self._inside or op != name
+                try:
+                    return self._through(group, op, answer, args, kwargs)
+                finally:
+                    self._inside = before
+
+            return call
+
+        name, call = op, self._call(op, group.desc, site)
+        return self.injector.record(group, op, make, answer, args, kwargs, call)
+
+    def _call(self, op: str, group: str, site: str) -> Call:
         labels = self._labels
-
-        def make(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._check(group, op, args, kwargs, site)
-            return self._through(group, op, answer, args, kwargs)
-
-        call = Call(op, group.desc, self.iteration, labels.get("microbatch", -1),
+        return Call(op, group, self.iteration, labels.get("microbatch", -1),
                     labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
-        return self.injector.record(group, op, make, args, kwargs, call)
 
     def _through(
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any

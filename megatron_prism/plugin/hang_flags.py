@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
-from megatron_prism.fault_plan import Fault, load_plan, parse
+from megatron_prism.fault_files import load_plan
+from megatron_prism.fault_plan import Fault, parse
+from megatron_prism.selectors import format_ranks
 from megatron_prism.world import World
 
-__all__ = ["FLAGS", "HangOptions", "options"]
+__all__ = ["FLAGS", "HangOptions", "options", "slow"]
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--prism-fault": {
@@ -39,6 +42,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "say which call every fault would hit, and make none happen",
     },
+    "--prism-fault-truth": {
+        "default": None,
+        "metavar": "FILE",
+        "help": "write what was injected, a JSON line per fault: the truth that verdicts are "
+        "scored with",
+    },
     "--prism-world": {
         "default": None,
         "metavar": "DIR",
@@ -60,7 +69,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class HangOptions:
     """faults: the plan; programs: folder or file of the world's programs; strict: check calls;
-    nccl: let through what NCCL lets through."""
+    nccl: let through what NCCL lets through; truth: file for what was injected."""
 
     faults: tuple[Fault, ...]
     seed: int
@@ -69,6 +78,7 @@ class HangOptions:
     strict: bool
     sanitize: bool = False
     nccl: bool = False
+    truth: Path | None = None
 
 
 def options(
@@ -89,9 +99,24 @@ def options(
                          fix="--prism-world DIR (prism capture)")  # fmt: skip
     if args.prism_fault_dry_run and not faults:
         raise UsageError("--prism-fault-dry-run without a fault", fix="--prism-fault drop@rank=0")
+    truth = Path(args.prism_fault_truth) if args.prism_fault_truth else None
+    if truth is not None:
+        if not faults or args.prism_fault_dry_run:
+            raise UsageError("--prism-fault-truth says what was injected, and nothing is",
+                             fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
+        if not truth.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {truth}: {truth.parent} is no folder", fix="mkdir")
+        check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
+        if truth.exists() and not args.prism_force:
+            raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
     for fault in faults:
         virtual = set(fault.ranks(world, args.prism_fault_seed)) - set(local)
-        if virtual and (programs is None or not strict):
+        if virtual and fault.only_time:
+            _check_paced(fault, args)
+        elif virtual and fault.kind == "env":
+            raise UsageError(f"{fault}: programs do not say what a variable changes on a virtual "
+                             "rank", fix=f"--prism-ranks {min(virtual)}")  # fmt: skip
+        elif virtual and (programs is None or not strict):
             raise UsageError(
                 f"{fault}: rank {min(virtual)} is virtual here and answers at once",
                 fix="--prism-world DIR says what it would do (prism capture), or run it with "
@@ -105,4 +130,28 @@ def options(
     if not (faults or strict):
         return None
     return HangOptions(faults, args.prism_fault_seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_sanitize, args.prism_rendezvous == "nccl")  # fmt: skip
+                       args.prism_sanitize, args.prism_rendezvous == "nccl", truth)  # fmt: skip
+
+
+def slow(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:
+    """Virtual ranks that a fault makes slow, in the words of ``--prism-slow``."""
+    parts = []
+    for fault in found.faults if found is not None else ():
+        virtual = set(fault.ranks(world, found.seed)) - set(local)  # type: ignore[union-attr]
+        if fault.kind == "slow" and virtual:
+            parts.append(f"{format_ranks(virtual)}:{fault.factor('factor', 2):g}")
+    return ";".join(parts)
+
+
+def _check_paced(fault: Fault, args: argparse.Namespace) -> None:
+    """UsageError: a virtual rank that is late is felt only where virtual ranks take their time."""
+    if fault.kind == "slow" and args.prism_pace:
+        if len(fault.select) > 1:
+            raise UsageError(f"{fault}: a paced rank is slow in every iteration",
+                             fix=f"slow@rank={fault.select['rank']}:factor=1.5")  # fmt: skip
+        return
+    if fault.kind == "slow":
+        how = f"--prism-pace DIR --prism-slow {fault.select['rank']}:{fault.factor('factor', 2):g}"
+    else:
+        how = f"prism hang DIR fault={fault} says what it costs"
+    raise UsageError(f"{fault}: virtual ranks answer at once, however late they are", fix=how)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.errors import NotTrainedError
+from megatron_prism.errors import NotTrainedError, PrismError
 from megatron_prism.plugin.memory_watch import explain
 
 __all__ = ["Iteration", "Proof"]
@@ -57,7 +57,7 @@ class Proof:
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.finished = False  # the verdict was given
-        self.failure: NotTrainedError | None = None  # it, where it was bad
+        self.failure: PrismError | None = None  # it, where it was bad
         self.expected: int | None = None
         self.num_parameters = 0
         self.moved: bool | None = None  # whether a master parameter changed; None: unknown
@@ -139,7 +139,7 @@ class Proof:
         if self.memory is not None:
             self.memory.iteration(len(self.iterations), wanted)
         if self.guard is not None:
-            self.guard.before(len(self.iterations), wanted)
+            self.guard.before(len(self.iterations), wanted, model)
         start = time.perf_counter_ns()
         with self.device_memory():
             yield
@@ -201,7 +201,11 @@ class Proof:
         if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
             self.check(1 if early else max(1, wanted))
         for callback in self.on_finish:
-            callback()
+            try:
+                callback()
+            except PrismError as error:
+                self.failure = error  # kept: scripts catch what pretrain raises
+                raise
 
     def has_moved(self) -> bool | None:
         """Whether the remembered master parameter changed; None if none was remembered."""

@@ -1,6 +1,7 @@
 """The labelled hangs: every case exact, its control clean, and read by PyTorch's fr_trace."""
 
 import json
+import re
 from pathlib import Path
 
 import cases
@@ -146,7 +147,15 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
             ["fault=nan@rank=1,group=EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP,nth=0"],
             "which cannot be NaN",
         ),
-        (["fault=delay@rank=1:ms=5"], "nothing hangs"),
+        (["fault=inf@rank=1"], "programs have no values"),
+        (["fault=env@rank=1:A=B,C"], "what a variable would change"),
+        (["fault=slow@rank=1:factor=2"], "how long segments take"),
+        (["fault=slow@rank=1,nth=2:factor=2"], "nth= is too much"),
+        (["fault=slow@rank=1:factor=0.5"], "how much slower"),
+        (["fault=nic@rank=1"], "how much slower"),
+        (["fault=nan@rank=1:tensor=weights"], "there is no tensor weights"),
+        (["fault=oom@rank=1"], "how much memory"),
+        (["truth=x"], "truth names them"),
         (["plan=/nonexistent"], "cannot read the plan"),
         (["-o", "x"], "without a fault"),
     ],
@@ -156,6 +165,44 @@ def test_bad_faults_are_explained(words, says, capsys):
     said = capsys.readouterr().err
     assert says in said
     assert "fix:" in said
+
+
+def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
+    """A segment of 4 ms before each of two calls; ranks 0 to 7 and 8 to 15 are two nodes."""
+    text = "prism-program 1\nworld size=16\ngroup A " + ",".join(map(str, range(16)))
+    text += "\nprogram ranks=0-15\n" + 2 * (
+        "- compute ns=4000000\n- all_reduce A bf16 n=1000000 reduce=sum\n"
+    )
+    (tmp_path / "w").write_text(text)
+
+    def cost(fault, *more):
+        words = ["hang", str(tmp_path / "w"), f"fault={fault}", "--json", *more]
+        assert cli.main(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        (line,) = found["tried"]
+        assert len(found["planted"]) == 1
+        return [float(x) for x in re.findall(r"([\d.]+) ms", line)]
+
+    truth = ["truth=" + str(tmp_path / "t")]
+    after, before = cost("slow@rank=5:factor=1.5", *truth)
+    assert after - before == pytest.approx(4.0, abs=0.001)
+    (row,) = map(json.loads, (tmp_path / "t").read_text().splitlines())
+    assert (row["where"], row["rank"], row["kind"]) == ("programs", 5, "slow")
+    after, before = cost("delay@rank=5,nth=1:ms=7")
+    assert after - before == pytest.approx(7.0, abs=0.001)
+    after, before = cost("nic@rank=5:latency_us=100")
+    assert after - before == pytest.approx(0.2, abs=0.001)
+    after, again = cost("nic@rank=5:bw_factor=0.5")
+    assert again == before
+    assert after - 8 == pytest.approx(2 * (before - 8), abs=0.01)
+
+
+def test_a_delay_beyond_all_patience_is_a_hang(capsys):
+    where = str(HERE / "worlds" / "moe.txt")
+    assert cli.main(["hang", where, "fault=delay@rank=3,nth=3:ms=600000"]) == 1
+    assert "rank 3 (host stuck)" in capsys.readouterr().out
+    assert cli.main(["hang", where, "fault=oom@rank=4,phase=backward"]) == 1
+    assert "rank 4 (missing dump)" in capsys.readouterr().out
 
 
 def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):

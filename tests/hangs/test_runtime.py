@@ -1,10 +1,12 @@
 """Faults of running ranks and the strict rendezvous: in process, and on whole jobs."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -36,11 +38,12 @@ def job(tmp_path):
     path = save(Programs.one_per_rank([Program.from_ops(r, OPS) for r in range(4)], WORLD),
                 tmp_path / "w.prism")  # fmt: skip
 
-    def start(*faults, strict=True, sanitize=False, dry=False, nccl=False):
+    def start(*faults, strict=True, sanitize=False, dry=False, nccl=False, truth=None):
         asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
-                            path if strict else None, strict, sanitize, nccl)  # fmt: skip
+                            path if strict else None, strict, sanitize, nccl, truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
+        session.stop()  # of a job before
         world = session.start(
             session.VirtualWorld(4, 1, (1,), Values("mirror"), torch.device("cpu"))
         )
@@ -198,9 +201,134 @@ def test_a_fault_that_never_fires_is_an_error(job):
 
 
 def test_what_a_running_rank_cannot_do_is_refused(job):
-    for fault in ("swap@rank=1:with=tp:broadcast:0", "gpu_hang@rank=1", "oom@rank=1:at_bytes=5"):
+    for fault in ("gpu_error@rank=1", "gpu_hang@rank=1", "oom@rank=1:at_bytes=5",
+                  "nic@rank=1:bw_factor=0.5"):  # fmt: skip
         with pytest.raises(UnsupportedError):
             job(fault, strict=False)
+
+
+# -- faults that nothing here would notice -------------------------------------------------------
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "drop@rank=1,iter=2",
+        "skip_microbatch@rank=1,iter=2,mb=1",
+        "swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0",
+        "shape@rank=1,iter=2",
+        "op@rank=1,iter=2",
+        "root@rank=1,iter=2",
+    ],
+)
+def test_a_run_that_only_virtual_peers_let_through_is_no_pass(fault, job):
+    """Without --prism-world it ended as trained, with status 0."""
+    guard, group = job(fault, strict=False)
+    iterations(guard, group)
+    with pytest.raises(HangError, match="went on only because virtual ranks answer at once"):
+        guard.check_fired()
+
+
+def test_what_nccl_lets_through_goes_on_and_says_what_it_led_to(job, capsys):
+    guard, group = job(
+        "dtype@rank=1,iter=2,op=all_reduce:to=int32", "delay@rank=1:ms=1", strict=False
+    )
+    step = SimpleNamespace(skipped=True, grad_norm=None, losses={"lm loss": 7.5})
+    guard.steps = lambda: [step]
+    iterations(guard, group)
+    guard.check_fired()
+    said = capsys.readouterr().err
+    assert said.count("the job went on: 1 of 1 steps skipped, at the end lm loss 7.5") == 2
+
+
+def test_ranks_drawn_among_local_and_virtual_ones_are_hit_in_both(job):
+    """Those that are virtual were left out."""
+    guard, _ = job("gil@rank=any:4,iter=2")
+    assert str(guard.injector.faults[0]) == "gil@rank=any:4,iter=2"
+    assert [str(f) for f in guard.strict.faults] == ["gil@rank=0,2,3,iter=2"]
+
+
+def test_swapped_calls_change_places(job, capsys):
+    guard, group = job("swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0", sanitize=True)
+    with pytest.raises(HangError, match="operation: broadcast here, all_reduce there|divergence"):
+        iterations(guard, group)
+    guard, group = job("swap@rank=1,iter=2,op=all_reduce,nth=1:with=tp:reduce:0", strict=False)
+    iterations(guard, group)
+    with pytest.raises(UsageError, match="only one of the two calls came"):
+        guard.check_fired()
+
+
+def test_another_group_and_uneven_splits(job):
+    guard, group = job("group@rank=1,iter=2:to=dp", strict=False)
+    other = dist.new_group([1, 2], group_desc="DATA_PARALLEL_GROUP")
+    dist.all_reduce(torch.ones(1), group=other)
+    iterations(guard, group, wanted=2)
+    assert guard.injector.survived
+    guard, group = job("splits@rank=1,iter=1:rows=2", strict=False)
+    guard.before(1, 1)
+    seen = []
+    group.world.observer = lambda group, op, ins, outs: seen.append(op)
+    dist.all_to_all_single(torch.zeros(8, 2), torch.ones(8, 2), [2] * 4, [2] * 4, group=group)
+    assert seen == ["all_to_all"]
+    assert guard.injector.fired["splits@rank=1,iter=1:rows=2"] == 1
+
+
+def test_a_bit_flips_and_the_value_is_far_away(job):
+    guard, group = job("bitflip@rank=1,iter=4,op=all_reduce,nth=1", strict=False)
+    tensor = iterations(guard, group)
+    assert tensor[0] > 1e30
+    assert float(tensor[1]) == 4.0
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "bitflip"])
+def test_the_models_output_is_spoilt(kind, job):
+    guard, _ = job(f"{kind}@rank=1,iter=2,mb=1:tensor=act", strict=False)
+    model = torch.nn.Linear(2, 2)
+    found = {}
+    for number in (1, 2):
+        guard.before(number, 2, [model])
+        for mb in range(2):
+            with guard.scope(phase="forward", microbatch=mb):
+                found[number, mb] = model(torch.ones(1, 2))[0, 0].item()
+    odd = {key for key, value in found.items() if not abs(value) < 1e9}
+    assert odd == {(2, 1)}
+    guard.check_fired()
+    guard, _ = job("nan@rank=1:tensor=loss", strict=False)
+    with pytest.raises(UsageError, match="rank 1 has no loss"):
+        guard.before(1, 1, [model])
+
+
+def test_a_slow_rank_takes_its_time(job):
+    took = []
+    for faults in ((), ("slow@rank=1:factor=5",)):
+        guard, group = job(*faults, strict=False)
+        guard.before(1, 1)
+        begin = time.perf_counter()
+        for _ in range(5):
+            time.sleep(0.002)  # what this rank computes
+            dist.all_reduce(torch.ones(1), group=group)
+        took.append(time.perf_counter() - begin)
+        guard.check_fired()
+    assert took[1] > took[0] + 0.006
+
+
+def test_a_variable_that_only_this_rank_has(job, monkeypatch, capsys):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    guard, _ = job("env@rank=1:NCCL_ALGO=Ring,PAT", strict=False)
+    assert os.environ["NCCL_ALGO"] == "Ring,PAT"
+    assert "op=NCCL_ALGO=Ring,PAT" in capsys.readouterr().err
+    guard.check_fired()
+
+
+def test_the_truth_is_written_before_it_happens(job, tmp_path):
+    path = tmp_path / "truth"
+    guard, group = job("sigkill@rank=2,iter=2,nth=1", "exception@rank=1,iter=1", truth=path)
+    with pytest.raises(RuntimeError, match="prism-fault"):
+        iterations(guard, group)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["where"], r["rank"], r["iteration"], r["op"]) for r in rows] == [
+        ("virtual", 2, 2, "broadcast"), ("local", 1, 1, "all_reduce")
+    ]  # fmt: skip
+    assert {row["schema"] for row in rows} == {"prism.fault-truth/1"}
+    assert rows[0]["members"] == rows[1]["members"] == [0, 1, 2, 3]
 
 
 # -- local ranks among themselves -----------------------------------------------------------------
@@ -225,6 +353,12 @@ def test_neighbours_compare_before_they_call():
         (["--prism-rendezvous", "strict"], "nothing to compare"),
         (["--prism-sanitize"], "compares with the programs"),
         (["--prism-fault-dry-run"], "without a fault"),
+        (["--prism-fault-truth", "x"], "nothing is"),
+        (["--prism-fault", "drop@rank=0", "--prism-fault-truth", "/nonexistent/x"], "cannot write"),
+        (["--prism-fault", "slow@rank=5:factor=2"], "virtual ranks answer at once"),
+        (["--prism-fault", "nic@rank=5:bw_factor=0.5"], "virtual ranks answer at once"),
+        (["--prism-fault", "env@rank=5:A=B"], "what a variable changes on a virtual rank"),
+        (["--prism-fault", "slow@rank=5,iter=2:factor=2", "--prism-pace", "x"], "in every iter"),
     ],
 )
 def test_flags_that_cannot_be(words, says):
@@ -245,6 +379,9 @@ def test_plans_and_other_peoples_names(tmp_path):
         "drop@rank=0,group=tp,nth=2", "delay@rank=0,iter=2:ms=5", "gil@rank=0,iter=7",
         "gpu_hang@rank=0",
     ]  # fmt: skip
+    paced = [*words[:3], "--prism-pace", "x", "--prism-slow", "7:3"]
+    found = flags.from_command_line([*paced, "--prism-fault", "slow@rank=1-5:factor=1.5"], {})
+    assert found.slow == "7:3;1-5:1.5"
     env = {"PRISM_FAULT": "drop@rank=0"}
     assert len(flags.from_command_line(words[:3], env).hang.faults) == 1
     assert flags.from_command_line(words[:3], {}).hang is None

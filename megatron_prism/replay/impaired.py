@@ -1,0 +1,82 @@
+"""What if the network interface of some ranks is slow?  Their calls between nodes take longer.
+
+In : programs, ``(ranks, bw_factor, latency_ns)`` of every slow NIC.  Out: programs in which these
+ranks are apart, and what makes prices of their world.  A modelled time only: a call is as slow as
+its slowest NIC, and calls inside a node do not use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs import Prices
+from megatron_prism.costs.machine import Machine
+from megatron_prism.graph import WorldGraph
+from megatron_prism.ops import NAMES
+from megatron_prism.programs import Programs
+from megatron_prism.replay import whatif
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["SlowNic", "with_slow_nics"]
+
+SlowNic = tuple[tuple[int, ...], float, int]
+Change = Callable[[WorldGraph, Prices, Machine], Prices]
+
+
+def with_slow_nics(programs: Programs, nics: Sequence[SlowNic]) -> tuple[Programs, Change]:
+    """(programs, what changes the prices of their graph)."""
+    for ranks, factor, latency in nics:
+        what = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
+        programs = whatif.assumed(whatif.apart(programs, ranks, what), what)
+
+    def change(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
+        for nic in nics:
+            prices = _one(graph, prices, machine, nic)
+        return prices
+
+    return programs, change
+
+
+def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> Prices:
+    ranks, factor, latency = nic
+    classes = np.zeros(len(graph.classes), dtype=bool)
+    classes[graph.classes.of[list(ranks)]] = True
+    meet, chosen = graph.rendezvous, np.zeros(len(graph.rendezvous), dtype=bool)
+    known: dict[tuple[int, str, int, bool], bool] = {}
+    for number in np.unique(_owners(meet.start)[classes[meet.classes]]).tolist():
+        owner, op = meet.meeting(number)[0]
+        program = graph.program_list[owner]
+        row = program.ops[op]
+        pair = BY_NAME[NAMES[row["name"]]].kind == "pair"
+        key = (owner, program.strings[row["group"]], int(row["peer"]), pair)
+        if key not in known:
+            known[key] = _between_nodes(graph, machine, *key)
+        chosen[number] = known[key]
+    slower = np.rint(prices.meetings / factor).astype(np.int64) + latency
+    sources = list(prices.sources)
+    return dataclasses.replace(
+        prices,
+        meetings=np.where(chosen, slower, prices.meetings),
+        meeting_source=whatif._relabelled(prices.meeting_source, chosen, "slow NIC", sources),
+        sources=tuple(sources),
+    )
+
+
+def _owners(start: np.ndarray) -> np.ndarray:
+    """The rendezvous of every entry of its table."""
+    return np.repeat(np.arange(len(start) - 1), np.diff(start))
+
+
+def _between_nodes(
+    graph: WorldGraph, machine: Machine, owner: int, group: str, peer: int, pair: bool
+) -> bool:
+    membership, rank = graph.groups[group], graph.classes.representatives[owner]
+    members = membership.group(rank)
+    if pair:
+        other = (int(membership.position[rank]) + peer) % len(members)
+        members = np.array([rank, int(members[other])])
+    return len(np.unique(members // machine.gpus_per_node)) > 1
