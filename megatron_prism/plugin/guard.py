@@ -144,15 +144,13 @@ class Guard:
                 fix="--prism-world DIR (prism capture) stops where the job would, with the verdict"
                 if self.asked.programs is None else "an iter= that is neither first nor last",
             )  # fmt: skip
-        steps = self.steps()
-        for fault in map(str, self.injector.faults):
-            skipped = sum(step.skipped for step in steps)
-            norm = next((s.grad_norm for s in reversed(steps) if s.grad_norm is not None), None)
-            losses = ", ".join(f"{k} {v:.6g}" for k, v in steps[-1].losses.items()) if steps else ""
+        for fault, number in self.injector.first.items():
+            steps = {step.number: _text(step) for step in self.steps()}
+            skipped = sum(step.skipped for step in self.steps())
+            then = [f"in step {n} {steps[n]}" for n in sorted({number, len(steps)} & steps.keys())]
             sys.stderr.write(
                 f"prism: {fault} fired on rank {self.rank}, and the job went on: {skipped} of "
-                f"{len(steps)} steps skipped, at the end {losses or 'no loss here'}, gradient norm "
-                f"{'unknown' if norm is None else format(norm, '.6g')}\n"
+                f"{len(steps)} steps skipped; {'; '.join(then)}\n"
             )
 
     # -- calls ------------------------------------------------------------------------------------
@@ -235,3 +233,9 @@ class Guard:
 def _compared(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of an Op, without its shapes."""
     return {key: value for key, value in fields.items() if key != "shape"}
+
+
+def _text(step: Any) -> str:
+    losses = ", ".join(f"{name} {value:.6g}" for name, value in step.losses.items())
+    norm = "unknown" if step.grad_norm is None else f"{step.grad_norm:.6g}"
+    return f"{losses or 'no loss here'}, gradient norm {norm}"

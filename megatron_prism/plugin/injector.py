@@ -52,6 +52,7 @@ class Injector:
     ) -> None:  # fmt: skip
         self.rank, self.tier, self.live, self.dry, self.truth = rank, tier, live, dry, truth
         self.fired: Counter[str] = Counter()
+        self.first: dict[str, int] = {}  # fault -> the train step in which it fired
         self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
         self.sequence: Counter[tuple[str, bool]] = Counter()
         self.groups: dict[str, Any] = {}  # description -> the group of this rank, once it was used
@@ -168,6 +169,7 @@ class Injector:
         self.fired[str(fault)] += 1
         if self.fired[str(fault)] > 1:
             return
+        self.first[str(fault)] = call.iteration
         what = "would fire" if self.dry else "fired"
         at = f" mb={call.microbatch}" if call.microbatch >= 0 else ""
         sys.stderr.write(

@@ -231,12 +231,17 @@ def test_what_nccl_lets_through_goes_on_and_says_what_it_led_to(job, capsys):
     guard, group = job(
         "dtype@rank=1,iter=2,op=all_reduce:to=int32", "delay@rank=1:ms=1", strict=False
     )
-    step = SimpleNamespace(skipped=True, grad_norm=None, losses={"lm loss": 7.5})
-    guard.steps = lambda: [step]
+    losses = [7.5, float("nan"), 7.25, 7.125]
+    guard.steps = lambda: [
+        SimpleNamespace(number=n + 1, skipped=n == 1, grad_norm=None, losses={"lm loss": loss})
+        for n, loss in enumerate(losses)
+    ]
     iterations(guard, group)
     guard.check_fired()
     said = capsys.readouterr().err
-    assert said.count("the job went on: 1 of 1 steps skipped, at the end lm loss 7.5") == 2
+    went = "and the job went on: 1 of 4 steps skipped; in step"
+    assert f"{went} 2 lm loss nan, gradient norm unknown; in step 4 lm loss 7.125" in said
+    assert f"{went} 1 lm loss 7.5, " in said
 
 
 def test_ranks_drawn_among_local_and_virtual_ones_are_hit_in_both(job):
