@@ -31,7 +31,8 @@ def replay(args: argparse.Namespace) -> int:
     prism replay DIR --html page.html --trace trace.json     a page; a trace for ui.perfetto.dev
 
     machine= is the name of a shipped one or a JSON file like it.  calibration= is what prism
-    calibrate wrote; its measured calls come before the machine's model.
+    calibrate wrote; its measured calls come before the machine's model, and computing and calls
+    that run at once slow each other as it measured.
 
     What if (any of them together; those with … more than once):
       dp=64                     64 replicas of the model, each with the microbatches it has now
@@ -107,7 +108,7 @@ def _timeline(
     from megatron_prism import graph
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine as read_machine
-    from megatron_prism.replay import scenario, timeline
+    from megatron_prism.replay import overlap, scenario, timeline
     from megatron_prism.slices import open_programs
 
     programs = open_programs(path)
@@ -128,4 +129,7 @@ def _timeline(
             f"timeline:\n\n{findings[0]}{more}",
             fix=f"prism check {path} explains every mismatch",
         )
-    return timeline.replay(world, scenario.priced(world, hardware, measured, what_if), iterations)
+    prices = scenario.priced(world, hardware, measured, what_if)
+    if measured is not None:
+        prices = overlap.slowed(world, prices, measured.overlap, measured.source, iterations)
+    return timeline.replay(world, prices, iterations)

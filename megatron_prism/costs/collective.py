@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_prism.costs import nccl
 from megatron_prism.costs.machine import Machine
+from megatron_prism.costs.overlap import Overlap, read_rows
 from megatron_prism.errors import UsageError
 
 __all__ = ["Calibration", "Shape", "modelled", "read_calibration"]
@@ -46,11 +47,13 @@ class Calibration:
     points : (collective, ranks, of them per node) -> ascending (message bytes, ns)
     source : where and when
     host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
+    overlap: collective -> how much it and computing slow each other down
     """
 
     points: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     source: str = ""
     host: dict[tuple[str, bool], int] = field(default_factory=dict)
+    overlap: dict[str, Overlap] = field(default_factory=dict)
 
     def host_ns(self, name: str, asynchronous: bool, default: int) -> int:
         """ns of the host for a call; of one that was not measured the median of the others."""
@@ -107,7 +110,8 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         }
         if any(not 0 < ns < 1 << 40 for ns in host.values()):
             raise ValueError("the host's time for a call is not above 0")
-        return Calibration(table, str(stored["source"]), host)
+        overlap = read_rows(stored.get("overlap", ()))
+        return Calibration(table, str(stored["source"]), host, overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""How long do calls take on this host, and how much do calls and computing slow each other down?
+"""How long do calls take on this host, and (``calibrate_overlap``) what when it computes meanwhile?
 
 One process per device, started by ``prism calibrate`` through torch.distributed.run.  Every group
 size from 2 to the number of devices that divides it is measured on ranks 0 … n-1.  A queue is built
@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.plugin.calibrate_host import host_calls
+from megatron_prism.plugin.calibrate_overlap import overlaps
 
 __all__ = ["main"]
 
@@ -147,59 +148,6 @@ def _collectives(bench: _Bench) -> list[dict[str, Any]]:
     return rows
 
 
-def _overlap(bench: _Bench) -> list[dict[str, Any]]:
-    """By which factor matrix products and a call slow each other down while both run."""
-    if not bench.cuda:
-        return []
-    a = torch.randn(8192, 4096, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-
-    def products() -> None:
-        for _ in range(40):
-            a @ b
-
-    alone = bench.time_ns(products)
-    rows = []
-    for name, call in _calls(bench, None, bench.size, 1 << 28).items():
-        if name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-            rows.append(
-                {"op": name, "ranks": bench.size, **_together(bench, products, call, alone)}
-            )
-    return rows
-
-
-def _together(
-    bench: _Bench, products: Callable[[], None], call: Callable[[], Any], alone: int
-) -> dict[str, float]:
-    """{compute, call}: durations while both run over durations alone."""
-    single = bench.time_ns(call)
-    agreed = torch.tensor([single, alone], dtype=torch.int64, device="cuda")
-    dist.broadcast(agreed, 0)  # every rank must make as many calls, or the last ones wait forever
-    single, alone = agreed.tolist()
-    count = max(1, round(alone * CALLS / single))
-    side = torch.cuda.Stream()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda._sleep(_QUEUE_CYCLES * 4)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        marks[2].record()
-        for _ in range(2 * count):  # outlasts the products, whose slowdown is wanted
-            call()
-        marks[3].record()
-    marks[0].record()
-    for _ in range(CALLS):
-        products()
-    marks[1].record()
-    torch.cuda.synchronize()
-    compute = marks[0].elapsed_time(marks[1]) * 1e6 / (alone * CALLS)
-    span, busy = marks[2].elapsed_time(marks[3]) * 1e6, marks[0].elapsed_time(marks[1]) * 1e6
-    # the calls ran beside the products for ``busy`` and alone for the rest
-    beside = 2 * count - max(0.0, span - busy) / single
-    return {"compute": round(compute, 4), "call": round(busy / max(1.0, beside) / single, 4)}
-
-
 def _text(stored: dict[str, Any]) -> str:
     """JSON with a line for each row of measurements."""
     lines = []
@@ -215,8 +163,8 @@ def main() -> int:
     """Entry of one process; argument: the file to write."""
     bench = _Bench()
     rows = _collectives(bench)
-    overlap = _overlap(bench)
     host = host_calls(bench.rank, bench.size) if bench.cuda else []
+    overlap = overlaps(bench.cuda, bench.size, lambda size: _calls(bench, None, bench.size, size))
     if bench.rank == 0:
         name = torch.cuda.get_device_name() if bench.cuda else "CPU"
         kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"

@@ -1,0 +1,159 @@
+"""Computing and calls that run at once: closed forms, what is refused, a measurement on gloo."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from naive_replay import prices_of, random_programs
+
+from megatron_prism import cli, costs, graph
+from megatron_prism.costs.collective import read_calibration
+from megatron_prism.costs.machine import machine
+from megatron_prism.costs.overlap import Overlap, read_rows
+from megatron_prism.errors import UsageError
+from megatron_prism.program_parse import parse
+from megatron_prism.replay import overlap, timeline
+
+MS = 1_000_000
+GROUP = "DATA_PARALLEL_GROUP"
+BESIDE = f"""prism-program 1
+world size=2
+program ranks=0-1
+- all_reduce {GROUP} bf16 n=64 reduce=sum handle=0
+- compute ns={1000 * MS}
+- wait handle=0
+"""
+AFTER = BESIDE.replace("- compute", "- wait handle=0\n- compute")
+
+
+def row(**more):
+    return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm", "compute": 1.0,
+            "call": 1.0, **more}  # fmt: skip
+
+
+def found(text, call_ms, compute, call):
+    """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
+    made = graph.build(parse(text))
+    prices = costs.price(made, machine("h200"))
+    prices = dataclasses.replace(prices, meetings=np.full(1, call_ms * MS))
+    factors = read_rows([row(compute=compute, call=call)])
+    slower = overlap.slowed(made, prices, factors, "4 x X", 1)
+    return timeline.replay(made, slower, 1).iteration_ns / MS, slower
+
+
+@pytest.mark.parametrize(
+    ("call_ms", "compute", "call", "expected"),
+    [
+        (500, 1.0, 1.0, 1000),
+        (500, 2.0, 1.0, 1250),  # 500 ms at half speed: 250 ms of work done, 250 left over
+        (500, 1.0, 2.0, 1000),  # the call takes 1,000 and is still hidden
+        (2000, 2.0, 1.0, 2000),  # computing takes all of the 2,000
+        (500, 1.25, 1.25, 1125),  # the call covers 625 of it, 625 x (1 - 1 / 1.25) = 125
+        (500, 0.9, 0.9, 1000),  # noise: nothing is faster for company
+    ],
+)
+def test_closed_forms(call_ms, compute, call, expected):
+    took, _ = found(BESIDE, call_ms, compute, call)
+    assert took == pytest.approx(expected, rel=1e-3)
+    alone, prices = found(AFTER, call_ms, compute, call)
+    assert alone == call_ms + 1000  # nothing runs at once, nothing is slower
+    assert not any("overlap" in said for said in prices.used())
+
+
+def test_it_is_said():
+    _, prices = found(BESIDE, 500, 1.5, 1.5)
+    assert len(prices.used()) == 2
+    assert all("overlap: measured (4 x X)" in said for said in prices.used())
+    assert prices.used()[0].startswith("measured: segments")  # and what it was before
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 10, 11])  # the others hang on purpose
+def test_random_worlds_only_get_slower_and_not_without_factors(seed):
+    made = graph.build(random_programs(seed))
+    prices = prices_of(made)
+    assert overlap.slowed(made, prices, {}, "x") is prices
+    factors = {"all_reduce": Overlap(((1, 1.3, 1.2),)), "all_gather": Overlap(((1, 1.1, 1.4),))}
+    slower = overlap.slowed(made, prices, factors, "x")
+    assert (slower.meetings >= prices.meetings).all()
+    for one, before in zip(slower.compute, prices.compute, strict=True):
+        assert (one >= before).all()
+        assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
+    ones = dict.fromkeys(factors, Overlap(((1, 1.0, 1.0),)))
+    same = overlap.slowed(made, prices, ones, "x")
+    assert (same.meetings == prices.meetings).all()
+    assert same.used() == prices.used()
+
+
+def test_the_nearest_size_counts_and_kinds_are_averaged():
+    rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=1 << 20, call=3.0)]
+    one = read_rows(rows)["all_reduce"]
+    assert one.factors(1) == (pytest.approx(1.3), 1.0)
+    assert one.factors(1 << 30) == (1.0, 3.0)
+    old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
+    assert read_rows(old) == {}  # of an earlier release, whose clocks differed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (row(compute=0), "by 0.0"),
+        (row(call=float("nan")), "itself by nan"),
+        (row(compute=1e9), "no factors"),
+        (row(bytes=0), "of 0 bytes"),
+        ({"kind": "gemm"}, "compute"),
+    ],
+)
+def test_factors_that_cannot_be(tmp_path, wrong, says):
+    path = tmp_path / "c.json"
+    whole = {"format": 1, "source": "x", "collectives": [], "overlap": [wrong]}
+    path.write_text(json.dumps(whole))
+    with pytest.raises(UsageError, match="no calibration of ours") as caught:
+        read_calibration(path)
+    assert says in str(caught.value)
+
+
+def test_replay_applies_what_a_calibration_says(tmp_path, capsys):
+    programs, file = tmp_path / "w.txt", tmp_path / "c.json"
+    programs.write_text(BESIDE)
+    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
+    stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
+    times = []
+    for factor in (1.0, 2.0):
+        file.write_text(json.dumps({**stored, "overlap": [row(compute=factor)]}))
+        words = ["replay", str(programs), "machine=h200", f"calibration={file}", "--json"]
+        assert cli.main(words) == 0
+        times.append(json.loads(capsys.readouterr().out)["iteration_ns"])
+    assert times[1] / times[0] == pytest.approx(1.25, rel=1e-3)
+
+
+def test_a_clock_that_drifts_is_no_factor():
+    """Every round is 10 % slower than the one before: phases of the same round are compared."""
+    calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    slower = [1.1**k for k in range(6)]
+    rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05, True) for s in slower]
+    compute, call, counted = calibrate_overlap._result(rounds)
+    assert (compute, call) == (pytest.approx(1.2), pytest.approx(1.5))
+    assert counted == 5
+    uncovered = [(*one[:4], False) for one in rounds]
+    assert calibrate_overlap._result(uncovered) is None
+
+
+def test_a_measurement_on_cpus(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    import torch
+
+    from megatron_prism.plugin import calibrate_overlap
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        whole = torch.zeros(1 << 16)
+        calls = {"all_reduce": lambda: dist.all_reduce(whole), "send": lambda: None}
+        rows = calibrate_overlap.overlaps(False, 1, lambda size: calls)
+    finally:
+        dist.destroy_process_group()
+    assert [(one["op"], one["kind"]) for one in rows] == [
+        ("all_reduce", "gemm"), ("all_reduce", "memory")
+    ]  # fmt: skip
+    assert read_rows(rows)["all_reduce"].points[0][0] == calibrate_overlap.CPU_SIZES[0]
