@@ -10,11 +10,13 @@ that take part, one network regime per iteration.
     predict.py     quantiles, what moves them, where a slow GPU hurts
     whatifs.py     single kinds of calls, placements, hot nodes, scale
     compare.py     which of several layouts is faster, and how surely
+    drawn.py       prices of one drawn iteration, so that local ranks can feel it
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.stochastic.calls import CallSpread, call_spread
 from megatron_prism.stochastic.compare import Comparison, compare
+from megatron_prism.stochastic.drawn import Drawn, drawn, read_draw
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
@@ -24,6 +26,7 @@ from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 __all__ = [
     "CallSpread",
     "Comparison",
+    "Drawn",
     "Plan",
     "Prediction",
     "Quantile",
@@ -32,9 +35,11 @@ __all__ = [
     "Study",
     "call_spread",
     "compare",
+    "drawn",
     "needed",
     "predict",
     "predict_run",
     "quantile",
+    "read_draw",
     "study",
 ]

@@ -90,7 +90,8 @@ def _kinds(sampler: Sampler, spread: Variability) -> list[tuple[bool, Distributi
     kind of node that takes time."""
     found = []
     for number, one in enumerate(sampler.shapes(spread)):
-        total = float(sampler.paths.lasts[sampler.kind == number].sum())
+        hosts = sampler.paths.row > len(sampler.members)  # they do not vary
+        total = float(sampler.paths.lasts[(sampler.kind == number) & ~hosts].sum())
         if total:
             by = spread.calls_by if number > 1 else 1.0
             found.append((number != 1, one, by, total))

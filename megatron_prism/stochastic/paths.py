@@ -64,17 +64,13 @@ class Paths:
         seeds    : of what each replica draws, and of what all share
         """
         rows, replicas, count = factors.shape
-        width = min(LANES, 1 << (count - 1).bit_length())  # lanes of one replica in a block
-        long = -(-count // width) * width
+        width, long = _lanes(count)
         blocks = -(-replicas * long // LANES)
         padded = np.ones((rows + 1, blocks * LANES))  # the last for the host's time
         own = padded[:rows, : replicas * long].reshape(rows, replicas, long)
         own[:, :, :count] = factors
         lanes = np.ascontiguousarray(padded.reshape(rows + 1, blocks, LANES).swapaxes(0, 1))
-        whole = table
-        if share.any():  # meetings between replicas have the same draws in all of a block's parts
-            shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
-            whole = np.concatenate([table, shared[:, ::-1].reshape(-1, LANES)])
+        whole = _with_shared(table, width) if share.any() else table
         found = np.zeros((blocks, LANES))
         slots = int(self.slot.max(initial=0)) + 1
         given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, whole)
@@ -89,6 +85,43 @@ class Paths:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(part, edges[:-1], edges[1:]))
         return found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
+
+    def own(
+        self,
+        share: np.ndarray,
+        table: np.ndarray,
+        kind: np.ndarray,
+        crossing: np.ndarray,
+        seeds: tuple[int, int],
+        place: int,
+        count: int,
+    ) -> np.ndarray:
+        """float64 [n]: the own factors that ``longest`` takes at draw ``place`` of all that it is
+        given, ``count`` of each replica and the replicas one after the other."""
+        width, long = _lanes(count)
+        replica, iteration = divmod(place, count)
+        block, lane = divmod(replica * long + iteration, LANES)
+        nodes = np.arange(len(self.lasts), dtype=np.int64)
+        turn = np.where(crossing, block % max(1, long // LANES) + seeds[1], seeds[0] + block)
+        mixed = nodes * 40503 + turn * 30011
+        mixed = (mixed ^ (mixed >> 7)) * 7919
+        pick = ((mixed ^ (mixed >> 11)) & (ROWS - 1)) + kind * ROWS
+        whole = _with_shared(table, width)
+        drawn = whole[pick + np.where(crossing, len(table), 0), lane]
+        return np.where(share != 0, 1 + share * (drawn - 1), 1.0)
+
+
+def _lanes(count: int) -> tuple[int, int]:
+    """(lanes of one replica in a block, lanes of a replica in all)."""
+    width = min(LANES, 1 << (count - 1).bit_length())
+    return width, -(-count // width) * width
+
+
+def _with_shared(table: np.ndarray, width: int) -> np.ndarray:
+    """``table``, and below it what meetings between replicas take: the same draws in all parts of
+    a block."""
+    shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
+    return np.concatenate([table, shared[:, ::-1].reshape(-1, LANES)])
 
 
 def _longest(  # type: ignore[no-untyped-def]

@@ -74,7 +74,7 @@ class Sampler:
         made = dags.build(graph, 1)
         if len(made.order) < len(made):
             raise PrismError("the job hangs, so it has no iteration time", fix="prism check")
-        self.kind, self.op = made.kind, made.op
+        self.node_kind, self.op = made.kind, made.op
         self._table: tuple[Any, np.ndarray] = (None, self._still())
         self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
         self.crossing = self._crossing()
@@ -126,6 +126,19 @@ class Sampler:
             if progress is not None:
                 progress(len(part) * count)
         return found
+
+    def at(self, spread: Variability, count: int, iteration: int, replica: int) -> np.ndarray:
+        """float64 [nodes of ``paths``]: the factors with which ``draw`` of ``count`` iterations
+        made that iteration of that replica."""
+        shapes, together = _shapes(spread), max(1, _AT_ONCE // max(1, count))
+        first = replica // together * together
+        table, share = self._tables(spread, None)
+        place = (replica - first) * count + iteration
+        ranks = self._computing(shapes.rank, count, replica, {})[:, iteration]
+        rows = np.append(ranks, (self._network(shapes, count)[iteration], 1.0))  # 1: the host's
+        seeds = first * 1_000_003, 0
+        own = self.paths.own(share, table, self.kind, self.crossing, seeds, place, count)
+        return rows[self.paths.row] * own
 
     def of_cluster(self, spread: Variability, cluster: int, count: int) -> np.ndarray:
         """ns, float64 [count]: iterations of one and the same cluster, whose GPUs stay as they are
