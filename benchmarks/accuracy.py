@@ -203,8 +203,8 @@ def main() -> int:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         sitting = Sitting(args.scripts, work, args.real_steps, args.alone_steps)
-        rows = [measure(sitting, config) for config in args.configs.split(",")]
         calibration = sitting.calibrate()
+        rows = [measure(sitting, config) for config in args.configs.split(",")]
         for row in rows:
             try:
                 row["predicted_ms"] = predict(work / f"{row['config']}-slices", calibration)

@@ -142,3 +142,76 @@ def test_a_calibration_with_an_impossible_host_is_refused(tmp_path):
     stored["host"][0]["ns"] = 3
     path.write_text(json.dumps(stored))
     assert read_calibration(path).host == {("all_reduce", False): 3}
+
+
+class Heard:
+    """A recorder of tier cuda that notes what it is told."""
+
+    tier = "cuda"
+
+    def __init__(self):
+        self.told = []
+
+    def host_waited(self, note):
+        self.told.append(note)
+        return True
+
+    def host_resumed(self):
+        self.told.append("resumed")
+
+    def event_recorded(self, event, stream):
+        return False
+
+    event_waited = event_recorded
+
+
+def test_only_reads_of_device_tensors_reset_the_hosts_clock():
+    import torch
+
+    from megatron_prism.slicer import watch
+
+    heard = Heard()
+    watch.install(heard)
+    try:
+        assert torch.ones(3).sum().item() == 3
+        assert not heard.told
+        with pytest.raises((AssertionError, RuntimeError)):  # there is no such device
+            torch.cuda.synchronize("cuda:99")
+    finally:
+        watch.remove()
+    assert heard.told == ["device"]
+
+
+def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
+    import torch
+
+    from megatron_prism.program import Builder
+    from megatron_prism.slicer import recorder, recordings
+    from megatron_prism.slicer.recordings import Recording
+
+    class Mark:
+        def elapsed_time(self, other):
+            return 0.4
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(recorder, "stamp", Mark)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    one = recorder.Recorder(0, "cuda")
+    assert 0 < one.own_ns() < 1_000_000
+    builder = Builder()
+    for name in ("compute", "all_reduce", "compute"):
+        builder.add(name)
+    names = ["compute", "all_reduce", "compute"]
+    times, hosts = [(Mark(), Mark())] * 2, [(0, 50_000), (90_000, 150_000)]
+    written = Recording(0, builder, times, names, hosts)
+    quick = Recording(0, None, times, names, hosts)
+    traced = Recording(0, None, times, names, hosts, busy=np.array([100_000, 390_000]))
+    program, count = recordings.typical([written, quick, quick, traced], own_ns=3_000)
+    assert count == 2
+    assert program.ops["host"].tolist() == [50_000, -1, 57_000]
+    # the first waits for the host; the second does not, and tells how fast the clocks are
+    assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
+    untraced, _ = recordings.typical([written, quick], own_ns=3_000)
+    assert untraced.ops["host"].tolist() == [-1, -1, -1]

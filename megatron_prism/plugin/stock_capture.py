@@ -66,6 +66,7 @@ class StockCapture:
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self._tracer: Any = None
+        self._own_ns = 0  # of the host, that recording adds behind a call
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def _check_others(self, force: bool) -> None:
@@ -112,6 +113,7 @@ class StockCapture:
         trace = tracer.stop() if tracer is not None else None
         if trace is None:
             return recording
+        self._own_ns = self._recorder.own_ns()
         return dataclasses.replace(recording, busy=busy_ns(trace, recording.hosts))
 
     def _remove(self, proof: Any) -> None:
@@ -130,7 +132,7 @@ class StockCapture:
         if self._recorder is not None:
             self._recordings.append(self._stopped())
             self._remove(proof)
-        self.program, self.num_iterations = typical(self._recordings)
+        self.program, self.num_iterations = typical(self._recordings, self._own_ns)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)

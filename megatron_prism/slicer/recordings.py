@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_prism.ops import CODE
+from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.program import Builder, Program
 from megatron_prism.slicer.busy import device_ns
 
@@ -60,13 +60,13 @@ def timed(program: Program, segments_ns: np.ndarray) -> Program:
     return program
 
 
-def typical(recordings: Sequence[Recording]) -> tuple[Program, int]:
+def typical(recordings: Sequence[Recording], own_ns: int = 0) -> tuple[Program, int]:
     """(the program written down, with the median time of each segment; of how many iterations).
 
     Times are those of the quick recordings that made the same ops: writing ops down is slower than
     only timing them.  Without any the program keeps its own times.  Every single time stays in
     ``Program.samples``.  If an iteration was traced, segments are what their kernels take, and the
-    host's time for each is kept apart.
+    host's time for each is kept apart, without ``own_ns`` of the recorder behind every call.
     """
     written = next(r for r in recordings if r.builder is not None)
     program = written.program()
@@ -79,14 +79,17 @@ def typical(recordings: Sequence[Recording]) -> tuple[Program, int]:
         if times.size:
             program = replace(program, samples=times.astype(np.int64))
         if traced and times.size:
-            _apart(program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0))
+            _apart(program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0), own_ns)
     return program, max(1, len(quick))
 
 
-def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray) -> None:
+def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -> None:
     """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
-    compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
+    names = program.ops["name"]
+    compute = np.flatnonzero(names == CODE["compute"])
     issued = np.median(hosts[:, :, 1] - hosts[:, :, 0], axis=0).round().astype(np.int64)
+    calls = IS_COLLECTIVE[names] | IS_PAIR[names]
+    issued -= np.where((compute > 0) & calls[compute - 1], own_ns, 0)
     program.ops["host"][compute] = np.maximum(issued, 0)
     program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy.astype(np.int64))
 

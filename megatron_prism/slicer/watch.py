@@ -39,19 +39,17 @@ def remove() -> None:
         _undo.pop()()
 
 
-def _nothing() -> None:
-    """Follows methods that do not hold the host."""
-
-
 def _wrap(
-    owner: Any, name: str, before: Callable[..., None], after: Callable[[], None] = _nothing
+    owner: Any, name: str, before: Callable[..., bool], after: Callable[[], None] | None = None
 ) -> None:
+    """``before`` says whether there is anything to report; then ``after`` is told of the return."""
     original = getattr(owner, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self, *args, **kwargs)
+        told = before(self, *args, **kwargs)
         made = original(self, *args, **kwargs)
-        after()
+        if told and after is not None:
+            after()
         return made
 
     call.__name__, call.__doc__ = name, original.__doc__
@@ -73,17 +71,17 @@ def _wrap_cuda(recorder: Recorder) -> None:
     synchronize = torch.cuda.synchronize
 
     def synchronized(device: Any = None) -> None:
-        recorder.host_waited("device")
+        told = recorder.host_waited("device")
         synchronize(device)
-        resumed()
+        if told:
+            resumed()
 
     torch.cuda.synchronize = synchronized
     _undo.append(lambda: setattr(torch.cuda, "synchronize", synchronize))
 
 
-def _read(recorder: Recorder, name: str) -> Callable[..., None]:
-    def before(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.is_cuda:
-            recorder.host_waited(name.strip("_"))
+def _read(recorder: Recorder, name: str) -> Callable[..., bool]:
+    def before(self: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        return self.is_cuda and recorder.host_waited(name.strip("_"))
 
     return before
