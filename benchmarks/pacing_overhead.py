@@ -38,6 +38,7 @@ def paced() -> Any:
     from megatron_prism.virtual import session
     from megatron_prism.virtual.pace_kernel import Launcher
     from megatron_prism.virtual.pacing import Call, Pacer
+    from megatron_prism.virtual.streams import Streams
     from megatron_prism.virtual.values import Values
 
     device = torch.device("cuda", 0)
@@ -51,7 +52,8 @@ def paced() -> Any:
         def _expected(self, group: Any, op: str) -> Call:
             return Call(op, "TP", 0, 4)
 
-    world.recorder = Always([], Launcher(table, [[0]], device), device)
+    launcher = Launcher(table, [[0]], device)
+    world.recorder = Always([], launcher, Streams(launcher.driver, device))
     world.recorder.begin()
     return group
 
@@ -60,9 +62,12 @@ def measure(group: Any) -> dict[str, float]:
     part, whole = torch.ones(64, device="cuda"), torch.ones(256, device="cuda")
     whole = whole if group is not None else whole[:64]
 
-    def call(asynchronous: bool) -> Callable[[], None]:
+    def call(asynchronous: bool, scatter: bool = False) -> Callable[[], None]:
         def run() -> None:
-            work = dist.all_gather_into_tensor(whole, part, group=group, async_op=asynchronous)
+            if scatter:
+                work = dist.reduce_scatter_tensor(part, whole, group=group, async_op=asynchronous)
+            else:
+                work = dist.all_gather_into_tensor(whole, part, group=group, async_op=asynchronous)
             if work is not None:
                 work.wait()
 
@@ -73,6 +78,8 @@ def measure(group: Any) -> dict[str, float]:
         ("all_reduce", lambda: dist.all_reduce(part, op=dist.ReduceOp.AVG, group=group)),
         ("all_gather", call(False)),
         ("all_gather, asynchronous", call(True)),
+        ("reduce_scatter", call(False, scatter=True)),
+        ("reduce_scatter, asynchronous", call(True, scatter=True)),
     ):
         times = []
         for _ in range(RUNS + 1):

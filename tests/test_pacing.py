@@ -3,7 +3,9 @@
 The device is a stand-in that writes down what it is told; the kernels run in tests/gpu.
 """
 
+import contextlib
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import flags
+from megatron_prism.plugin import flags, pace
 from megatron_prism.plugin.pace import (
     capture_missing,
     check,
@@ -23,63 +25,78 @@ from megatron_prism.plugin.pace import (
 )
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
-from megatron_prism.virtual import pacing
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.work import Done
 from megatron_prism.world import World
 
 
-class Stream:
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event.stream}")
-
-    def synchronize(self):
-        self.log.append(f"host waits for {self.name}")
-
-
 class Device:
-    """torch.cuda and the launcher in one: a log of what happens on which stream."""
+    """Driver, streams and launcher in one: a log of what happens on which stream.
+
+    The caller's stream is 0, called main; the others are s1, s2, ..
+    """
 
     def __init__(self):
-        self.log, self.made, self.capturing = [], 0, False
-        self.current = Stream("main", self.log)
+        self.log, self.made, self.now, self.is_capturing = [], 0, 0, False
+        self.free, self.recorded, self.driver = [], {}, self
 
-    def current_stream(self):
-        return self.current
+    @staticmethod
+    def name(stream):
+        return f"s{stream}" if stream else "main"
 
-    def Stream(self, device):  # noqa: N802 - torch's spelling
+    # -- streams
+    def current(self):
+        return self.now
+
+    def make(self):
         self.made += 1
-        return Stream(f"s{self.made}", self.log)
+        return self.made, self.event()
 
-    def Event(self):  # noqa: N802
-        event = SimpleNamespace(stream=None)
-        event.record = lambda on=None: setattr(event, "stream", (on or self.current).name)
-        event.wait = lambda: self.current.wait_event(event)
-        event.query = lambda: True
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def follow(self, stream, other, event):
+        self.record(event, other)
+        self.wait(stream, event, 0)
+
+    def capturing(self):
+        return self.is_capturing
+
+    def synchronize(self, stream):
+        self.log.append(f"host waits for {self.name(stream)}")
+
+    # -- driver
+    def event(self):
+        self.recorded[event := 100 + len(self.recorded)] = None
         return event
 
-    def set_stream(self, stream):
-        self.current = stream
+    def record(self, event, stream):
+        self.recorded[event] = stream
+        return 0
 
-    def is_current_stream_capturing(self):
-        return self.capturing
+    def wait(self, stream, event, _):
+        self.log.append(f"{self.name(stream)} waits for {self.name(self.recorded[event])}")
+        return 0
 
-    def arrive(self, launch, iteration):
-        self.log.append(f"{self.current.name}: arrive {launch}")
+    def query(self, event):
+        return 0
 
-    def release(self, launch, iteration, first, fresh, blocks):
+    # -- launcher
+    def arrive(self, stream, launch, iteration):
+        self.log.append(f"{self.name(stream)}: arrive {launch}")
+
+    def release(self, stream, launch, iteration, first, fresh, blocks, move=None):
         more = f" since {first}" if first else ""
-        self.log.append(f"{self.current.name}: hold {launch} in {iteration}{more} x{blocks}")
+        more += f" moving {move.size} B" if move is not None and move.size else ""
+        self.log.append(f"{self.name(stream)}: hold {launch} in {iteration}{more} x{blocks}")
 
 
 @pytest.fixture
-def device(monkeypatch):
-    made = Device()
-    monkeypatch.setattr(pacing, "torch", SimpleNamespace(cuda=made, Tensor=torch.Tensor))
-    return made
+def device():
+    return Device()
 
 
 TP = SimpleNamespace(desc="TP")
@@ -88,14 +105,14 @@ SMALL, LARGE = torch.zeros(4), torch.zeros(1 << 17)
 
 
 def pacer_of(device, *calls):
-    pacer = Pacer(calls, device, torch.device("cpu"))
+    pacer = Pacer(calls, device, device, cuda=False)
     pacer.begin()
     return pacer
 
 
 def answering(device, what="answer"):
     def answer(group, *args, **kwargs):
-        device.log.append(f"{device.current.name}: {what}")
+        device.log.append(f"{device.name(device.now)}: {what}")
         return Done(args[0] if isinstance(args[0], list) else [args[0]])
 
     return answer
@@ -127,6 +144,45 @@ def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
     del device.log[:]
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     assert device.log[0] == "main waits for s1"  # one communicator, one order
+
+
+def test_events_are_used_again_once_nobody_holds_them(device):
+    pacer = pacer_of(device, *[Call("all_gather", "TP", i) for i in range(9)])
+    held = [
+        pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
+        for _ in range(3)
+    ]
+    assert len({work._end.handle for work in held}) == 3
+    made = len(device.recorded)
+    for _ in range(6):
+        held.pop(0)
+        gc.collect()
+        held.append(
+            pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
+        )
+        assert len({work._end.handle for work in held}) == 3
+    assert len(device.recorded) <= made + 1
+
+
+def test_the_kernel_gives_the_answers_that_it_can(device):
+    counted = []
+    group = SimpleNamespace(
+        desc="TP", _n=4, _p=1, _mixed=None, sequence=0, _values=SimpleNamespace(policy="mirror"),
+        world=SimpleNamespace(observer=None), _count=lambda *words: counted.append(words),
+    )  # fmt: skip
+    answer = answering(device)
+    answer.__name__ = "_allgather_base"
+    pacer = pacer_of(device, *[Call("all_gather", "TP", i, 2) for i in range(3)])
+    whole = torch.zeros(16)
+    pacer.record(group, "all_gather", answer, (whole, SMALL, opts(False)), {})
+    work = pacer.record(group, "all_gather", answer, (whole, SMALL, opts(True)), {})
+    assert device.log == [
+        "main: hold 0 in 0 moving 64 B x2", "s1 waits for main", "s1: hold 1 in 0 moving 64 B x2",
+    ]  # fmt: skip
+    assert work.result()[0] is whole
+    assert counted == [("TP", 4, "all_gather", 64)] * 2
+    pacer.record(group, "all_gather", answer, (whole[::2], SMALL, opts(True)), {})
+    assert device.log[-3:] == ["s1 waits for main", "s1: answer", "s1: hold 2 in 0 x2"]
 
 
 def test_a_batch_of_messages_is_one_launch(device):
@@ -163,7 +219,7 @@ def test_a_barrier_holds_the_host(device):
 
 def test_cuda_graphs_are_refused(device):
     pacer = pacer_of(device, Call("all_reduce", "TP", 0))
-    device.capturing = True
+    device.is_capturing = True
     with pytest.raises(UnsupportedError, match="CUDA graph"):
         pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
 
@@ -283,6 +339,22 @@ def test_stages_without_a_slice_are_missing(tmp_path):
     store = SliceStore(tmp_path, world, {})
     store.put(Program.from_ops(5, [Op("compute", ns=1)]))
     assert missing_ranks(tmp_path, world) == [0, 2, 6]
+
+
+def test_slices_of_another_device_are_refused(tmp_path):
+    options = options_of("--prism-pace", str(tmp_path))
+    source = {"arguments": "a", "device": "NVIDIA H200"}
+    for device in ({}, {"device": "NVIDIA H200"}, {"device": "NVIDIA A100"}):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        store = SliceStore(folder, options.world, {"arguments": "a", **device})
+        folder.mkdir()
+        store.put(Program.from_ops(0, [Op("compute", ns=1)]))
+        if device == {"device": "NVIDIA A100"}:
+            with pytest.raises(UsageError, match="measured on 'NVIDIA A100'") as raised:
+                pace._programs(folder, options, source)
+            assert "captured here" in raised.value.fix
+        else:  # slices made by hand name no device
+            assert pace._programs(folder, options, source).world == options.world
 
 
 def test_a_capture_that_fails_names_its_log(tmp_path):

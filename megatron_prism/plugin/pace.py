@@ -82,10 +82,12 @@ class Pace:
 
         from megatron_prism.virtual.pace_kernel import Launcher
         from megatron_prism.virtual.pacing import Pacer
+        from megatron_prism.virtual.streams import Streams
 
         calls, launches = expected(self.program, self.table, self.options.process, self.sizes)
         device = torch.device("cuda", index)
-        self.pacer = Pacer(calls, Launcher(self.table, launches, device), device)
+        launcher = Launcher(self.table, launches, device)
+        self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         return self.pacer
 
     def summary(self) -> dict[str, Any]:
@@ -199,6 +201,13 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
             fix=f"capture one rank per stage first: --prism-capture {folder}",
         )
     made = slices.assemble(folder)
+    device = made.source.get("device")
+    if device not in (None, source["device"]):  # slices made by hand name none
+        raise UsageError(
+            f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
+            f"{source['device']!r}: its ranks are not as fast as those",
+            fix="name a folder that does not exist, and what is missing is captured here",
+        )
     wanted = {key: value for key, value in source.items() if key != "device"}
     if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
         raise UsageError(

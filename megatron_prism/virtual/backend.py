@@ -358,7 +358,7 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
             return plain(self, *args, **kwargs)
         return listener.record(self, op, plain, args, kwargs)
 
-    call.__name__, call.__doc__ = method, answer.__doc__
+    call.__name__, plain.__name__, call.__doc__ = method, method, answer.__doc__
     return call
 
 

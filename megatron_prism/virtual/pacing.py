@@ -10,6 +10,9 @@ and waits order the rest, so overlap is the job's own:
   stream wait, never the host, but for ``barrier``
 * a batch of messages is one call; unbatched messages of each pair have a stream of their own
 
+Host time counts: a rank whose host is slow is slower by all that a call takes beyond NCCL's.  So
+the pacing kernel gives most answers itself (``moves``), and streams and events are raw handles.
+
 A call that the program does not expect ends pacing until the next iteration, is counted and said.
 """
 
@@ -20,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from megatron_prism.errors import UnsupportedError
+from megatron_prism.virtual.moves import Move, move_of
+from megatron_prism.virtual.streams import End, Streams
 from megatron_prism.virtual.work import Done
 
 __all__ = ["Call", "Pacer", "Tally"]
@@ -34,7 +37,7 @@ class Call:
 
     launch : which launch of the table it belongs to, -1 if it has no virtual peer
     blocks : thread blocks that NCCL would occupy meanwhile
-    large  : answering takes long enough to be told from waiting
+    large  : an answer of several kernels takes long enough to be told from waiting
     """
 
     op: str
@@ -58,10 +61,14 @@ class Pacer:
 
     calls    : what the program expects, in order of issue
     launcher : ``pace_kernel.Launcher``
+    cuda     : whether tensors of the job are on the device (tests have none)
     """
 
-    def __init__(self, calls: Sequence[Call], launcher: Any, device: torch.device) -> None:
-        self.calls, self.launcher, self.device = calls, launcher, device
+    def __init__(
+        self, calls: Sequence[Call], launcher: Any, streams: Streams, cuda: bool = True
+    ) -> None:
+        self.calls, self.launcher, self.streams = calls, launcher, streams
+        self._cuda = cuda
         self.tally = Tally()
         self.iteration = -1
         self.active = False
@@ -121,52 +128,79 @@ class Pacer:
             return answer(group, *args, **kwargs)
         if self._batch is not None:
             return self._batch.add(group, call, answer, args, kwargs)
-        if op == "barrier":
-            self._in_order(group)
-            made = self._here(group, call, answer, args, kwargs)
-            torch.cuda.current_stream().synchronize()  # NCCL's barrier holds the host
-            return made
-        opts = kwargs.get("opts", args[-1] if args else None)
-        pair = op in ("send", "recv")
-        if not pair and not getattr(opts, "asyncOp", True):
-            self._in_order(group)
-            return self._here(group, call, answer, args, kwargs)
-        key = (id(group), args[1]) if pair else id(group)
-        with self.lane(key) as lane:
-            made = self._here(group, call, answer, args, kwargs)
-            lane.end = end = torch.cuda.Event()
-            end.record(lane.stream)
-        return made.after(end, args)
-
-    def _in_order(self, group: Any) -> None:
-        """Calls of one communicator follow each other, on whatever stream."""
-        lane = self._lanes.get(id(group))
-        if lane is not None and lane.end is not None:
-            lane.end.wait()
-
-    def _here(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Any:
-        """Answer and hold the current stream."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.streams.capturing():
             raise UnsupportedError(
-                f"{call.op} of {call.group} goes into a CUDA graph, which would answer every "
+                f"{op} of {call.group} goes into a CUDA graph, which would answer every "
                 "iteration as the first",
                 fix="drop the job's CUDA graph flags, or --prism-pace",
             )
+        stream = self.streams.current()
+        if op == "barrier":
+            made = self._in_order(group, stream, call, answer, args, kwargs)
+            self.streams.synchronize(stream)  # NCCL's barrier holds the host
+            return made
+        pair = op == "send" or op == "recv"
+        opts = kwargs.get("opts", args[-1] if args else None)
+        if not pair and not getattr(opts, "asyncOp", True):
+            return self._in_order(group, stream, call, answer, args, kwargs)
+        lane = self.lane((id(group), args[1]) if pair else id(group))
+        self.streams.follow(lane.stream, stream, lane.begin)
+        move = self._move(group, op, answer, args, kwargs)
+        if move is not None:
+            self._hold(lane.stream, call, move)
+            made = Done(move.outs)
+        else:
+            with self.streams.on(lane.stream):
+                made = self._answered(lane.stream, group, call, answer, args, kwargs)
+        lane.end = end = End(self.streams, lane.stream)
+        return made.after(end, args)
+
+    def _in_order(
+        self, group: Any, stream: int, call: Call, answer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """On the caller's stream, but after what the communicator does on another."""
+        lane = self._lanes.get(id(group))
+        if lane is not None and lane.end is not None:
+            lane.end.wait()
+        move = self._move(group, call.op, answer, args, kwargs)
+        if move is None:
+            return self._answered(stream, group, call, answer, args, kwargs)
+        self._hold(stream, call, move)
+        return Done(move.outs)
+
+    def _move(self, group: Any, op: str, answer: Any, args: Any, kwargs: Any) -> Move | None:
+        """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
+        find = move_of.get(answer.__name__)
+        if find is None or group._mixed is not None or group.world.observer is not None:
+            return None
+        move: Move | None = find(group, *args, **kwargs)
+        if move is None or (move.outs and move.outs[0].is_cuda != self._cuda):
+            return None
+        group.sequence += 1
+        group._count(group.desc, group._n, op, move.payload)
+        return move
+
+    def _hold(self, stream: int, call: Call, move: Move | None) -> None:
+        launcher = self.launcher
+        launcher.release(stream, call.launch, self.iteration, self._first, True, call.blocks, move)
+
+    def _answered(
+        self, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Answer on the current ``stream`` and hold it."""
         if call.large:
-            self.launcher.arrive(call.launch, self.iteration)
+            self.launcher.arrive(stream, call.launch, self.iteration)
         made = answer(group, *args, **kwargs)
-        self.hold(call.launch, not call.large, call.blocks)
+        self.launcher.release(
+            stream, call.launch, self.iteration, self._first, not call.large, call.blocks
+        )
         return made
 
-    def hold(self, launch: int, fresh: bool, blocks: int) -> None:
-        """Hold the current stream until ``launch`` ends, with ``blocks`` thread blocks."""
-        self.launcher.release(launch, self.iteration, self._first, fresh, blocks)
-
     def lane(self, key: Any) -> _Lane:
-        """The stream of ``key``, to be entered."""
+        """The stream of ``key``."""
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(self.device)
+            lane = self._lanes[key] = _Lane(*self.streams.make())
         return lane
 
     @contextlib.contextmanager
@@ -183,29 +217,17 @@ class Pacer:
             batch.issue()
 
 
+@dataclass
 class _Lane:
     """A stream of its own for the calls of a group, or the messages of a pair.
 
-    Inside ``with`` it is the current stream, behind what that held before.
-
-    end : of the last call on it
+    begin : the event with which it follows the callers' streams
+    end   : of the last call on it
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.end: Any = None
-        self._begin = torch.cuda.Event()
-        self._before: Any = None
-
-    def __enter__(self) -> _Lane:
-        self._before = torch.cuda.current_stream()
-        self._begin.record(self._before)
-        self.stream.wait_event(self._begin)
-        torch.cuda.set_stream(self.stream)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        torch.cuda.set_stream(self._before)
+    stream: int
+    begin: int
+    end: End | None = None
 
 
 class _Batch:
@@ -215,24 +237,39 @@ class _Batch:
         self._pacer = pacer
         self._group: Any = None
         self._launch, self._blocks = -1, 0
-        self._end = torch.cuda.Event()
+        self._move: Move | None = None
         self._answers: list[Callable[[], Any]] = []
+        self._made: list[tuple[Done, Any]] = []
 
     def add(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Done:
         self._group, self._launch = group, call.launch
         self._blocks += call.blocks
-        self._answers.append(lambda: answer(group, *args, **kwargs))
-        return Done(args[0], args[1] if call.op == "recv" else -1).after(self._end, args)
+        move = None
+        if call.op == "send" and self._move is None:
+            self._move = move = self._pacer._move(group, call.op, answer, args, kwargs)
+        if move is None:
+            self._answers.append(lambda: answer(group, *args, **kwargs))
+        made = Done(args[0], args[1] if call.op == "recv" else -1)
+        self._made.append((made, args))
+        return made
 
     def issue(self) -> None:
         """Answer on the group's stream and hold it."""
         if self._launch < 0:
             return
-        pacer = self._pacer
-        with pacer.lane(id(self._group)) as lane:
-            pacer.launcher.arrive(self._launch, pacer.iteration)
-            for answer in self._answers:
-                answer()
-            pacer.hold(self._launch, False, self._blocks)
-            self._end.record(lane.stream)
-            lane.end = self._end
+        pacer, launch = self._pacer, self._launch
+        streams, launcher = pacer.streams, pacer.launcher
+        lane = pacer.lane(id(self._group))
+        streams.follow(lane.stream, streams.current(), lane.begin)
+        if self._answers:
+            launcher.arrive(lane.stream, launch, pacer.iteration)
+            with streams.on(lane.stream):
+                for answer in self._answers:
+                    answer()
+        launcher.release(
+            lane.stream, launch, pacer.iteration, pacer._first, not self._answers, self._blocks,
+            self._move,
+        )  # fmt: skip
+        lane.end = end = End(streams, lane.stream)
+        for made, args in self._made:
+            made.after(end, args)

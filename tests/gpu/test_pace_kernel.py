@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_prism.replay.release import Releases
+from megatron_prism.virtual.moves import COPY, KINDS, Move
 from megatron_prism.virtual.pacing import Call, Pacer
+from megatron_prism.virtual.streams import Streams
 from megatron_prism.virtual.work import Done
 
 pytestmark = [
@@ -54,7 +56,8 @@ def test_ends_are_those_of_the_table(seed):
     calls = [
         Call("all_reduce", "TP", i, 1 + 4 * (i % 3), large=i % 2 == 0) for i in range(len(launches))
     ]
-    pacer, group = Pacer(calls, launcher, device), SimpleNamespace(desc="TP")
+    pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
+    group = SimpleNamespace(desc="TP")
     answer = lambda group, tensors, opts: Done(tensors)  # noqa: E731
     for _ in range(ITERATIONS):
         pacer.begin()
@@ -79,3 +82,70 @@ def test_ends_are_those_of_the_table(seed):
         assert gaps.min() >= 0
         before.insert(0, ends)
     assert np.median(gaps) < 100_000
+
+
+def alone(own):
+    """A launcher of one interaction that takes ``own`` ns."""
+    from megatron_prism.virtual.pace_kernel import Launcher
+
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    table = Releases(
+        (0,), one, one, one, np.array([own]), 0, np.zeros(2, np.int64), none, none, none
+    )
+    return Launcher(table, [[0]], torch.device("cuda", torch.cuda.current_device()))
+
+
+def tensors(kind_of, size, odd):
+    """(target, source) of ``size`` elements, ``odd`` elements off any alignment."""
+    source = (torch.randn(size + odd, device="cuda") * 9).to(kind_of)
+    return torch.zeros(4 * size + odd, dtype=kind_of, device="cuda")[odd:], source[odd:]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("dtype", [*KINDS, torch.uint8])
+def test_the_kernel_moves_what_torch_would(dtype, odd):
+    launcher = alone(30_000)
+    stream = torch.cuda.current_stream().cuda_stream
+    iteration = 0
+    for size in (1, 1000, 100_000):
+        to, source = tensors(dtype, size, odd)
+        word = source.element_size()
+        kind = KINDS.get(dtype, COPY)
+        expected = source.clone().mul_(4) if kind else source.clone()
+        for repeats, blocks in ((1, 1), (4, 24)):
+            move = Move(
+                to.data_ptr(), source.data_ptr(), repeats * size * word, size * word, kind, 4,
+                source.data_ptr(), size * word, 0, (),
+            )  # fmt: skip
+            to.zero_()
+            launcher.release(stream, 0, iteration, 0, True, blocks, move)
+            iteration += 1
+            found = to[: repeats * size].view(repeats, size)
+            assert torch.equal(found, expected.expand(repeats, size)), (size, repeats)
+            assert not to[repeats * size :].any()
+    assert launcher.stamps()["stuck"][0] == 0
+
+
+def test_what_is_moved_is_spread_over_the_call():
+    launcher = alone(2_000_000)
+    whole = torch.ones(1 << 24, device="cuda")  # 64 MiB in 2 ms
+    at, size = whole.data_ptr(), whole.nbytes
+    stream = torch.cuda.current_stream().cuda_stream
+    for iteration in range(3):
+        move = Move(at, at, size, size, KINDS[torch.float32], 2, 0, 0, 0, ())
+        launcher.release(stream, 0, iteration, 0, True, 24, move)
+    stamps = launcher.stamps()
+    assert whole.unique().tolist() == [8.0]
+    came, until, went = (stamps[name][2, 0] for name in ("came", "until", "went"))
+    assert until - came == 2_000_000
+    assert 0.9 < (went - came) / 2_000_000 < 1.1  # the last tile goes near the end
+
+
+def test_tables_are_not_in_torchs_memory():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    launcher = alone(1_000)
+    launcher.release(torch.cuda.current_stream().cuda_stream, 0, 0, 0, True, 1)
+    launcher.stamps()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == before

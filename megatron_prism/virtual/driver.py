@@ -1,0 +1,91 @@
+"""Which calls of the CUDA driver does pacing make?  Straight, because it makes hundreds of them.
+
+Streams, events and launches through torch's Python classes cost the host several times as much
+(``benchmarks/pacing_overhead.py``), and memory from torch's allocator would count as the job's.
+Everything here is a raw handle or address, an int.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.errors import PrismError
+
+__all__ = ["NOT_READY", "Driver"]
+
+_P, _U, _I, _N = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
+_CALLS = {
+    "cuLaunchKernelEx": [_P, _P, _P, _P],
+    "cuEventCreate": [_P, _U],
+    "cuEventRecord": [_P, _P],
+    "cuEventQuery": [_P],
+    "cuStreamWaitEvent": [_P, _P, _U],
+    "cuStreamSynchronize": [_P],
+    "cuMemAlloc_v2": [_P, _N],
+    "cuMemsetD8_v2": [_P, ctypes.c_ubyte, _N],
+    "cuMemcpyHtoD_v2": [_P, _P, _N],
+    "cuMemcpyDtoH_v2": [_P, _P, _N],
+    "cuMemHostRegister_v2": [_P, _N, _U],
+    "cuMemHostGetDevicePointer_v2": [_P, _P, _U],
+}
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+NOT_READY = 600  # CUDA_ERRORNOT_READY
+_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+class Driver:
+    """libcuda, loaded once; the current context is torch's.
+
+    ``launch``, ``record``, ``wait`` and ``query`` are the bare functions, which answer a status;
+    the methods raise PrismError unless that is 0.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        for name, types in _CALLS.items():
+            function = getattr(library, name)
+            function.argtypes = types
+            setattr(self, f"_{name}", function)
+        self.launch: Any = self._cuLaunchKernelEx  # type: ignore[attr-defined]
+        self.record: Any = self._cuEventRecord  # type: ignore[attr-defined]
+        self.wait: Any = self._cuStreamWaitEvent  # type: ignore[attr-defined]
+        self.query: Any = self._cuEventQuery  # type: ignore[attr-defined]
+
+    def _call(self, name: str, *args: Any) -> None:
+        if status := getattr(self, f"_{name}")(*args):
+            raise PrismError(f"the CUDA driver refused {name} (status {status})")
+
+    def event(self) -> int:
+        """A new event, without a time."""
+        handle = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(handle), _NO_TIMING)
+        return handle.value or 0
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for everything on ``stream``."""
+        self._call("cuStreamSynchronize", stream)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Zeroed device memory that nobody else counts, until the process ends."""
+        address = ctypes.c_void_p()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
+        self._call("cuMemsetD8_v2", address, 0, num_bytes)
+        return address.value or 0
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        """Copy a contiguous ``array`` to the device; waits for it."""
+        self._call("cuMemcpyHtoD_v2", address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        """Fill a contiguous ``array`` from the device; waits for its default stream."""
+        self._call("cuMemcpyDtoH_v2", array.ctypes.data, address, array.nbytes)
+
+    def map_host(self, address: int, num_bytes: int) -> int:
+        """The device's address of host memory, page-locked from now on."""
+        self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE_MAPPED)
+        found = ctypes.c_void_p()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
+        return found.value or 0

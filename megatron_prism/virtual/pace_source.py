@@ -1,0 +1,189 @@
+"""The two kernels that make a device wait until a virtual peer would have answered, in CUDA C++.
+
+``prism_arrive`` writes down when a call's turn has come.  ``prism_call`` is the call itself: it
+works out when the call ends, tells the calls after it, moves what the call moves while it runs, and
+holds its stream (and as many blocks as NCCL would) until the end.  Times are of %globaltimer, ns
+(32 ns a tick on H200).
+
+A call waits from its arrival until its peers are there, then runs for its own time (``own``); what
+it moves is spread evenly over that time.  One warp of block 0 works the ends out, the other blocks
+wait for the last of them.
+"""
+
+from __future__ import annotations
+
+__all__ = ["SOURCE", "TABLE"]
+
+# The fields of Table, in order: all addresses, but for the last two.
+TABLE = (
+    "part", "member", "own", "start", "cause", "back", "weight", "end", "tag",
+    "came", "went", "from", "until", "ready", "stuck",
+)  # fmt: skip
+
+SOURCE = r"""
+#define RING %(ring)d
+#define TIMEOUT %(timeout)dLL
+#define TILE 4
+typedef long long i64;
+struct Table {
+  const int* part;       // launch -> slice of members
+  const int* member;     // interactions of each launch
+  const i64* own;        // per interaction
+  const int* start;      // per interaction: slice of terms
+  const int* cause;
+  const int* back;
+  const i64* weight;
+  volatile i64* end;     // [RING][interactions]
+  volatile int* tag;     // [RING][interactions]: iteration + 1 once ``end`` holds
+  volatile i64* came;    // [RING][launches]
+  i64* went;             // [RING][launches]: when the last block had moved its part
+  volatile i64* from;    // [RING][launches]: when the call begins to run
+  volatile i64* until;   // [RING][launches]: when it ends
+  volatile int* ready;   // [RING][launches]: iteration + 1 once both hold
+  int* stuck;            // the first launch that waited for longer than TIMEOUT, + 1
+  int interactions, launches;
+};
+struct Call {
+  Table* t;
+  char* to; const char* source; i64 size, period;  // to[i] = scale * source[i mod period]
+  const char* read; i64 seen;                      // read besides
+  int launch, iteration, first, fresh, kind, scale;
+};
+static __device__ __forceinline__ i64 now() {
+  i64 t; asm volatile("mov.u64 %%0, %%globaltimer;" : "=l"(t)); return t;
+}
+static __device__ __forceinline__ void hold(i64 until) {
+  while (now() < until) __nanosleep(20);
+}
+struct alignas(16) Word16 { unsigned w[4]; };
+
+static __device__ float of_half(unsigned short h) {
+  float f; asm("cvt.f32.f16 %%0, %%1;" : "=f"(f) : "h"(h)); return f;
+}
+static __device__ unsigned short to_half(float f) {
+  unsigned short h; asm("cvt.rn.f16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
+}
+static __device__ unsigned short to_bfloat(float f) {
+  unsigned short h; asm("cvt.rn.bf16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
+}
+template <typename W> static __device__ __forceinline__ W scaled(W word, int kind, int scale) {
+  if (kind == 0) return word;
+  unsigned short* h = (unsigned short*)&word; float* f = (float*)&word; double* d = (double*)&word;
+  int* i = (int*)&word; i64* l = (i64*)&word;
+  float by = scale;
+  switch (kind) {
+    case 1:
+      for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_bfloat(__uint_as_float(h[k] << 16) * by);
+      break;
+    case 2: for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_half(of_half(h[k]) * by); break;
+    case 3: for (int k = 0; k < sizeof(W) / 4; ++k) f[k] *= by; break;
+    case 4: for (int k = 0; k < sizeof(W) / 8; ++k) d[k] *= scale; break;
+    case 5: for (int k = 0; k < sizeof(W) / 4; ++k) i[k] *= scale; break;
+    case 6: for (int k = 0; k < sizeof(W) / 8; ++k) l[k] *= scale; break;
+  }
+  return word;
+}
+// Tile by tile, each at its time: this thread's words of one tile are ``blockDim.x`` apart.
+template <typename W> static __device__ void move(const Call& c, i64 from, i64 until) {
+  const W* source = (const W*)c.source; W* to = (W*)c.to;
+  i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
+  i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
+  double each = tiles ? (double)(until - from) / tiles : 0;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    hold(from + (i64)(each * tile));
+    i64 at = tile * step + threadIdx.x;
+    W held[TILE];
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = at + k * blockDim.x;
+      if (w < words) held[k] = source[period == words ? w : (unsigned)w %% (unsigned)period];
+    }
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = at + k * blockDim.x;
+      if (w < words) to[w] = scaled(held[k], c.kind, c.scale);
+    }
+  }
+}
+static __device__ void look(const Call& c, i64 from, i64 until) {
+  i64 words = c.seen / 16, step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
+  double each = tiles ? (double)(until - from) / tiles : 0;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    hold(from + (i64)(each * tile));
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = tile * step + threadIdx.x + k * blockDim.x;
+      unsigned a, b, d, e;  // nobody asks for them
+      if (w < words)
+        asm volatile("ld.global.v4.u32 {%%0,%%1,%%2,%%3}, [%%4];"
+                     : "=r"(a), "=r"(b), "=r"(d), "=r"(e) : "l"(c.read + 16 * w));
+    }
+  }
+}
+// The first warp of block 0: when does each interaction of the launch end?
+static __device__ void settle(const Call& c, i64 begin) {
+  Table* t = c.t;
+  int lane = threadIdx.x, ring = c.iteration %% RING, n = t->interactions;
+  int slot = ring * t->launches + c.launch;
+  if (c.fresh && lane == 0) t->came[slot] = begin;
+  i64 arrived = c.fresh ? begin : t->came[slot];
+  arrived = __shfl_sync(0xffffffffu, arrived, 0);
+  i64 until = 0, own = 0;
+  for (int m = t->part[c.launch]; m < t->part[c.launch + 1]; ++m) {
+    int j = t->member[m];
+    i64 best = arrived + t->own[j];
+    for (int k = t->start[j] + lane; k < t->start[j + 1]; k += 32) {
+      int then = c.iteration - t->back[k];
+      if (then < c.first) continue;
+      int at = (then %% RING) * n + t->cause[k];
+      while (t->tag[at] != then + 1) {
+        if (now() - begin > TIMEOUT) { atomicCAS(t->stuck, 0, c.launch + 1); break; }
+        __nanosleep(100);
+      }
+      __threadfence();
+      i64 other = t->end[at] + t->weight[k];
+      if (other > best) best = other;
+    }
+    for (int o = 16; o; o >>= 1) {
+      i64 other = __shfl_xor_sync(0xffffffffu, best, o);
+      if (other > best) best = other;
+    }
+    if (lane == 0) {
+      t->end[ring * n + j] = best;
+      __threadfence();
+      t->tag[ring * n + j] = c.iteration + 1;
+    }
+    if (best > until) { until = best; own = t->own[j]; }
+  }
+  if (lane == 0) {
+    t->from[slot] = until - own;
+    t->until[slot] = until;
+    t->went[slot] = 0;
+    __threadfence();
+    t->ready[slot] = c.iteration + 1;
+  }
+}
+extern "C" __global__ void __launch_bounds__(512) prism_call(Call c) {
+  i64 begin = now();
+  Table* t = c.t;
+  int slot = (c.iteration %% RING) * t->launches + c.launch;
+  if (c.kind < 0) { t->came[slot] = begin; return; }  // only its turn has come
+  if (blockIdx.x == 0 && threadIdx.x < 32) settle(c, begin);
+  if (threadIdx.x == 0)
+    while (t->ready[slot] != c.iteration + 1 && now() - begin < TIMEOUT) __nanosleep(100);
+  __syncthreads();
+  __threadfence();
+  i64 from = t->from[slot], until = t->until[slot];
+  if (until - begin > TIMEOUT) from = until = begin;  // nonsense that must not hold the job
+  i64 odd = (i64)c.to | (i64)c.source | c.size | c.period;
+  if (odd %% 16 == 0) move<Word16>(c, from, until);
+  else if (odd %% 8 == 0) move<i64>(c, from, until);
+  else if (odd %% 4 == 0) move<int>(c, from, until);
+  else if (odd %% 2 == 0) move<short>(c, from, until);
+  else move<char>(c, from, until);
+  if (c.seen && (i64)c.read %% 16 == 0) look(c, from, until);
+  __syncthreads();
+  if (threadIdx.x == 0) atomicMax((unsigned long long*)&t->went[slot], (unsigned long long)now());
+  hold(until);
+}
+"""

@@ -1,0 +1,129 @@
+"""Moves: what the pacing kernel would write is what the answers write, byte for byte."""
+
+import ctypes
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_prism.virtual import answers
+from megatron_prism.virtual.moves import COPY, KINDS, move_of
+from megatron_prism.virtual.values import Values
+
+N, P, K = 4, 2, 24
+
+
+class Group:
+    """What moves ask of a PrismGroup."""
+
+    def __init__(self, policy="mirror", ring=None):
+        self._n, self._p, self._values, self.ring = N, P, Values(policy), ring
+
+    def _ring(self, tensor):
+        return self.ring
+
+
+def carried_out(move):
+    """The kernel's contract in Python: ``to[i] = scale * source[i % period]``."""
+    source = ctypes.string_at(move.source, move.period)
+    words = bytearray(source[i % move.period] for i in range(move.size))
+    if move.kind != COPY:
+        dtype = {kind: dtype for dtype, kind in KINDS.items()}[move.kind]
+        scaled = torch.frombuffer(words, dtype=dtype).clone().mul_(move.scale)
+        words = bytearray(scaled.view(torch.uint8).numpy().tobytes())
+    ctypes.memmove(move.to, bytes(words), move.size)
+
+
+def some(*shape, dtype=torch.float32):
+    values = torch.randn(*shape) * 7
+    return values.to(dtype) if dtype != torch.bool else values > 0
+
+
+def with_op(kind, op):
+    opts = kind()
+    opts.reduceOp = op
+    return opts
+
+
+DTYPES = [*KINDS, torch.uint8, torch.bool]
+OPS = ["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", OPS)
+def test_reductions(dtype, op):
+    reduce_op = getattr(dist.ReduceOp, op)
+    tensor = some(3, K, dtype=dtype)
+    move = move_of["allreduce"](Group(), [tensor], with_op(c10d.AllreduceOptions, reduce_op))
+    whole = some(N * K, dtype=dtype)
+    out = torch.empty(K, dtype=dtype)
+    scattered = move_of["_reduce_scatter_base"](
+        Group(), out, whole, with_op(c10d.ReduceScatterOptions, reduce_op)
+    )
+    if op == "PRODUCT" or (op == "SUM" and dtype not in KINDS):
+        assert move is scattered is None
+        return
+    expected, chunk = tensor.clone(), torch.empty_like(out)
+    answers.reduced(expected, op.lower(), N, Values())
+    answers.reduce_scatter(chunk, whole, op.lower(), N, P, Values())
+    carried_out(move)
+    carried_out(scattered)
+    assert torch.equal(tensor, expected)
+    assert torch.equal(out, chunk)
+    assert move.payload == tensor.nbytes
+    assert scattered.payload == scattered.seen == whole.nbytes
+
+
+def test_gathers():
+    out, shard = torch.zeros(N * K), some(K)
+    expected = out.clone()
+    answers.all_gather(expected, shard, N, P, Values())
+    carried_out(move_of["_allgather_base"](Group(), out, shard))
+    assert torch.equal(out, expected)
+    out = some(N * K)
+    before, inside = out.clone(), out[P * K : (P + 1) * K]
+    carried_out(move_of["_allgather_base"](Group(), out, inside))
+    assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("rows", [5, 8, 20])
+def test_exchanges(rows):
+    out, source = torch.zeros(rows, 3), some(8, 3)
+    expected = out.clone()
+    answers.all_to_all(expected, source, [], [], P)
+    carried_out(move_of["alltoall_base"](Group(), out, source, [], []))
+    assert torch.equal(out, expected)
+    assert move_of["alltoall_base"](Group(), out, source, [rows], [8]) is None or rows == 8
+
+
+def test_sends_are_read_and_a_ring_is_left_to_its_answers():
+    tensor = some(K)
+    move = move_of["send"](Group(), [tensor], 1, 0)
+    assert (move.size, move.read, move.seen, move.payload) == (0, tensor.data_ptr(), 96, 96)
+    assert move_of["send"](Group(ring=object()), [tensor], 1, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("allreduce", ([torch.zeros(4, 4).t()[:2]], c10d.AllreduceOptions())),
+        ("allreduce", ([torch.zeros(4), torch.zeros(4)], c10d.AllreduceOptions())),
+        ("_allgather_base", (torch.zeros(16)[::2], torch.zeros(2))),
+        ("_allgather_base", (torch.zeros(8), torch.zeros(2, dtype=torch.bfloat16))),
+        ("_allgather_base", (torch.zeros(9), torch.zeros(2))),
+        ("_reduce_scatter_base", (torch.zeros(2), torch.zeros(9), c10d.ReduceScatterOptions())),
+        ("alltoall_base", (torch.zeros(4), torch.zeros(0), [], [])),
+    ],
+)
+def test_what_takes_more_is_left_to_the_answers(method, args):
+    assert move_of[method](Group(), *args) is None
+
+
+def test_noise_is_left_to_the_answers():
+    noise = Group("noise")
+    total = with_op(c10d.AllreduceOptions, dist.ReduceOp.SUM)
+    assert move_of["allreduce"](noise, [some(4)], total) is None
+    assert move_of["_allgather_base"](noise, some(16), some(4)) is None
+    whole = torch.ones(4, dtype=torch.int64)
+    assert move_of["allreduce"](noise, [whole], total).scale == N
