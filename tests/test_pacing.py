@@ -6,6 +6,7 @@ The device is a stand-in that writes down what it is told; the kernels run in te
 import contextlib
 import dataclasses
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,17 +15,17 @@ import torch
 
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import flags, pace
+from megatron_prism.plugin import flags, pace, pace_capture
 from megatron_prism.plugin.pace import (
-    capture_missing,
     check,
     expected,
-    missing_ranks,
     nccl_blocks,
     slow_ranks,
 )
+from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
+from megatron_prism.virtual.pace_shared import Shared, layout, seats
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.work import Done
 from megatron_prism.world import World
@@ -99,8 +100,8 @@ def device():
     return Device()
 
 
-TP = SimpleNamespace(desc="TP")
-PP = SimpleNamespace(desc="PP")
+TP = SimpleNamespace(desc="TP", _mixed=None)
+PP = SimpleNamespace(desc="PP", _mixed=None)
 SMALL, LARGE = torch.zeros(4), torch.zeros(1 << 17)
 
 
@@ -367,3 +368,95 @@ def test_a_capture_that_fails_names_its_log(tmp_path):
         capture_missing(options, [str(script), "--lr", "1"])
     assert (tmp_path / "slices-rank-0.log").exists()
     assert "slices-rank-0.log" in str(raised.value)
+
+
+# -- several local ranks ---------------------------------------------------------------------------
+def test_each_rank_stamps_its_own_seats_and_waits_for_the_others():
+    # interactions 0: rank a, 1: both, 2: rank b, 3: both
+    table = SimpleNamespace(
+        member=np.array([0, 0, 1, 1, 0, 1]), of=np.array([0, 1, 1, 2, 3, 3]), op=np.arange(6)
+    )
+    one = seats(table, [[0], [1, 3]], 0)
+    assert one["mine"].tolist() == [0, 1, 4]
+    assert one["with"].tolist() == [0, 0, 1, 2]
+    assert one["whom"].tolist() == [2, 5]
+    two = seats(table, [[1], [2], [3]], 1)
+    assert two["mine"].tolist() == [2, 3, 5]
+    assert two["whom"].tolist() == [1, 4]
+    # every seat is taken once, by the rank that it belongs to
+    assert sorted([*one["mine"], *two["mine"]]) == list(range(6))
+
+
+class Store(dict):
+    set = dict.__setitem__
+
+    def get(self, key):
+        return self[key].encode()
+
+    def add(self, key, number):
+        self[key] = dict.get(self, key, 0) + number
+        return self[key]
+
+    def wait(self, keys, _=None):
+        assert set(keys) <= set(self)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux has it")
+def test_local_ranks_share_memory_that_has_no_name():
+    store, places = Store(), layout(4, 3, 5, 2)
+    first = Shared(store, 0, 2, places, "t")
+    name = store["prism/pace/file"].split()[0]
+    assert Path(name).stat().st_size == places["size"][0]
+    with pytest.raises(PrismError, match="another table"):
+        Shared(store, 1, 2, places, "other")
+    second = Shared(store, 1, 2, places, "t")
+    assert not Path(name).exists()
+    second.leave(6)
+    first.leave(2)
+    assert first.array("gone").tolist() == [7]
+    assert first.array("here").shape == (4, 5)
+    assert (first.array("seen") == 0).all()
+
+
+def test_a_rank_that_strays_is_told_to_the_others(device):
+    device.shared = SimpleNamespace(gone=np.zeros(1, np.int32))
+    device.shared.leave = lambda iteration: device.shared.gone.fill(iteration + 1)
+    device.compare_clocks = lambda number: device.log.append(f"clocks {number}")
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    assert device.log == ["clocks 1"]
+    pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
+    assert device.shared.gone[0] == 1
+    other = pacer_of(device, Call("all_reduce", "TP", 0))
+    other.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    other.end()
+    assert other.tally.paced == 0
+    assert "another local rank" in other.tally.strayed[0]
+
+
+def test_real_members_are_no_part_of_coming_to_a_call(device):
+    mixed = SimpleNamespace(desc="TP", _mixed=object(), world=SimpleNamespace(observer=None))
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    answer = answering(device)
+    answer.__name__ = "allreduce"
+    pacer.record(mixed, "all_reduce", answer, ([SMALL], opts(False)), {})
+    assert device.log == ["main: arrive 0", "main: answer", "main: hold 0 in 0 x1"]
+
+
+def test_the_first_local_rank_captures_for_all(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(
+        pace_capture, "_capture_all", lambda options, job: ran.append(options.process)
+    )
+    store, options = Store(), options_of("--prism-pace", str(tmp_path))
+    with pytest.raises(AssertionError):  # still waiting
+        capture_missing(dataclasses.replace(options, process=1), [], store)
+    capture_missing(options, [], store)
+    capture_missing(dataclasses.replace(options, process=1), [], store)
+    assert ran == [0]
+
+
+def test_local_ranks_of_several_hosts_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    options = dataclasses.replace(options_of("--prism-pace", "d"), num_processes=4)
+    with pytest.raises(UsageError, match="on several hosts"):
+        check(options)

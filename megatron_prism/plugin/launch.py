@@ -113,8 +113,8 @@ def install(options: flags.Options) -> Any:
     tier = tiers.install(options.tier, engine=not (options.tier == "meta" and without_engine()))
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
-    pace = _pace(options, version) if options.pace or options.slow else None
     store = _shared_store(options)
+    pace = _pace(options, version, store) if options.pace or options.slow else None
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
     defaults = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     os.environ.update({name: os.environ.get(name, text) for name, text in defaults.items()})
@@ -209,12 +209,12 @@ def _job_words(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _pace(options: flags.Options, version: str) -> Any:
+def _pace(options: flags.Options, version: str, store: Any) -> Any:
     """When virtual ranks answer; captures the slices that are missing."""
-    from megatron_prism.plugin import pace
+    from megatron_prism.plugin import pace, pace_capture
 
     pace.check(options)
-    pace.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])])
+    pace_capture.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
     return pace.Pace(options, _job_arguments(), version)
 
 
@@ -249,7 +249,7 @@ def start_world(
     )
     world.observer, world.guard = observer, proof and proof.guard
     if pace is not None:
-        world.recorder = proof.pacer = pace.start(torch.cuda.current_device())
+        world.recorder = proof.pacer = pace.start(torch.cuda.current_device(), store)
     return world
 
 

@@ -2,17 +2,15 @@
 
 In : the options, and a folder of slices of the same job (``--prism-capture``), perhaps with
 ``calibration.json`` (``prism calibrate``) in it.  Out: a Pacer for the virtual world.  Slices that
-are missing are captured first, one rank per stage, by running this very command line once for each;
-what is there is used as it is.
+are missing are captured first (``pace_capture``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,11 @@ from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay import whatif
 from megatron_prism.replay.release import Releases, kept
-from megatron_prism.selectors import format_ranks
 
-__all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
+__all__ = ["CALIBRATION", "Pace", "expected", "nccl_blocks"]
 
 CALIBRATION = "calibration.json"
 _LARGE = 1 << 18  # bytes: answering takes a few us from here on
-CAPTURE_STEPS = 9  # of a capture: three to warm up, six that count
 
 
 class Pace:
@@ -76,17 +72,24 @@ class Pace:
         self.pacer: Any = None
         self.took_s = time.perf_counter() - begin
 
-    def start(self, index: int) -> Any:
-        """The Pacer on CUDA device ``index``."""
+    def start(self, index: int, store: Any = None) -> Any:
+        """The Pacer on CUDA device ``index``; ``store``: of the local processes, if several."""
         import torch
 
-        from megatron_prism.virtual.pace_kernel import Launcher
+        from megatron_prism.virtual.pace_kernel import RING, Launcher
+        from megatron_prism.virtual.pace_shared import Shared, layout
         from megatron_prism.virtual.pacing import Pacer
         from megatron_prism.virtual.streams import Streams
 
         calls, launches = expected(self.program, self.table, self.options.process, self.sizes)
         device = torch.device("cuda", index)
-        launcher = Launcher(self.table, launches, device)
+        process, processes, table = self.options.process, self.options.num_processes, self.table
+        shared = None
+        if processes > 1:
+            places = layout(RING, len(table), len(table.of), processes)
+            shared = Shared(store, process, processes, places, _digest(table))
+        launcher = Launcher(table, launches, device, shared)
+        launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         return self.pacer
 
@@ -125,10 +128,21 @@ def check(options: Any) -> None:
             "--prism-capture measures a rank alone, --prism-pace lets it wait for others",
             fix="drop one of the two: --prism-pace captures what is missing by itself",
         )
-    if options.num_processes > 1:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    if here < options.num_processes:
         raise UsageError(
-            "--prism-pace paces one local rank", fix="run each rank alone, without torchrun"
+            f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} on this "
+            "one: their GPUs share no memory",
+            fix="name ranks of one host with --prism-ranks, or run each rank alone",
         )
+
+
+def _digest(table: Releases) -> str:
+    """A word for what all local ranks must have alike."""
+    found = hashlib.sha1(repr(table.local).encode())
+    for name in ("member", "op", "of", "own", "start", "cause", "back", "weight"):
+        found.update(np.ascontiguousarray(getattr(table, name)).tobytes())
+    return found.hexdigest()[:20]
 
 
 def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
@@ -231,53 +245,3 @@ def _machine_of(device: str) -> str:
             fix=f"the known ones are {', '.join(machines())}",
         )
     return found
-
-
-# -- slices that are missing ---------------------------------------------------------------------
-def missing_ranks(folder: Path, world: Any) -> list[int]:
-    """The first rank of every stage of which ``folder`` has no slice."""
-    there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
-    stages = {world.coordinates(rank).pp for rank in there}
-    return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
-
-
-def capture_missing(options: Any, job: Sequence[str]) -> None:
-    """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
-
-    PrismError if one fails; what was captured until then is kept.
-    """
-    missing = missing_ranks(options.pace, options.world)
-    for number, rank in enumerate(missing, 1):
-        _say(
-            f"capturing rank {rank:,} for {options.pace}: "
-            f"{number} of {len(missing)} ({format_ranks(missing)})"
-        )
-        words = [
-            sys.executable, "-m", "megatron_prism", "run",
-            "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
-            "--prism-capture", str(options.pace), "--prism-tier", options.tier,
-            "--prism-values", options.values, "--",
-            *job, "--train-iters", str(CAPTURE_STEPS),
-        ]  # fmt: skip
-        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
-        environment["PRISM_ARGS"] = ""
-        log = options.pace.with_name(f"{options.pace.name}-rank-{rank}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as out:
-            status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode
-        if status:
-            raise PrismError(
-                f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
-            )
-        log.unlink()
-
-
-_LAUNCHER = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-)  # fmt: skip
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"prism: {line}\n")
-    sys.stderr.flush()

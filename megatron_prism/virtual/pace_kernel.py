@@ -20,12 +20,13 @@ import torch
 
 from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.virtual.driver import Driver
-from megatron_prism.virtual.pace_source import SOURCE, TABLE
+from megatron_prism.virtual.pace_shared import Shared, seats
+from megatron_prism.virtual.pace_source import CLOCK, SHARED, SOURCE, TABLE
 
 __all__ = ["RING", "Launcher"]
 
 RING = 4  # iterations whose ends are remembered
-_TIMEOUT_NS = 60_000_000_000
+_LIMITS = {"ring": RING, "timeout": 60_000_000_000, "patience": 5_000_000_000}  # ns
 # What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
 # beside it on its SM.
 _SHARED_BYTES = 103_808
@@ -34,6 +35,8 @@ _FEW = 32  # where nothing is moved
 
 _CALL = struct.Struct("PPPqqPqiiiiii")  # struct Call of the kernel
 _CONFIG = struct.Struct("7IxxxxPPIxxxx")  # CUlaunchConfig
+_PING = struct.Struct("PPiiii")  # struct Ping
+_ROUNDS = 64  # round trips of a measurement; the quickest counts
 _NOTHING = (0, 0, 0, 0, 0, 1, 0, 0)
 _ALIGN = 256
 
@@ -43,28 +46,38 @@ class Launcher:
 
     table    : a ``replay.release.Releases``
     launches : per launch the interactions that it ends
+    shared   : where the local ranks tell each other; None if there is one
     """
 
-    def __init__(self, table: Any, launches: list[list[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        table: Any,
+        launches: list[list[int]],
+        device: torch.device,
+        shared: Shared | None = None,
+    ) -> None:
         if not hasattr(torch.cuda, "_compile_kernel"):
             raise UnsupportedError(
                 f"torch {torch.__version__} cannot compile kernels at run time",
                 fix="use torch 2.9 or later, or run without --prism-pace",
             )
         torch.cuda.synchronize(device)  # the driver's calls want torch's context
-        self.device, self.launches = device, launches
+        self.device, self.launches, self.shared = device, launches, shared
         self.driver = Driver()
-        self._put(_columns(table, launches))
-        kernel = torch.cuda._compile_kernel(
-            SOURCE % {"ring": RING, "timeout": _TIMEOUT_NS}, "prism_call"
-        )
+        mapped = shared.map(self.driver) if shared is not None else {}
+        self._put(_columns(table, launches, shared.process if shared else 0), mapped)
+        kernel = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_call")
         properties = torch.cuda.get_device_properties(device)
         most = getattr(properties, "shared_memory_per_block_optin", 49_152)
         self._shared = min(_SHARED_BYTES, most)
         kernel.set_shared_memory_config(self._shared)
         self._prepare(kernel.func)
+        if shared is not None:
+            self._area = mapped["area"]
+            self._ping = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_ping")
+            self._beside = torch.cuda.Stream(device)
 
-    def _put(self, columns: dict[str, np.ndarray]) -> None:
+    def _put(self, columns: dict[str, np.ndarray], mapped: dict[str, int]) -> None:
         """All arrays in one piece of device memory, the struct of their addresses at its end."""
         places, size = {}, 0
         for name, array in columns.items():
@@ -75,9 +88,11 @@ class Launcher:
         for address, array in self._arrays.values():
             if array.nbytes:
                 self.driver.write(address, array)
-        counts = len(columns["own"]), len(self.launches)
-        addresses = [self._arrays[name][0] for name in TABLE]
-        packed = np.frombuffer(struct.pack(f"{len(TABLE)}P2i", *addresses, *counts), np.uint8)
+        counts = len(columns["own"]), len(self.launches), columns["here"].shape[1], bool(mapped)
+        own = {name: address for name, (address, _) in self._arrays.items()}
+        own |= {name: mapped[name] for name in SHARED if mapped}
+        addresses = [own[name] for name in TABLE]
+        packed = np.frombuffer(struct.pack(f"{len(TABLE)}P4i", *addresses, *counts), np.uint8)
         self._table = base + size
         self.driver.write(self._table, packed)
 
@@ -122,6 +137,47 @@ class Launcher:
         if status := self.driver.launch(self._at, self._function, self._args, None):
             raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
 
+    def compare_clocks(self, iteration: int) -> None:
+        """Measure how far this device's clock is from that of the first local rank's device.
+
+        On a stream of its own: nothing waits for it but the measurement of the others.
+        """
+        shared = self.shared
+        if shared is None:
+            return
+        words = _PING.pack(
+            self._table, self._area, shared.process, shared.processes, iteration + 1, _ROUNDS
+        )
+        held = ctypes.create_string_buffer(words, len(words))
+        args = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        config = _CONFIG.pack(1, 1, 1, 1, 1, 1, 0, self._beside.cuda_stream, 0, 0)
+        if status := self.driver.launch(config, self._ping.func, args, None):
+            raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
+
+    def meet(self) -> None:
+        """Compare clocks for the first time; PrismError if that fails."""
+        if self.shared is None:
+            return
+        self.shared.meet("clocks")
+        self.compare_clocks(0)
+        if self.shared.process and not self.clock()["at"]:
+            raise PrismError(
+                f"local rank {self.shared.process} could not compare its GPU's clock with the "
+                "first one's within 5 s",
+                fix="run each rank alone, without torchrun",
+            )
+
+    def clock(self) -> dict[str, float]:
+        """The last comparison of clocks: offset, at, round_trip in ns, and rate; waits for it.
+
+        ``at`` is 0 if there was none: on the first local rank, whose clock is everybody's.
+        """
+        self._beside.synchronize()
+        clocks, which = (np.empty_like(self._arrays[name][1]) for name in ("clocks", "clock"))
+        self.driver.read(self._arrays["clocks"][0], clocks)
+        self.driver.read(self._arrays["clock"][0], which)
+        return dict(zip(clocks.dtype.names or (), clocks[which[0]].tolist(), strict=True))
+
     def stamps(self) -> dict[str, np.ndarray]:
         """What the last RING iterations wrote down; waits for the device.
 
@@ -130,6 +186,9 @@ class Launcher:
         torch.cuda.synchronize(self.device)
         found = {}
         for name in ("end", "tag", "came", "went", "from", "until", "stuck"):
+            if self.shared is not None and name in SHARED:
+                found[name] = self.shared.array(name)
+                continue
             address, array = self._arrays[name]
             found[name] = np.empty_like(array)
             if array.nbytes:
@@ -137,7 +196,7 @@ class Launcher:
         return found
 
 
-def _columns(table: Any, launches: list[list[int]]) -> dict[str, np.ndarray]:
+def _columns(table: Any, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """What the kernel reads and writes, by the names of TABLE."""
     words = {"i": np.int32, "q": np.int64}
     given = {
@@ -158,5 +217,10 @@ def _columns(table: Any, launches: list[list[int]]) -> dict[str, np.ndarray]:
     for name in ("came", "went", "from", "until"):
         found[name] = np.zeros((RING, len(launches)), np.int64)
     found["ready"] = np.zeros((RING, len(launches)), np.int32)
-    found["stuck"] = np.zeros(1, np.int32)
+    found |= seats(table, launches, process)
+    found["here"] = np.zeros((RING, len(table.of)), np.int64)
+    found["seen"] = np.zeros((RING, len(table.of)), np.int32)
+    found["clocks"] = np.zeros(2, CLOCK)
+    for name in ("gone", "stuck", "clock"):
+        found[name] = np.zeros(1, np.int32)
     return found

@@ -69,6 +69,7 @@ class Pacer:
     ) -> None:
         self.calls, self.launcher, self.streams = calls, launcher, streams
         self._cuda = cuda
+        self._shared = getattr(launcher, "shared", None)
         self.tally = Tally()
         self.iteration = -1
         self.active = False
@@ -83,6 +84,8 @@ class Pacer:
         self._close()
         self.iteration += 1
         self._at, self.active = 0, True
+        if self._shared is not None:
+            self.launcher.compare_clocks(self.iteration + 1)
 
     def end(self) -> None:
         """No further train step will come."""
@@ -92,7 +95,9 @@ class Pacer:
     def _close(self) -> None:
         if not self.active:
             return
-        if self._at == len(self.calls):
+        if self._shared is not None and self._shared.gone[0] > self.iteration:
+            self._stray("another local rank did not do what its program says")
+        elif self._at == len(self.calls):
             self.tally.paced += 1
         else:
             call = self.calls[self._at]
@@ -102,6 +107,8 @@ class Pacer:
         self.tally.strayed.append(f"iteration {self.iteration + 1}: {why}")
         self.active = False
         self._first = self.iteration + 1
+        if self._shared is not None:
+            self._shared.leave(self.iteration)
 
     def _expected(self, group: Any, op: str) -> Call | None:
         """The program's next call if it is this one."""
@@ -171,7 +178,9 @@ class Pacer:
     def _move(self, group: Any, op: str, answer: Any, args: Any, kwargs: Any) -> Move | None:
         """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
         find = move_of.get(answer.__name__)
-        if find is None or group._mixed is not None or group.world.observer is not None:
+        if find is None or group.world.observer is not None:
+            return None
+        if group._mixed is not None and op != "send":  # real ranks bring data of their own
             return None
         move: Move | None = find(group, *args, **kwargs)
         if move is None or (move.outs and move.outs[0].is_cuda != self._cuda):
@@ -188,11 +197,13 @@ class Pacer:
         self, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
     ) -> Any:
         """Answer on the current ``stream`` and hold it."""
-        if call.large:
+        # with real members an answer waits for them, which is no part of coming to the call
+        early = call.large or group._mixed is not None
+        if early:
             self.launcher.arrive(stream, call.launch, self.iteration)
         made = answer(group, *args, **kwargs)
         self.launcher.release(
-            stream, call.launch, self.iteration, self._first, not call.large, call.blocks
+            stream, call.launch, self.iteration, self._first, not early, call.blocks
         )
         return made
 

@@ -57,7 +57,7 @@ def test_ends_are_those_of_the_table(seed):
         Call("all_reduce", "TP", i, 1 + 4 * (i % 3), large=i % 2 == 0) for i in range(len(launches))
     ]
     pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
-    group = SimpleNamespace(desc="TP")
+    group = SimpleNamespace(desc="TP", _mixed=None)
     answer = lambda group, tensors, opts: Done(tensors)  # noqa: E731
     for _ in range(ITERATIONS):
         pacer.begin()

@@ -1,0 +1,81 @@
+"""Which slices does pacing lack?  They are captured first, one rank per stage.
+
+By running this very command line once for each; what is there is used as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_prism import slices
+from megatron_prism.errors import PrismError
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["capture_missing", "missing_ranks"]
+
+CAPTURE_STEPS = 9  # of a capture: three to warm up, six that count
+
+
+def missing_ranks(folder: Path, world: Any) -> list[int]:
+    """The first rank of every stage of which ``folder`` has no slice."""
+    there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
+    stages = {world.coordinates(rank).pp for rank in there}
+    return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
+
+
+def capture_missing(options: Any, job: Sequence[str], store: Any = None) -> None:
+    """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
+
+    PrismError if one fails; what was captured until then is kept.  Of several local processes the
+    first captures, the others wait at ``store``.
+    """
+    if options.process:
+        store.wait(["prism/pace/captured"], timedelta(days=1))
+        return
+    _capture_all(options, job)
+    if store is not None:
+        store.set("prism/pace/captured", "1")
+
+
+def _capture_all(options: Any, job: Sequence[str]) -> None:
+    missing = missing_ranks(options.pace, options.world)
+    for number, rank in enumerate(missing, 1):
+        _say(
+            f"capturing rank {rank:,} for {options.pace}: "
+            f"{number} of {len(missing)} ({format_ranks(missing)})"
+        )
+        words = [
+            sys.executable, "-m", "megatron_prism", "run",
+            "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
+            "--prism-capture", str(options.pace), "--prism-tier", options.tier,
+            "--prism-values", options.values, "--",
+            *job, "--train-iters", str(CAPTURE_STEPS),
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+        environment["PRISM_ARGS"] = ""
+        log = options.pace.with_name(f"{options.pace.name}-rank-{rank}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as out:
+            status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode
+        if status:
+            raise PrismError(
+                f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
+            )
+        log.unlink()
+
+
+_LAUNCHER = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+)  # fmt: skip
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"prism: {line}\n")
+    sys.stderr.flush()
