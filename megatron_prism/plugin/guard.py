@@ -20,9 +20,11 @@ from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
 from megatron_prism.slicer.calls import details
 from megatron_prism.slicer.owners import Sites
-from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, nccl_lets_through
+from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, gloo_does, nccl_lets_through
 
 __all__ = ["Guard", "install"]
+
+_LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
 def install(options: Any, tier: Any, store: Any, proof: Any, arguments: str) -> None:
@@ -212,17 +214,31 @@ class Guard:
             finally:
                 self._inside = False
 
+    def _does(self, call: Op, theirs: Op | None) -> str:
+        """What the library of the policy does with two calls that differ; strict: stops."""
+        if self.asked.policy == "gloo":
+            sends = None
+            if self.strict is not None and call.name == "broadcast":
+                sends = self.strict.healthy.position(call.group, self.rank) == call.root
+            return gloo_does(call, theirs, sends)
+        passes = self.asked.policy == "nccl" and nccl_lets_through(call, theirs)
+        return "passes" if passes else "hangs"
+
     def _fail(
         self, kind: str, call: Op, number: int, theirs: Op | None, found: Sequence[str],
         peer: int | None = None, own: Op | None = None,
     ) -> None:  # fmt: skip
         pair = call.name in ("send", "recv")
-        if self.asked.nccl and kind != "divergence" and nccl_lets_through(call, theirs):
-            sys.stderr.write(
-                f"prism: NCCL would not notice: {call.name} #{number + 1} of {call.group}, rank "
-                f"{self.rank} against rank {peer}: {'; '.join(found)}; the data is wrong now\n"
-            )
-            return
+        if kind != "divergence":
+            does = self._does(call, theirs)
+            if does == "passes":
+                sys.stderr.write(
+                    f"prism: {_LIBRARY[self.asked.policy]} would not notice: {call.name} "
+                    f"#{number + 1} of {call.group}, rank {self.rank} against rank {peer}: "
+                    f"{'; '.join(found)}; the data is wrong now\n"
+                )
+                return
+            found = [*found, *([f"gloo {does}"] if self.asked.policy == "gloo" else [])]
         if self.strict is not None and kind != "divergence" and not pair:
             fifo = self.strict.healthy.own(call.group)
             own = fifo[number] if number < len(fifo) else None

@@ -55,9 +55,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-rendezvous": {
         "default": None,
-        "choices": ("strict", "nccl", "off"),
+        "choices": ("strict", "nccl", "gloo", "off"),
         "help": "strict: stop at a call that peers would not make (default with --prism-world); "
-        "nccl: only where NCCL would hang, else warn",
+        "nccl, gloo: only where that library would hang or abort, else warn",
     },
     "--prism-sanitize": {
         "action": "store_true",
@@ -69,7 +69,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class HangOptions:
     """faults: the plan; programs: folder or file of the world's programs; strict: check calls;
-    nccl: let through what NCCL lets through; truth: file for what was injected."""
+    policy: strict, or let through what nccl or gloo lets through; truth: file for what was
+    injected."""
 
     faults: tuple[Fault, ...]
     seed: int
@@ -77,7 +78,7 @@ class HangOptions:
     programs: Path | None
     strict: bool
     sanitize: bool = False
-    nccl: bool = False
+    policy: str = "strict"
     truth: Path | None = None
 
 
@@ -92,8 +93,8 @@ def options(
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
     programs = Path(args.prism_world) if args.prism_world else None
-    strict = args.prism_rendezvous in ("strict", "nccl") or (programs is not None
-                                                   and args.prism_rendezvous is None)  # fmt: skip
+    policy = args.prism_rendezvous or ("off" if programs is None else "strict")
+    strict = policy != "off"
     if args.prism_sanitize and (programs is None or not strict):
         raise UsageError("--prism-sanitize compares with the programs of the world",
                          fix="--prism-world DIR (prism capture)")  # fmt: skip
@@ -130,7 +131,7 @@ def options(
     if not (faults or strict):
         return None
     return HangOptions(faults, args.prism_fault_seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_sanitize, args.prism_rendezvous == "nccl", truth)  # fmt: skip
+                       args.prism_sanitize, policy, truth)  # fmt: skip
 
 
 def slow(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:

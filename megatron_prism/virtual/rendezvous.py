@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron_prism.ops import DTYPES, Op
 
-__all__ = ["Neighbours", "Peers", "Rendezvous", "differences", "nccl_lets_through"]
+__all__ = ["Neighbours", "Peers", "Rendezvous", "differences", "gloo_does", "nccl_lets_through"]
 
 _BY_OUTPUT = ("reduce_scatter", "scatter", "recv")
 _PATIENCE_S = 120.0  # until a local rank that does not come counts as lost
@@ -77,6 +77,33 @@ def nccl_lets_through(mine: Op, theirs: Op | None) -> bool:
         return False
     here, there = (_count(op) * DTYPES.get(op.dtype, 0) for op in (mine, theirs))
     return here == there or max(here, there) <= _FEW and -(-here // 8) == -(-there // 8)
+
+
+def gloo_does(mine: Op, theirs: Op | None, sends: bool | None = None) -> str:
+    """What gloo makes of these two calls: passes (with wrong data), aborts or hangs.
+
+    sends : of a broadcast, whether this side is the root; None: neither or unknown
+
+    It moves bytes and compares nothing; a process into whose buffer more comes than it has room for
+    is aborted.  Measured between two processes (torch 2.13, 2026-11-21; benchmarks/gloo_mismatch):
+    other dtypes of as many bytes and other reductions pass, messages and broadcasts also where the
+    receiver has more room than it needs; other sizes abort; other operations and roots hang.
+    """
+    if theirs is None:
+        return "hangs"
+    found = {text.partition(":")[0] for text in differences(mine, theirs)}
+    if found & {"operation", "root"}:
+        return "hangs"
+    here, there = (_count(op) * DTYPES.get(op.dtype, 0) for op in (mine, theirs))
+    if here == there:
+        return "passes" if found else "aborts"  # nothing but splits: what was measured aborted
+    if mine.name in ("send", "recv"):
+        sends = mine.name == "send"
+    elif mine.name != "broadcast":
+        sends = None
+    if sends is None:
+        return "aborts"
+    return "passes" if (here <= there if sends else there <= here) else "aborts"
 
 
 _BYTES = {"dtype", "shape"}

@@ -22,7 +22,7 @@ from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs, save
 from megatron_prism.virtual import session
-from megatron_prism.virtual.rendezvous import Neighbours, nccl_lets_through
+from megatron_prism.virtual.rendezvous import Neighbours, gloo_does, nccl_lets_through
 from megatron_prism.virtual.values import Values
 from megatron_prism.world import World
 
@@ -38,9 +38,9 @@ def job(tmp_path):
     path = save(Programs.one_per_rank([Program.from_ops(r, OPS) for r in range(4)], WORLD),
                 tmp_path / "w.prism")  # fmt: skip
 
-    def start(*faults, strict=True, sanitize=False, dry=False, nccl=False, truth=None):
+    def start(*faults, strict=True, sanitize=False, dry=False, policy="strict", truth=None):
         asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
-                            path if strict else None, strict, sanitize, nccl, truth)  # fmt: skip
+                            path if strict else None, strict, sanitize, policy, truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
         session.stop()  # of a job before
@@ -479,7 +479,7 @@ def test_what_nccl_lets_through(mine, theirs, passes):
 
 @pytest.mark.parametrize(("elements", "passes"), [(7, True), (6, False)])
 def test_policy_nccl_stops_only_where_nccl_would(job, capsys, elements, passes):
-    guard, group = job(nccl=True)
+    guard, group = job(policy="nccl")
     guard.before(1, 3)
     guard.before(2, 3)
     call = lambda: dist.all_reduce(torch.ones(elements), group=group)  # noqa: E731 - of 8 in the world
@@ -489,3 +489,47 @@ def test_policy_nccl_stops_only_where_nccl_would(job, capsys, elements, passes):
     else:
         with pytest.raises(HangError, match="shape"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "sends", "does"),
+    [  # measured between two processes, torch 2.13, 2026-11-21
+        (floats(5), floats(6), None, "aborts"),
+        (floats(1024), floats(1024, "int32"), None, "passes"),
+        (floats(1024), floats(2048, "bf16"), None, "passes"),
+        (floats(1024), floats(1024, "bf16"), None, "aborts"),
+        (floats(8), floats(8, reduce="max"), None, "passes"),
+        (floats(4, name="broadcast"), floats(5, name="broadcast"), True, "passes"),
+        (floats(5, name="broadcast"), floats(4, name="broadcast"), True, "aborts"),
+        (floats(5, name="broadcast"), floats(4, name="broadcast"), False, "passes"),
+        (floats(4, name="broadcast"), floats(5, name="broadcast"), None, "aborts"),
+        (floats(8, name="broadcast", root=0), floats(8, name="broadcast", root=1), True, "hangs"),
+        (floats(8, name="all_gather"), floats(8, "int32", name="all_gather"), None, "passes"),
+        (floats(4, name="send"), Op("recv", TP, "fp32", -1, 5), None, "passes"),
+        (floats(5, name="send"), Op("recv", TP, "fp32", -1, 4), None, "aborts"),
+        (Op("recv", TP, "fp32", -1, 5), floats(4, name="send"), None, "passes"),
+        (floats(8), floats(8, name="broadcast"), None, "hangs"),
+        (floats(8), None, None, "hangs"),
+    ],
+)
+def test_what_gloo_does(mine, theirs, sends, does):
+    assert gloo_does(mine, theirs, sends) == does
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("reduce_op@rank=1,iter=2", None),
+        ("shape@rank=1,iter=2:n=7", "gloo aborts"),
+        ("root@rank=1,iter=2", "gloo hangs"),
+        ("shape@rank=1,iter=2,nth=1:n=6", None),  # as a receiver of 4 it has room to spare
+    ],
+)
+def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):
+    guard, group = job(fault, policy="gloo")
+    if says is None:
+        iterations(guard, group)
+        assert "gloo would not notice" in capsys.readouterr().err
+    else:
+        with pytest.raises(HangError, match=says):
+            iterations(guard, group)
