@@ -182,8 +182,8 @@ def _groups(case):
 
 # -- PyTorch's analyser ---------------------------------------------------------------------------
 def fr_trace(folder):
-    """The ranks that torch's fr_trace blames: missing and culprit ranks of all its reports; None if
-    it fails."""
+    """The ranks that torch's fr_trace blames: missing and culprit ranks of all its reports; if it
+    fails, a text that says where."""
     with tempfile.TemporaryDirectory() as stub:
         if not _has_tabulate():  # it prints with it, and cannot do without
             text = "def tabulate(rows, headers=(), **k):\n    return '\\n'.join(map(str, rows))\n"
@@ -195,7 +195,9 @@ def fr_trace(folder):
             capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
     if done.returncode:
-        return None
+        lines = re.findall(r'flight_recorder/(?:components/)?(\w+\.py)", line (\d+)', done.stderr)
+        error = done.stderr.strip().splitlines()[-1].partition(":")[0]
+        return f"fails ({error} in its {':'.join(lines[-1])})" if lines else f"fails ({error})"
     said = done.stdout + done.stderr
     blamed = {int(r) for r in re.findall(r"Culprit rank (\d+)", said)}
     for ranks in re.findall(r"missing ranks: (\{[\d, ]*\})", said):
@@ -224,8 +226,8 @@ def rows():
 
 
 def _verbal(blamed, culprits):
-    if blamed is None:
-        return "fails"
+    if isinstance(blamed, str):
+        return blamed
     if not blamed:
         return "nobody"
     if blamed == culprits:

@@ -1,6 +1,7 @@
 """The labelled hangs: every case exact, its control clean, and read by PyTorch's fr_trace."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -8,12 +9,22 @@ import cases
 import pytest
 from cases import CASES
 
-from megatron_prism import cli, fault_plan, faults, graph, hang, hang_world, quiescence
+from megatron_prism import (
+    cli,
+    fault_plan,
+    faults,
+    flight_recorder,
+    graph,
+    hang,
+    hang_world,
+    quiescence,
+)
 from megatron_prism.errors import UsageError
 
 HERE = Path(__file__).parent
 WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
 BROKEN = {"a1_pp2", "a1_pp4"}
+_STATUS = [f"last_{word}_collective" for word in ("enqueued", "started", "completed")]
 TRACKER = "core/transformer/moe/moe_utils.py:939"
 
 
@@ -114,7 +125,39 @@ def test_what_fr_trace_says(name, tmp_path):
     state, truth = cases.planted(case)
     cases.judged(case, tmp_path / "d", state)
     theirs = cases.fr_trace(tmp_path / "d")
-    assert theirs is not None, "it could not read the dumps"
+    assert isinstance(theirs, set), "it could not read the dumps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("posted", "fails"), [(True, False), (False, True)])
+def test_fr_trace_itself_fails_where_one_side_of_a_batch_was_never_posted(posted, fails, tmp_path):
+    """Two dumps by hand, as ProcessGroupNCCL writes them: the batch of rank 0 is there, or rank 0
+    never came to it.  It drops a rank without calls, then looks for its calls (all_ops[dst])."""
+    pytest.importorskip("torch.distributed.flight_recorder")
+
+    def entry(number, name, to):
+        sizes = [[8]] if to else []
+        return {"frames": [], "record_id": number, "pg_id": 0, "process_group": ("1", "PP"),
+                "collective_seq_id": 0, "p2p_seq_id": 1, "op_id": number + 1,
+                "profiling_name": f"nccl:{name}{to}", "time_created_ns": number + 1,
+                "input_sizes": sizes, "input_dtypes": ["Float"] * len(sizes),
+                "output_sizes": sizes, "output_dtypes": ["Float"] * len(sizes),
+                "state": "scheduled", "time_discovered_started_ns": None,
+                "time_discovered_completed_ns": None, "retired": False, "timeout_ms": 600000,
+                "is_p2p": bool(to), "thread_name": "", "thread_id": "0"}  # fmt: skip
+
+    for rank in (0, 1):
+        calls = [("send ", f"{rank}->{1 - rank}"), ("recv ", f"{rank}<-{1 - rank}")]
+        calls = [*calls, ("coalesced", "")] if posted or rank else []
+        dump = {"version": "2.10", "comm_lib_version": "2.27.3",
+                "pg_config": {"1": {"name": "1", "desc": "PP", "ranks": "[0, 1]"}},
+                "pg_status": {"0": dict.fromkeys(_STATUS, -1)},
+                "entries": [entry(i, *call) for i, call in enumerate(calls)]}  # fmt: skip
+        (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    theirs = cases.fr_trace(tmp_path)
+    assert isinstance(theirs, str) is fails, theirs
+    assert not fails or theirs.startswith("fails (KeyError in its utils.py:")
+    assert hang.of_dumps(flight_recorder.read(tmp_path)).exit_code != 0
 
 
 # -- the command ----------------------------------------------------------------------------------
