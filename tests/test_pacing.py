@@ -6,6 +6,7 @@ The device is a stand-in that writes down what it is told; the kernels run in te
 import contextlib
 import dataclasses
 import gc
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_prism.costs.collective import Calibration
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import flags, pace, pace_capture
@@ -25,6 +27,7 @@ from megatron_prism.plugin.pace import (
 from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
+from megatron_prism.virtual import pace_report
 from megatron_prism.virtual.pace_shared import Shared, layout, seats
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.work import Done
@@ -460,3 +463,59 @@ def test_local_ranks_of_several_hosts_are_refused(monkeypatch):
     options = dataclasses.replace(options_of("--prism-pace", "d"), num_processes=4)
     with pytest.raises(UsageError, match="on several hosts"):
         check(options)
+
+
+# -- the report ------------------------------------------------------------------------------------
+def test_calls_that_begin_when_issued_are_told_from_those_that_queue():
+    base = 1_795_281_652_691_879_424  # the device's clock has a date
+    # host time t is base + 2 t on the device, and a launch takes 5 us: the clocks drift apart
+    issued = np.arange(0, 1_000_000, 100_000)
+    began = base + 5_000 + 2 * issued
+    queued = np.arange(10) % 3 * 40_000
+    lags = [(0, base + 5_000), (900_000, base + 5_000 + 900_000)]
+    assert pace_report.at_once(issued, began + queued, lags).tolist() == (queued == 0).tolist()
+
+
+class Stamped:
+    """A launcher after an iteration; ns."""
+
+    shared, launches = None, [[0], [1, 2]]
+
+    @staticmethod
+    def stamps():
+        times = {"came": [[1_000, 9_000]], "until": [[3_000, 20_000]], "went": [[2_000, 50_000]]}
+        found = {name: np.array(value * 4, np.int64) for name, value in times.items()}
+        found["tag"] = np.array([[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+        return {**found, "stuck": np.array([2])}
+
+
+def test_the_report_says_what_was_felt_and_what_was_predicted(device):
+    calls = [Call("all_reduce", "TP", 0), Call("send", "PP", 1), Call("recv", "PP", 1)]
+    pacer = Pacer(calls, device, device, cuda=False)
+    pacer.launcher = Stamped()
+    pacer.iteration, pacer.lags = 0, [(0, 500), (100_000, 500)]
+    pacer.issued[0] = [400, 8_000]
+    found = pace_report.summary(pacer, Stamped.stamps(), {"TP": 2.5, "OTHER": 1.0})
+    assert found["groups"] == {
+        "TP": {"calls": 1, "held_us": 2.0, "late_us": 0.0, "predicted_us": 2.5},
+        "PP": {"calls": 1, "held_us": 11.0, "late_us": 30.0},
+    }
+    assert (found["late_calls"], found["host_bound"], found["calls_paced"]) == (1, 2, 2)
+    assert found["stuck"] == "call 1: send of PP"
+
+
+def test_the_host_is_kept_as_long_as_nccl_would(device):
+    slow = 2_000_000
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0, host=slow), Call("all_reduce", "TP", 1))
+    for wanted in (slow, 0):
+        begin = time.perf_counter_ns()
+        pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
+        assert time.perf_counter_ns() - begin >= wanted
+    calls = [Op("all_reduce", group="TP", dtype="bf16", num_in=4, num_out=4),
+             Op("send", group="PP", dtype="bf16", num_in=4, peer=1, batch=0)]  # fmt: skip
+    table = SimpleNamespace(member=np.zeros(2), op=np.array([0, 1]), of=np.array([0, 1]))
+    known = Calibration(host={("all_reduce", False): 27_000, ("message", True): 9_000})
+    program = Program.from_ops(0, calls)
+    for calibration, host in ((known, [27_000, 9_000]), (None, [0, 0]), (Calibration(), [0, 0])):
+        found, _ = expected(program, table, 0, {"TP": 2, "PP": 2}, calibration)
+        assert [call.host for call in found] == host

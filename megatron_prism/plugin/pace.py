@@ -24,7 +24,7 @@ from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
-from megatron_prism.replay import whatif
+from megatron_prism.replay import timeline, whatif
 from megatron_prism.replay.release import Releases, kept
 
 __all__ = ["CALIBRATION", "Pace", "expected", "nccl_blocks"]
@@ -60,8 +60,10 @@ class Pace:
                 f"the slices in {folder} do not fit together: {findings[0].kind}",
                 fix=f"prism check {folder}",
             )
-        prices = costs.price(world, machine(_machine_of(device)), _calibration(folder))
+        self._calibration = _calibration(folder)
+        prices = costs.price(world, machine(_machine_of(device)), self._calibration)
         prices = whatif.slowed(world, prices)
+        self._world, self._prices = world, prices
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -76,12 +78,15 @@ class Pace:
         """The Pacer on CUDA device ``index``; ``store``: of the local processes, if several."""
         import torch
 
-        from megatron_prism.virtual.pace_kernel import RING, Launcher
+        from megatron_prism.virtual.pace_kernel import Launcher
         from megatron_prism.virtual.pace_shared import Shared, layout
+        from megatron_prism.virtual.pace_source import RING
         from megatron_prism.virtual.pacing import Pacer
         from megatron_prism.virtual.streams import Streams
 
-        calls, launches = expected(self.program, self.table, self.options.process, self.sizes)
+        calls, launches = expected(
+            self.program, self.table, self.options.process, self.sizes, self._calibration
+        )
         device = torch.device("cuda", index)
         process, processes, table = self.options.process, self.options.num_processes, self.table
         shared = None
@@ -91,13 +96,17 @@ class Pace:
         launcher = Launcher(table, launches, device, shared)
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
+        self.pacer.lags.append(launcher.lag())
         return self.pacer
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
         from megatron_prism.virtual import pace_report
 
-        found = pace_report.summary(self.pacer)
+        stamps = self.pacer.launcher.stamps()
+        self.pacer.lags.append(self.pacer.launcher.lag())
+        predicted, iteration = self._predicted()
+        found = pace_report.summary(self.pacer, stamps, predicted)
         return {
             "folder": str(self.options.pace),
             "peers": "modelled: slices that were measured alone, after the local rank's stamps",
@@ -107,8 +116,34 @@ class Pace:
             "terms": len(self.table.cause),
             "loose": self.table.loose,
             "prepared_s": round(self.took_s, 3),
+            "predicted_iteration_us": iteration,
+            "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
             **found,
         }
+
+    def _predicted(self) -> tuple[dict[str, float], float]:
+        """(us from coming to a call to its end, by group; us of an iteration), in the replay.
+
+        There this rank is as fast as its slice says.
+        """
+        line = timeline.replay(self._world, self._prices)
+        spans = line.spans(int(self._world.classes.of[self.options.rank]))
+        where = {op: i for i, op in enumerate(spans["op"].tolist())}
+        ops = calls_of(self.program)
+        begin: dict[int, int] = {}
+        end: dict[int, int] = {}
+        group: dict[int, str] = {}
+        for op, call in zip(ops, self.pacer.calls, strict=True):
+            if call.launch >= 0 and op in where:
+                span = spans[where[op]]
+                ready, ended = int(span["ready"]), int(span["end"])
+                begin[call.launch] = min(ready, begin.get(call.launch, ready))
+                end[call.launch] = max(ended, end.get(call.launch, ended))
+                group.setdefault(call.launch, call.group)
+        found: dict[str, float] = {}
+        for launch, name in group.items():
+            found[name] = found.get(name, 0.0) + (end[launch] - begin[launch]) / 1e3
+        return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
 
 
 def check(options: Any) -> None:
@@ -165,9 +200,16 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
 
 
 def expected(
-    program: Program, table: Releases, process: int, group_sizes: Mapping[str, int]
+    program: Program,
+    table: Releases,
+    process: int,
+    group_sizes: Mapping[str, int],
+    calibration: Calibration | None = None,
 ) -> tuple[list[Any], list[list[int]]]:
-    """(every call of the program in order, per launch the interactions that it ends)."""
+    """(every call of the program in order, per launch the interactions that it ends).
+
+    ``calibration`` knows how long NCCL keeps the host for a call.
+    """
     from megatron_prism.virtual.pacing import Call
 
     ops = program.ops
@@ -177,7 +219,7 @@ def expected(
     launches: list[list[int]] = []
     batches: dict[int, int] = {}
     calls = []
-    for i in np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]).tolist():
+    for i in calls_of(program):
         launch, batch = -1, int(ops["batch"][i])
         if i in interaction:
             launch = batches.get(batch, -1)
@@ -190,8 +232,19 @@ def expected(
         group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
         blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
         large = sizes[i] >= _LARGE and name != "send"
-        calls.append(Call(name, group, launch, blocks, large))
+        host = 0
+        if calibration is not None and launch >= 0:
+            later = batch >= 0 or bool(ops["handle"][i] >= 0)
+            host = calibration.host_ns("message" if batch >= 0 else name, later, 0)
+        calls.append(Call(name, group, launch, blocks, large, host))
     return calls, launches
+
+
+def calls_of(program: Program) -> list[int]:
+    """Its communications, as indices of its ops."""
+    names = program.ops["name"]
+    found: list[int] = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names]).tolist()
+    return found
 
 
 def nccl_blocks(op: str, num_bytes: int, size: int) -> int:

@@ -212,6 +212,11 @@ def _paced(pacing: dict[str, Any]) -> list[str]:
         f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
         f"{pacing.get('late_calls', 0)} calls late, {pacing.get('late_us', 0) / 1e3:.1f} ms in all"
     ]
+    if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
+        lines.append(
+            f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as soon "
+            "as they were issued; the GPU waits for Python, and a faster host would be felt"
+        )
     lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
     if "stuck" in pacing:
         lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import time
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ import torch
 from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.virtual.driver import Driver
 from megatron_prism.virtual.pace_shared import Shared, seats
-from megatron_prism.virtual.pace_source import CLOCK, SHARED, SOURCE, TABLE
+from megatron_prism.virtual.pace_source import CLOCK, RING, SHARED, SOURCE, TABLE
 
-__all__ = ["RING", "Launcher"]
+__all__ = ["Launcher"]
 
-RING = 4  # iterations whose ends are remembered
 _LIMITS = {"ring": RING, "timeout": 60_000_000_000, "patience": 5_000_000_000}  # ns
 # What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
 # beside it on its SM.
@@ -36,6 +36,7 @@ _FEW = 32  # where nothing is moved
 _CALL = struct.Struct("PPPqqPqiiiiii")  # struct Call of the kernel
 _CONFIG = struct.Struct("7IxxxxPPIxxxx")  # CUlaunchConfig
 _PING = struct.Struct("PPiiii")  # struct Ping
+_TRIES = 20  # launches on an idle stream; the quickest counts
 _ROUNDS = 64  # round trips of a measurement; the quickest counts
 _NOTHING = (0, 0, 0, 0, 0, 1, 0, 0)
 _ALIGN = 256
@@ -104,10 +105,10 @@ class Launcher:
         self._args = (ctypes.c_void_p * 1)(ctypes.addressof(self._call))
         self._at = ctypes.addressof(self._config)
 
-    def arrive(self, stream: int, launch: int, iteration: int) -> None:
+    def arrive(self, stream: int, launch: int, iteration: int, kind: int = -1) -> None:
         """Write down, on ``stream``, when the turn of ``launch`` has come."""
         _CALL.pack_into(self._call, 0, self._table, *_NOTHING[:3], 0, 0, 0,
-                        launch, iteration, 0, 0, -1, 1)  # fmt: skip
+                        launch, iteration, 0, 0, kind, 1)  # fmt: skip
         _CONFIG.pack_into(self._config, 0, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
         if status := self.driver.launch(self._at, self._function, self._args, None):
             raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
@@ -177,6 +178,22 @@ class Launcher:
         self.driver.read(self._arrays["clocks"][0], clocks)
         self.driver.read(self._arrays["clock"][0], which)
         return dict(zip(clocks.dtype.names or (), clocks[which[0]].tolist(), strict=True))
+
+    def lag(self) -> tuple[int, int]:
+        """(the host's clock, ns from there to the device's when an idle one begins a launch).
+
+        Overwrites the first stamp of the first launch; waits for the device.
+        """
+        torch.cuda.synchronize(self.device)
+        stamp, found = np.zeros(1, np.int64), []
+        for _ in range(_TRIES):
+            begin = time.perf_counter_ns()
+            self.arrive(0, 0, 0, -2)
+            self.driver.synchronize(0)
+            self.driver.read(self._arrays["came"][0], stamp)
+            found.append((int(stamp[0]) - begin, begin))
+        least, begin = min(found)
+        return begin, least
 
     def stamps(self) -> dict[str, np.ndarray]:
         """What the last RING iterations wrote down; waits for the device.

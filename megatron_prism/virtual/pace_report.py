@@ -1,24 +1,33 @@
 """Was the local rank answered on time?  What the device wrote down, put into words.
 
-In : a Pacer after the run.  Out: plain numbers for the summary; times in us.
+In : a Pacer after the run, and the stamps of its launcher.  Out: plain numbers for the
+summary; times in us.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-__all__ = ["summary"]
+__all__ = ["at_once", "summary"]
 
 _LATE_NS = 5_000
+_AT_ONCE_NS = 10_000  # from a launch to its beginning on a device that has nothing else to do
 
 
-def summary(pacer: Any) -> dict[str, Any]:
+def summary(
+    pacer: Any, stamps: dict[str, np.ndarray], predicted: Mapping[str, float]
+) -> dict[str, Any]:
     """Counts of iterations, and what the last paced one waited for, by group.
 
-    late : calls that ended later than their peers would have let them, because answering them took
-           longer; nothing is hidden: the rank then runs behind the job by that much
+    late       : calls that ended later than their peers would have let them, because answering them
+                 took longer; nothing is hidden: the rank then runs behind the job by that much
+    host_bound : calls that began on the device as soon as the host issued them: the device had
+                 nothing left to do and waited for Python, so a faster host would be felt
+    held_us    : from coming to a call to its end; ``predicted_us`` the same in the replay, in which
+                 this rank is as fast as its slice; ``predicted`` has them by group
     """
     tally = pacer.tally
     found: dict[str, Any] = {
@@ -27,37 +36,58 @@ def summary(pacer: Any) -> dict[str, Any]:
         "iterations_strayed": len(tally.strayed),
         "calls_outside": tally.extra,
     }
-    stamps = pacer.launcher.stamps()
     if stamps["stuck"][0]:
         found["stuck"] = _name(pacer, int(stamps["stuck"][0]) - 1)
+    if pacer.launcher.shared is not None:
+        found["clock"] = pacer.launcher.clock()
     slot = _last(pacer, stamps)
     if slot is None:
         return found
-    came, went = stamps["came"][slot], stamps["went"][slot]
-    ends = np.array(
-        [stamps["end"][slot][one].max() for one in pacer.launcher.launches], dtype=np.int64
-    )
-    late = np.maximum(went - ends, 0)
+    came, went, until = (stamps[name][slot] for name in ("came", "went", "until"))
+    late = np.maximum(went - until, 0)
     groups: dict[str, dict[str, float]] = {}
-    for call, held in _first_calls(pacer):
+    for call, launch in _first_calls(pacer):
         row = groups.setdefault(call.group, {"calls": 0, "held_us": 0.0, "late_us": 0.0})
         row["calls"] += 1
-        row["held_us"] += (ends[held] - came[held]) / 1e3
-        row["late_us"] += late[held] / 1e3
+        row["held_us"] += (until[launch] - came[launch]) / 1e3
+        row["late_us"] += late[launch] / 1e3
+    for name, us in predicted.items():
+        if name in groups:
+            groups[name]["predicted_us"] = us
+    issued = np.array(pacer.issued[slot])
     return {
         **found,
+        "calls_paced": len(came),
         "late_calls": int((late > _LATE_NS).sum()),
         "late_us": float(late.sum() / 1e3),
+        "host_bound": int(at_once(issued, came, pacer.lags).sum()),
         "groups": {name: {k: round(v, 1) for k, v in row.items()} for name, row in groups.items()},
     }
+
+
+def at_once(
+    issued: np.ndarray, came: np.ndarray, lags: list[tuple[int, int]], within: int = _AT_ONCE_NS
+) -> np.ndarray:
+    """bool [launches]: began within ``within`` ns of the time that a launch takes at best.
+
+    issued : the host's clock when the host came to each, came: the device's when that did
+    lags   : (host's clock, ns from there to the device's when an idle device begins a launch) at
+             the beginning and the end of the run; clocks drift evenly between them
+    """
+    times, least = np.array(lags, dtype=np.int64).T
+    # differences first: the device's clock has more digits than a float
+    expected = np.interp(issued - times[0], times - times[0], (least - least[0]).astype(float))
+    found: np.ndarray = (came - issued - least[0]) - expected <= within
+    return found
 
 
 def _last(pacer: Any, stamps: dict[str, np.ndarray]) -> int | None:
     """The slot of the last iteration whose every end is known."""
     ring = stamps["tag"].shape[0]
+    ours = [j for one in pacer.launcher.launches for j in one]
     for iteration in range(pacer.iteration, max(-1, pacer.iteration - ring), -1):
         slot = iteration % ring
-        if (stamps["tag"][slot] == iteration + 1).all():
+        if (stamps["tag"][slot][ours] == iteration + 1).all():
             return slot
     return None
 

@@ -17,8 +17,9 @@ second measurement on the drift since the last is continued.
 
 from __future__ import annotations
 
-__all__ = ["CLOCK", "SHARED", "SOURCE", "TABLE"]
+__all__ = ["CLOCK", "RING", "SHARED", "SOURCE", "TABLE"]
 
+RING = 4  # iterations whose ends are remembered
 # The fields of Table, in order: all addresses, but for the last two.
 TABLE = (
     "part", "member", "mine", "with", "whom", "own", "start", "cause", "back", "weight",
@@ -223,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(512) prism_call(Call c) {
   int slot = (c.iteration %% RING) * t->launches + c.launch;
   if (c.kind < 0) {  // only its turn has come
     t->came[slot] = begin;
-    publish(c, begin);
+    if (c.kind == -1) publish(c, begin);
     return;
   }
   if (blockIdx.x == 0 && threadIdx.x < 32) settle(c, begin);

@@ -11,7 +11,8 @@ and waits order the rest, so overlap is the job's own:
 * a batch of messages is one call; unbatched messages of each pair have a stream of their own
 
 Host time counts: a rank whose host is slow is slower by all that a call takes beyond NCCL's.  So
-the pacing kernel gives most answers itself (``moves``), and streams and events are raw handles.
+the pacing kernel gives most answers itself (``moves``), and streams and events are raw handles;
+where it is known how long NCCL keeps the host, the host is kept for what is left of that.
 
 A call that the program does not expect ends pacing until the next iteration, is counted and said.
 """
@@ -21,10 +22,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any
 
 from megatron_prism.errors import UnsupportedError
+from megatron_prism.virtual.batch import Batch
 from megatron_prism.virtual.moves import Move, move_of
+from megatron_prism.virtual.pace_source import RING
 from megatron_prism.virtual.streams import End, Streams
 from megatron_prism.virtual.work import Done
 
@@ -38,6 +42,7 @@ class Call:
     launch : which launch of the table it belongs to, -1 if it has no virtual peer
     blocks : thread blocks that NCCL would occupy meanwhile
     large  : an answer of several kernels takes long enough to be told from waiting
+    host   : ns for which NCCL would keep the host, 0 if that is not known
     """
 
     op: str
@@ -45,6 +50,7 @@ class Call:
     launch: int
     blocks: int = 1
     large: bool = False
+    host: int = 0
 
 
 @dataclass
@@ -73,10 +79,15 @@ class Pacer:
         self.tally = Tally()
         self.iteration = -1
         self.active = False
-        self._first = 0  # since which iteration all ends are known
+        self.first = 0  # since which iteration all ends are known
         self._at = 0
         self._lanes: dict[Any, _Lane] = {}
-        self._batch: _Batch | None = None
+        count = 1 + max((call.launch for call in calls), default=-1)
+        # per iteration of the ring and launch: when the host came to it
+        self.issued = [[0] * count for _ in range(RING)]
+        self.now_issued = self.issued[0]
+        self.lags: list[tuple[int, int]] = []  # of the device behind the host (pace_report)
+        self._batch: Batch | None = None
 
     # -- iterations -------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -84,6 +95,7 @@ class Pacer:
         self._close()
         self.iteration += 1
         self._at, self.active = 0, True
+        self.now_issued = self.issued[self.iteration % RING]
         if self._shared is not None:
             self.launcher.compare_clocks(self.iteration + 1)
 
@@ -106,7 +118,7 @@ class Pacer:
     def _stray(self, why: str) -> None:
         self.tally.strayed.append(f"iteration {self.iteration + 1}: {why}")
         self.active = False
-        self._first = self.iteration + 1
+        self.first = self.iteration + 1
         if self._shared is not None:
             self._shared.leave(self.iteration)
 
@@ -135,6 +147,7 @@ class Pacer:
             return answer(group, *args, **kwargs)
         if self._batch is not None:
             return self._batch.add(group, call, answer, args, kwargs)
+        self.now_issued[call.launch] = begin = perf_counter_ns()
         if self.streams.capturing():
             raise UnsupportedError(
                 f"{op} of {call.group} goes into a CUDA graph, which would answer every "
@@ -149,10 +162,20 @@ class Pacer:
         pair = op == "send" or op == "recv"
         opts = kwargs.get("opts", args[-1] if args else None)
         if not pair and not getattr(opts, "asyncOp", True):
-            return self._in_order(group, stream, call, answer, args, kwargs)
-        lane = self.lane((id(group), args[1]) if pair else id(group))
+            made = self._in_order(group, stream, call, answer, args, kwargs)
+        else:
+            lane = self.lane((id(group), args[1]) if pair else id(group))
+            made = self._beside(lane, stream, group, call, answer, args, kwargs)
+        while perf_counter_ns() < begin + call.host:
+            pass
+        return made
+
+    def _beside(
+        self, lane: _Lane, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """On a stream of its own, after what the caller's holds now."""
         self.streams.follow(lane.stream, stream, lane.begin)
-        move = self._move(group, op, answer, args, kwargs)
+        move = self.move(group, call.op, answer, args, kwargs)
         if move is not None:
             self._hold(lane.stream, call, move)
             made = Done(move.outs)
@@ -169,13 +192,13 @@ class Pacer:
         lane = self._lanes.get(id(group))
         if lane is not None and lane.end is not None:
             lane.end.wait()
-        move = self._move(group, call.op, answer, args, kwargs)
+        move = self.move(group, call.op, answer, args, kwargs)
         if move is None:
             return self._answered(stream, group, call, answer, args, kwargs)
         self._hold(stream, call, move)
         return Done(move.outs)
 
-    def _move(self, group: Any, op: str, answer: Any, args: Any, kwargs: Any) -> Move | None:
+    def move(self, group: Any, op: str, answer: Any, args: Any, kwargs: Any) -> Move | None:
         """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
         find = move_of.get(answer.__name__)
         if find is None or group.world.observer is not None:
@@ -191,7 +214,7 @@ class Pacer:
 
     def _hold(self, stream: int, call: Call, move: Move | None) -> None:
         launcher = self.launcher
-        launcher.release(stream, call.launch, self.iteration, self._first, True, call.blocks, move)
+        launcher.release(stream, call.launch, self.iteration, self.first, True, call.blocks, move)
 
     def _answered(
         self, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
@@ -203,7 +226,7 @@ class Pacer:
             self.launcher.arrive(stream, call.launch, self.iteration)
         made = answer(group, *args, **kwargs)
         self.launcher.release(
-            stream, call.launch, self.iteration, self._first, not early, call.blocks
+            stream, call.launch, self.iteration, self.first, not early, call.blocks
         )
         return made
 
@@ -220,7 +243,7 @@ class Pacer:
         if not self.active or self._batch is not None:
             yield
             return
-        self._batch = _Batch(self)
+        self._batch = Batch(self)
         try:
             yield
         finally:
@@ -239,48 +262,3 @@ class _Lane:
     stream: int
     begin: int
     end: End | None = None
-
-
-class _Batch:
-    """Messages that are issued together: answered one by one, ended by one launch."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer = pacer
-        self._group: Any = None
-        self._launch, self._blocks = -1, 0
-        self._move: Move | None = None
-        self._answers: list[Callable[[], Any]] = []
-        self._made: list[tuple[Done, Any]] = []
-
-    def add(self, group: Any, call: Call, answer: Any, args: Any, kwargs: Any) -> Done:
-        self._group, self._launch = group, call.launch
-        self._blocks += call.blocks
-        move = None
-        if call.op == "send" and self._move is None:
-            self._move = move = self._pacer._move(group, call.op, answer, args, kwargs)
-        if move is None:
-            self._answers.append(lambda: answer(group, *args, **kwargs))
-        made = Done(args[0], args[1] if call.op == "recv" else -1)
-        self._made.append((made, args))
-        return made
-
-    def issue(self) -> None:
-        """Answer on the group's stream and hold it."""
-        if self._launch < 0:
-            return
-        pacer, launch = self._pacer, self._launch
-        streams, launcher = pacer.streams, pacer.launcher
-        lane = pacer.lane(id(self._group))
-        streams.follow(lane.stream, streams.current(), lane.begin)
-        if self._answers:
-            launcher.arrive(lane.stream, launch, pacer.iteration)
-            with streams.on(lane.stream):
-                for answer in self._answers:
-                    answer()
-        launcher.release(
-            lane.stream, launch, pacer.iteration, pacer._first, not self._answers, self._blocks,
-            self._move,
-        )  # fmt: skip
-        lane.end = end = End(streams, lane.stream)
-        for made, args in self._made:
-            made.after(end, args)

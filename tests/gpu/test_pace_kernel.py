@@ -46,7 +46,8 @@ def table_of(seed, count=40):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
-    from megatron_prism.virtual.pace_kernel import RING, Launcher
+    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.virtual.pace_source import RING
 
     table = table_of(seed)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
@@ -149,3 +150,30 @@ def test_tables_are_not_in_torchs_memory():
     launcher.release(torch.cuda.current_stream().cuda_stream, 0, 0, 0, True, 1)
     launcher.stamps()
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == before
+
+
+def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
+    from megatron_prism.virtual.pace_report import at_once
+    from megatron_prism.virtual.pace_source import RING
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    launcher = alone(1_000)
+    call = Call("all_reduce", "TP", 0)
+    pacer = Pacer([call], launcher, Streams(launcher.driver, device))
+    group = SimpleNamespace(desc="TP", _mixed=None)
+    pacer.lags.append(launcher.lag())
+    issued, came = [], []
+    for busy in (False, False, True, False, True):  # the first one is slow in Python
+        torch.cuda.synchronize()
+        pacer.begin()
+        if busy:
+            torch.cuda._sleep(2_000_000)  # about a millisecond
+        opts = SimpleNamespace(asyncOp=False)
+        pacer.record(group, "all_reduce", lambda group, *args: Done(), ([], opts), {})
+        came.append(launcher.stamps()["came"][pacer.iteration % RING, 0])
+        issued.append(pacer.now_issued[0])
+    pacer.lags.append(launcher.lag())
+    found = at_once(np.array(issued), np.array(came), pacer.lags, 30_000).tolist()[1:]
+    assert found == [True, False, True, False]
+    times, least = zip(*pacer.lags, strict=True)
+    print(f"clocks drift by {(least[1] - least[0]) / (times[1] - times[0]):.1e}")

@@ -78,7 +78,8 @@ def check(table, stamps, shared):
 
 
 def test_two_ranks_on_one_device():
-    from megatron_prism.virtual.pace_kernel import RING, Launcher
+    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.virtual.pace_source import RING
 
     table, store = table_of_two(), Store()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -114,7 +115,8 @@ def test_two_ranks_on_one_device():
 
 def one_of_two(process, port):
     """What each of two processes does."""
-    from megatron_prism.virtual.pace_kernel import RING, Launcher
+    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.virtual.pace_source import RING
 
     device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)
