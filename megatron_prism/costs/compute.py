@@ -1,27 +1,34 @@
-"""How long does a compute segment take?  What was measured, else the roofline of its kernels.
+"""How long does a compute segment take?  What was measured, else its kernels one by one.
 
-In : a program and a machine.  Out: ns per op and where they are from.  The roofline gives a kernel
-the larger of flops / rate and bytes / rate, and never less than the shortest kernel (Williams,
-Waterman & Patterson 2009).  Segments recorded on the meta tier name their kernels; those without
-names are treated as one.
+In : a program and a machine.  Out: ns per op and where they are from.  Segments recorded on the
+meta tier name their kernels.  A kernel takes what the machine's op table says (``op_table``); one
+that the table lacks takes its roofline: the larger of flops / rate and bytes / rate, and never less
+than the shortest kernel (Williams, Waterman & Patterson 2009).  Kernels without names are taken as
+one.  A segment of which rooflines make up more than ``SLIGHT`` is said to rest on them too.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
 
+from megatron_prism.costs import op_table
 from megatron_prism.costs.machine import Machine
+from megatron_prism.costs.op_table import Kernel, OpTable
 from megatron_prism.ops import CODE
 from megatron_prism.program import Program
 
-__all__ = ["MEASURED", "NONE", "ROOFLINE", "compute_ns"]
+__all__ = ["MEASURED", "MIXED", "NONE", "OPS", "ROOFLINE", "SLIGHT", "compute_ns", "parts_of",
+           "table_of"]  # fmt: skip
 
 MEASURED, ROOFLINE, NONE = 0, 1, 2
+OPS, MIXED = 5, 6  # an op table; one and rooflines
+SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 _KERNEL = re.compile(
-    r"(?P<name>[^(;]+)\([^)]*\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
+    r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
 _TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
           "float8_e5m2": "fp8"}  # fmt: skip
@@ -38,32 +45,53 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     source[compute[measured]] = MEASURED
     rest, rows = compute[~measured], ops[~measured]
     columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
-    known: dict[tuple[int, ...], int] = {}
+    table = table_of(machine)
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
     found = []
     for key in zip(*columns, strict=True):
         if key not in known:
-            known[key] = min(_segment(program.strings[key[0]], *key[1:], machine), _MOST_NS)
+            by_table, by_roof = parts_of(program.strings[key[0]], *key[1:], machine, table)
+            share = by_roof / max(1, by_table + by_roof)
+            code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
+            known[key] = min(by_table + by_roof, _MOST_NS), code
         found.append(known[key])
-    ns[rest] = found
-    source[rest] = ROOFLINE
+    ns[rest] = [one for one, _ in found]
+    source[rest] = [code for _, code in found]
     return ns, source
 
 
-def _segment(note: str, flops: int, traffic: int, kernels: int, machine: Machine) -> int:
-    """ns of one segment by its kernels; what they leave of its flops and bytes is one more."""
+def table_of(machine: Machine) -> OpTable | None:
+    """The machine's op table.  UsageError if there is no such table."""
+    return _read(machine.ops) if machine.ops else None
+
+
+_read = functools.lru_cache(maxsize=4)(op_table.read)
+
+
+def parts_of(
+    note: str, flops: int, traffic: int, kernels: int, machine: Machine, table: OpTable | None
+) -> tuple[int, int]:
+    """(ns by ``table``, ns by roofline) of one segment by its kernels; what they leave of its flops
+    and bytes is one more."""
     flops, traffic = max(0, flops), max(0, traffic)
-    total, kernels = 0, max(1, kernels)
+    measured, total, kernels = 0.0, 0, max(1, kernels)
     for match in _KERNEL.finditer(note):
-        count = int(match["count"] or 1)
-        total += count * _kernel(match["name"].strip(), int(match["flops"]), int(match["bytes"]),
-                                 match["dtype"], machine)  # fmt: skip
-        flops -= count * int(match["flops"])
-        traffic -= count * int(match["bytes"])
+        count, name = int(match["count"] or 1), match["name"].strip()
+        own = int(match["flops"]), int(match["bytes"])
+        one = None
+        if table is not None:
+            one = table.ns(Kernel.parse(name, match["shapes"], match["dtype"], *own))
+        if one is not None:
+            measured += count * one
+        else:
+            total += count * _kernel(name, *own, match["dtype"], machine)
+        flops -= count * own[0]
+        traffic -= count * own[1]
         kernels -= count
     if kernels > 0:
         rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
         total += max(rest, kernels * machine.kernel_ns)
-    return total
+    return round(measured), total
 
 
 def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:

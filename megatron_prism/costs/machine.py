@@ -37,6 +37,7 @@ class Machine:
     nvls_rate       : the same of all-reduces in the NVLink switch; 0 if it has none or it is off
     network_rate    : bytes per second per GPU and direction between nodes; 0 if there is no network
     call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
+    ops             : its table of measured kernels (``op_table``), a name or a file; "" if none
     """
 
     name: str
@@ -51,6 +52,7 @@ class Machine:
     network_rate: float
     call_ns: int
     source: str
+    ops: str = ""
 
 
 def machines() -> dict[str, Path]:
@@ -61,7 +63,7 @@ def machines() -> dict[str, Path]:
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
     known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = data_file.read(name, FOLDER, "machine", known)
+    path, fields = data_file.read(name, FOLDER, "machine", known, ("ops",))
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
@@ -76,8 +78,8 @@ def named_in(text: str) -> str | None:
 
 def _wrong(key: str, value: object) -> str | None:
     """What ``key`` should be like, if ``value`` is not."""
-    if key in ("name", "source"):
-        return None if isinstance(value, str) else "a name and a source are text"
+    if key in ("name", "source", "ops"):
+        return None if isinstance(value, str) else "a name, a source and a table's name are text"
     if key == "flops":
         good = isinstance(value, dict) and "bf16" in value and all(map(_positive, value.values()))
         return None if good else 'write positive rates, at least that of bf16: {"bf16": 6e14}'

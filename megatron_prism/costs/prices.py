@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.costs.collective import Calibration, Shape, modelled
-from megatron_prism.costs.compute import MEASURED, ROOFLINE, compute_ns
+from megatron_prism.costs.compute import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.costs.host import host_ns, host_sources
 from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
@@ -19,10 +19,16 @@ from megatron_prism.program import Program
 
 __all__ = ["ERRORS", "Prices", "price"]
 
-# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Rooflines: the
-# worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
+# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: the
+# worst phase of benchmarks/results/h200_segments.json.  Rooflines, and segments that need them too:
+# the worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
 # among several GPUs in benchmarks/results/h200_x4_rates.json (tests/test_nccl.py holds it).
-ERRORS = {"modelled: roofline": 0.2, "modelled: NCCL": 0.12}
+ERRORS = {
+    "modelled: op table of": 0.07,
+    "modelled: op table and roofline": 0.2,
+    "modelled: roofline": 0.2,
+    "modelled: NCCL": 0.12,
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class Prices:
 
 
 def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None = None) -> Prices:
-    """Prices of every op: measured segments, then roofline; measured calls, then the model."""
+    """Prices of every op: measured segments, then the op table, then roofline; measured calls, then
+    the model."""
     calibration = calibration or Calibration()
     tier = graph.programs.source.get("device", graph.programs.source.get("tier", "unknown"))
     sources = (
@@ -66,6 +73,9 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
         "none: not a segment",
         f"measured: calls ({calibration.source})",
         f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
+        f"modelled: op table of {machine.name} ({_table_source(machine)})",
+        f"modelled: op table and roofline of {machine.name}, for kernels that the table lacks"
+        f" ({_table_source(machine)}; {machine.source})",
         *host_sources(calibration, tier),
     )
     _check_fits(graph, machine)
@@ -77,11 +87,16 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
     }
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, meeting_source = _meetings(graph, machine, calibration)
-    assert (MEASURED, ROOFLINE) == (0, 1)  # the order of ``sources``
+    assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
         tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources,
         tuple(ns for ns, _ in issued), tuple(s for _, s in issued),
     )  # fmt: skip
+
+
+def _table_source(machine: Machine) -> str:
+    table = table_of(machine)
+    return table.source if table is not None else "it has none"
 
 
 def _check_fits(graph: WorldGraph, machine: Machine) -> None:

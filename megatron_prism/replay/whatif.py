@@ -145,8 +145,9 @@ def moved(
     """
     unknown = [_unmeasured(program) for program in graph.programs.programs]
     bare = dataclasses.replace(graph, programs=_with(graph.programs, unknown))
-    old, new, roof = price(graph, here), price(graph, there, calibration), price(bare, there)
-    base = price(bare, here)
+    old, new = price(graph, here), price(graph, there, calibration)
+    # both by roofline alone: one of them may have no op table
+    base, roof = (price(bare, dataclasses.replace(one, ops="")) for one in (here, there))
     compute, source, sources = [], [], list(new.sources)
     for index in range(len(graph.classes)):
         measured = old.compute_source[index] == MEASURED

@@ -6,7 +6,10 @@ from when the rank was ready to its end, with a span ``waiting`` inside while ot
 Arrows go from a send to its receive, and from the class that came last to a call to the others.
 
 Format: "Trace Event Format" (Google, 2016): X complete events, s/f flows, M names.  ``ts`` and
-``dur`` are microseconds with three decimals, so nothing is rounded.
+``dur`` are microseconds with three decimals, so nothing is rounded.  Perfetto drops what is before
+0 (``TraceSorter::Stream::Push``, trace_sorter.h), and ranks may begin before the last iteration has
+ended elsewhere: so 0 is when the first of them begins, and ``iteration_begins_ns`` says when the
+iteration does.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _PLACES = 1000  # more threads than one lane ever needs
 
 def render(timeline: Timeline) -> str:
     """The last iteration as a Chrome trace."""
-    tracks = [_Track(timeline, index) for index in range(len(timeline.graph.classes))]
+    indices = range(len(timeline.graph.classes))
+    early = max((-int(timeline.spans(i)["ready"].min(initial=0)) for i in indices), default=0)
+    tracks = [_Track(timeline, index, early) for index in indices]
     lines = [json.dumps(event) for track in tracks for event in track.names()]
     for track in tracks:
         lines += track.events()
@@ -40,6 +45,7 @@ def render(timeline: Timeline) -> str:
         "made_by": "prism replay",
         "world": str(timeline.graph),
         "iteration_ns": timeline.iteration_ns,
+        "iteration_begins_ns": early,
         "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
         **{f"slices_{key}": value for key, value in timeline.graph.programs.source.items()},
     }
@@ -58,12 +64,14 @@ class _Place:
 
 
 class _Track:
-    """One class as one process."""
+    """One class as one process; times are ``early`` ns later than the timeline's."""
 
-    def __init__(self, timeline: Timeline, index: int) -> None:
+    def __init__(self, timeline: Timeline, index: int, early: int) -> None:
         self.timeline, self.index = timeline, index
         self.program: Program = timeline.graph.program_list[index]
         self.spans = timeline.spans(index)
+        for column in ("ready", "start", "end"):
+            self.spans[column] += early
         self.threads: dict[int, str] = {}
         self.thread_of = self._spread()
 
@@ -191,9 +199,8 @@ def _meta(what: str, process: int, thread: int, **args: object) -> dict[str, obj
 
 
 def _us(ns: int) -> str:
-    """Microseconds with all three decimals."""
-    sign, ns = ("-", -ns) if ns < 0 else ("", ns)
-    return f"{sign}{ns // 1000}.{ns % 1000:03d}"
+    """Microseconds with all three decimals; never negative."""
+    return f"{ns // 1000}.{ns % 1000:03d}"
 
 
 def _cut(text: str) -> str:

@@ -2,9 +2,10 @@
 
 In : every aten call (``LiveBytes`` sees them all on the meta tier).  Out: Work of the calls since
 the last ``take``.  Flops are those of torch.utils.flop_counter's formulas; traffic is what a kernel
-must read and write once: its tensor inputs and outputs, of a table that it picks from only what it
-picks.  Views and allocations are no kernels.  A transposed operand of a product is marked ``t``.
-Stand-ins for fused kernels, which only allocate, say themselves what they would have done.
+must read and write once: its tensor inputs and outputs, of a table that it picks from or puts into
+only what it moves.  Views and allocations are no kernels.  A transposed operand of a product is
+marked ``t``.  Stand-ins for fused kernels, which only allocate, say themselves what they would
+have done.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _FREE = frozenset(
     )  # fmt: skip
 )
 _PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from their first argument
+_PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"))  # into it
 _LONGEST = 240  # distinct kernels of a segment that are written out
 
 
@@ -116,6 +118,8 @@ class Meter:
         there = tensors + outs
         if name in _PICK and len(tensors) > 1:
             there = tensors[1:] + outs + outs  # as much is read as written
+        elif name in _PUT and len(tensors) > 1:
+            there = tensors[1:] + tensors[-1:]
         moved = sum(t.numel() * t.element_size() for t in there)
         self.add(name, flops, moved, tensors or outs)
 
