@@ -5,8 +5,9 @@ for people, tests and the text form.  Semantics, in CUDA's terms:
 
 ==============  ====================================================================================
 compute         kernels on ``stream``: ``ns`` measured (-1: unknown), ``flops``, ``traffic`` bytes.
-                ``host``: how long the host takes to issue them; ``ns`` is then the kernels' alone,
-                as if the host were always ahead.  Unknown (-1): ``ns`` has its delays in it
+                ``host``: how long the host takes to issue them, ``lead`` of it until the first one
+                is launched; ``ns`` is then the kernels' alone, as if the host were always ahead.
+                Unknown (-1): ``ns`` has its delays in it
 all_reduce ...  any row of ``collectives.TABLE`` that is no p2p: issued from ``stream``, runs on the
                 group's own stream.  Without a handle the issuing stream waits for it at once
 send recv       p2p with the rank ``peer`` places further in the group's ring of members (may be
@@ -107,6 +108,7 @@ OP = np.dtype(
         ("flops", "i8"),
         ("traffic", "i8"),
         ("host", "i8"),
+        ("lead", "i8"),
     ]
 )
 # What of the live memory changed before which op: storage ids are the program's own.  ``note`` says
@@ -144,6 +146,7 @@ class Op:
     flops: int = -1
     traffic: int = -1
     host: int = -1
+    lead: int = -1
     kernels: int = -1
     shape: str = ""
     site: str = ""

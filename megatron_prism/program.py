@@ -74,6 +74,7 @@ class Builder:
         flops: int = -1,
         traffic: int = -1,
         host: int = -1,
+        lead: int = -1,
         kernels: int = -1,
         shape: str = "",
         site: str = "",
@@ -107,6 +108,7 @@ class Builder:
                 flops,
                 traffic,
                 host,
+                lead,
             )
         )
         return len(self._rows) - 1

@@ -275,7 +275,8 @@ class _Reader:
                 fix = f"use {', '.join(REDUCE[1:])}"
                 self.fail(word.start(), f"there is no reduction {value}", fix)
             return {key: value}
-        readers = {"ns": units.parse_ns, "host": units.parse_ns, "traffic": units.parse_bytes}
+        readers = dict.fromkeys(("ns", "host", "lead"), units.parse_ns)
+        readers["traffic"] = units.parse_bytes
         if key in readers:
             return {key: self._number(word, value, key, readers[key])}
         if key not in _NUMBERS:

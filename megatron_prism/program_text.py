@@ -87,10 +87,9 @@ def format_op(op: Op) -> str:
             op.num_out != -1
         )
     words += [f"{k}={v}" for k in _NUMBERS if (v := getattr(op, k)) != _DEFAULT[k]]
-    if op.ns >= 0:
-        words.append(f"ns={_exact(op.ns, {k: v for k, v in units.NS.items() if len(k) < 3})}")
-    if op.host >= 0:
-        words.append(f"host={_exact(op.host, {k: v for k, v in units.NS.items() if len(k) < 3})}")
+    for key in ("ns", "host", "lead"):
+        if (ns := getattr(op, key)) >= 0:
+            words.append(f"{key}={_exact(ns, {k: v for k, v in units.NS.items() if len(k) < 3})}")
     if op.traffic >= 0:
         words.append(f"traffic={_exact(op.traffic, units.BINARY)}")
     if op.splits is not None:

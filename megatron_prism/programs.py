@@ -29,7 +29,7 @@ __all__ = ["FORMAT", "Programs", "load", "save"]
 FORMAT = 3  # of the file; raised when its content changes meaning, and older ones then convert
 _NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
 _NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
-_NO_HOST = OP.descr[:-1]  # of ops before format 3
+_NO_HOST = OP.descr[:-2]  # of ops before format 3
 SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 
@@ -180,7 +180,7 @@ def _with_host(old: np.ndarray) -> np.ndarray:
     new = np.empty(old.size, dtype=OP)
     for name in old.dtype.names or ():
         new[name] = old[name]
-    new["host"] = -1
+    new["host"] = new["lead"] = -1
     return new
 
 

@@ -47,7 +47,7 @@ class Rank:
         self.hosted = any(op.host >= 0 for op in ops)
         self.queues = defaultdict(deque)  # streams by name, communicators by (group, peer)
         self.blocked, self.handles, self.counts, self.issued = [], {}, Counter(), set()
-        self.paid = None  # the call that the host is through with
+        self.paid = None  # the op that the host may issue now
 
 
 class Simulation:
@@ -150,12 +150,14 @@ class Simulation:
         return [event]
 
     def prepared(self, rank, iteration, index):
-        """Whether the host is through with what a call takes it; it begins with that if need be."""
+        """Whether the host is through with what an op takes it before anything is launched; it
+        begins with that if need be."""
         op = rank.ops[index]
         again = iteration == rank.iteration and index in rank.issued
-        if not rank.hosted or not op.group or again or rank.paid == (iteration, index):
+        ns = CALL_NS if op.group else max(0, op.lead)
+        if not rank.hosted or again or not ns or rank.paid == (iteration, index):
             return True
-        rank.blocked, rank.paid = self.busy(CALL_NS), (iteration, index)
+        rank.blocked, rank.paid = self.busy(ns), (iteration, index)
         return False
 
     def issue(self, rank, iteration, index):
@@ -166,7 +168,7 @@ class Simulation:
         if op.name == "compute":
             stream.append(("kernel", (rank.rank, iteration, index), op.ns, Event()))
             if rank.hosted:
-                rank.blocked = self.busy(max(0, op.host))
+                rank.blocked = self.busy(max(0, op.host) - max(0, op.lead))
         elif op.name == "record":
             rank.handles[op.handle] = self.marker(stream)
         elif op.name == "wait" and op.handle in rank.handles:
@@ -268,8 +270,9 @@ class Writer:
             what = rng.random()
             if what < 0.6:
                 host = rng.choice([-1, 0, 2, 15, 40]) if self.hosted else -1
+                lead = rng.choice([-1, 0, host // 2, host]) if host >= 0 else -1
                 ns = rng.choice([0, 3, 20, 55])
-                self.ops.append(Op("compute", ns=ns, stream=stream, host=host))
+                self.ops.append(Op("compute", ns=ns, stream=stream, host=host, lead=lead))
             elif what < 0.7:
                 self.open.append(next(self.handles))
                 self.ops.append(Op("record", stream=stream, handle=self.open[-1]))
@@ -358,8 +361,9 @@ def prices_of(graph):
     compute = tuple(np.maximum(p.ops["ns"], 0) for p in graph.program_list)
     zeros = tuple(np.zeros(len(c), dtype=np.uint8) for c in compute)
     none = np.zeros(len(meet), dtype=np.uint8)
+    lead = tuple(np.maximum(p.ops["lead"], 0) for p in graph.program_list)
     host = tuple(
-        np.where(p.ops["name"] == CODE["compute"], np.maximum(p.ops["host"], 0), CALL_NS)
-        for p in graph.program_list
+        np.where(p.ops["name"] == CODE["compute"], np.maximum(p.ops["host"], 0) - first, CALL_NS)
+        for p, first in zip(graph.program_list, lead, strict=True)
     )
-    return Prices(compute, zeros, meetings, none, ("test",), host, zeros)
+    return Prices(compute, zeros, meetings, none, ("test",), lead, host, zeros)

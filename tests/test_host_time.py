@@ -37,40 +37,56 @@ def bounds(*pairs, base=5_000_000):
 def test_kernels_behind_a_host_that_is_ahead_keep_their_gaps():
     trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30)])
     # 2 us between kernels, and as much in front of the first
-    assert busy_ns(trace, bounds((0, 20))).tolist() == [(50 + 20 + 30 + 3 * 2) * US]
+    found = busy_ns(trace, bounds((-4, 20))).tolist()
+    assert found == [[(50 + 20 + 30 + 3 * 2) * US], [4 * US], [0]]
 
 
 def test_a_gap_that_the_host_made_counts_as_the_usual_one():
     late = [(0, 100, 50), (5, 152, 20), (400, 404, 30), (500, 504, 10)]
-    assert busy_ns(traced(late), bounds((0, 600))).tolist() == [(110 + 4 * 2) * US]
+    assert busy_ns(traced(late), bounds((0, 600)))[0].tolist() == [(110 + 4 * 2) * US]
 
 
 def test_kernels_belong_to_the_segment_that_launched_them():
     trace = traced([(0, 100, 50), (30, 152, 20), (35, 174, 30), (90, 300, 7)])
     found = busy_ns(trace, bounds((0, 20), (25, 40), (50, 60)))
-    assert found.tolist() == [52 * US, (50 + 2 * 2) * US, 0]  # the last was launched in between
+    assert found[0].tolist() == [52 * US, (50 + 2 * 2) * US, 0]  # the last is of no segment
+    assert found[1].tolist() == [0, 5 * US, 10 * US]  # no launch: as long as the segment
 
 
 def test_kernels_side_by_side_count_once():
     trace = traced([(0, 100, 50), (5, 110, 20), (6, 140, 30)])
-    assert busy_ns(trace, bounds((0, 20))).tolist() == [70 * US + 1 * US]  # no gap tells: 1 us
+    assert busy_ns(trace, bounds((0, 20)))[0].tolist() == [70 * US + 1 * US]  # no gap tells: 1 us
+
+
+def test_a_kernel_that_starts_at_once_found_the_device_idle():
+    trace = traced([(0, 4, 50), (20, 60, 20), (500, 503, 30)])
+    assert busy_ns(trace, bounds((-3, 10), (15, 30), (480, 510)))[2].tolist() == [1, 0, 1]
 
 
 def test_segments_that_do_not_wait_for_the_host_keep_their_own_time():
-    elapsed, busy = np.array([1030, 5000, 777]) * US, np.array([1000, 1000, 0]) * US
+    elapsed = np.array([1030, 5000, 777]) * US
+    none = np.zeros(3, dtype=np.int64)
     # 3 % slower clocks in what was not traced hold for the late one as well
-    assert device_ns(elapsed, busy).tolist() == [1030 * US, 1030 * US, 777 * US]
+    found = device_ns(elapsed, np.stack([np.array([1000, 1000, 0]) * US, none, none]))
+    assert found.tolist() == [1030 * US, 1030 * US, 777 * US]
+
+
+def test_what_an_idle_device_waits_for_the_first_launch_is_no_kernels_time():
+    elapsed = np.array([1030, 1030]) * US
+    found = device_ns(elapsed, np.array([[1000, 1000], [20, 20], [1, 0]]) * [[US], [US], [1]])
+    assert found.tolist() == [1010 * US, 1030 * US]
 
 
 def test_without_a_segment_that_keeps_up_kernels_count_as_they_are():
-    elapsed, busy = np.array([9000, 5000]) * US, np.array([10, 20]) * US
-    assert device_ns(elapsed, busy).tolist() == [10 * US, 20 * US]
+    elapsed, none = np.array([9000, 5000]) * US, np.zeros(2, dtype=np.int64)
+    found = device_ns(elapsed, np.stack([np.array([10, 20]) * US, none, none]))
+    assert found.tolist() == [10 * US, 20 * US]
 
 
 WORLD = """prism-program 1
 world size=2 tp=2
 program rank=0 ranks=0-1
-0F compute ns=10us host=100us
+0F compute ns=10us host=100us lead=30us
 0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum
 0F compute ns=500us host=20us
 0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum handle=0
@@ -88,8 +104,9 @@ def replayed(text, calibration=None):
 def test_the_device_waits_for_a_host_that_is_late():
     found = replayed(WORLD)
     spans = found.spans(0)
-    # segment 1 is over after 10 us, but its last kernel is issued after 100, and the call after 120
-    assert spans["end"][0] == 10 * US
+    # segment 1 starts with its first launch; the host is through with it after 100 us only, and
+    # with the call after 120
+    assert (spans["start"][0], spans["end"][0]) == (30 * US, 40 * US)
     assert spans["start"][1] == 100 * US + CALL_NS
     # from here on the device is behind the host
     assert spans["start"][2] == spans["end"][1]
@@ -126,7 +143,7 @@ program rank=0 ranks=0-1
 
 
 def test_programs_without_the_hosts_time_replay_as_before():
-    plain = WORLD.replace(" host=100us", "").replace(" host=20us", "")
+    plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
     found = replayed(plain)
     assert found.spans(0)["start"][1] == 10 * US
     assert not any("host" in source for source in found.prices.used())
@@ -207,10 +224,13 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     times, hosts = [(Mark(), Mark())] * 2, [(0, 50_000), (90_000, 150_000)]
     written = Recording(0, builder, times, names, hosts)
     quick = Recording(0, None, times, names, hosts)
-    traced = Recording(0, None, times, names, hosts, busy=np.array([100_000, 390_000]))
+    traced = Recording(
+        0, None, times, names, hosts, busy=np.array([[100_000, 390_000], [60_000, 7_000], [0, 0]])
+    )
     program, count = recordings.typical([written, quick, quick, traced], own_ns=3_000)
     assert count == 2
     assert program.ops["host"].tolist() == [50_000, -1, 57_000]
+    assert program.ops["lead"].tolist() == [50_000, -1, 7_000]
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
     untraced, _ = recordings.typical([written, quick], own_ns=3_000)

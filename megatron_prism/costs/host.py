@@ -30,17 +30,21 @@ def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
 
 def host_ns(
     program: Program, calibration: Calibration, first: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(ns int64 [n], source uint8 [n]); ``first`` is the number of the segments' provenance.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(until the first kernel, from then on: int64 [n] ns; source uint8 [n]).
+
+    ``first`` is the number of the segments' provenance.
 
     0 throughout if the program does not know its segments' host time.  A batch is issued with its
     first message.
     """
     ops = program.ops
-    ns = np.maximum(ops["host"], 0)
+    whole = np.maximum(ops["host"], 0)
+    lead = np.clip(ops["lead"], 0, whole)
+    ns = whole - lead
     source = np.full(len(ops), first, dtype=np.uint8)
     if not (ops["host"] >= 0).any():
-        return ns, source
+        return lead, ns, source
     calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
     source[calls] = first + 1
     batches: dict[int, int] = {}
@@ -51,4 +55,4 @@ def host_ns(
             ns[i] = calibration.host_ns(NAMES[ops["name"][i]], later, CALL_NS)
         else:
             ns[batches.setdefault(batch, i)] += calibration.host_ns("message", True, CALL_NS)
-    return ns, source
+    return lead, ns, source

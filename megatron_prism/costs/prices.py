@@ -40,8 +40,9 @@ class Prices:
     meetings        : int64 [rendezvous], once everybody has come
     meeting_source  : uint8 [rendezvous], index into ``sources``
     sources         : provenance, in words
-    host            : per class int64 [ops], how long the host takes to issue an op; 0 throughout
-                      for programs whose segments have the host's delays in them
+    lead, host      : per class int64 [ops], how long the host takes until the first kernel of an op
+                      is launched, and from then on; 0 throughout for programs whose segments have
+                      the host's delays in them
     host_source     : per class uint8 [ops], index into ``sources``
     """
 
@@ -50,6 +51,7 @@ class Prices:
     meetings: np.ndarray
     meeting_source: np.ndarray
     sources: tuple[str, ...]
+    lead: tuple[np.ndarray, ...] = ()
     host: tuple[np.ndarray, ...] = ()
     host_source: tuple[np.ndarray, ...] = ()
 
@@ -57,6 +59,7 @@ class Prices:
         """The provenances that some duration above 0 rests on, those of computing first."""
         parts = [*zip(self.compute, self.compute_source, strict=True),
                  (self.meetings, self.meeting_source),
+                 *zip(self.lead, self.host_source, strict=True),
                  *zip(self.host, self.host_source, strict=True)]  # fmt: skip
         codes = {int(code) for ns, source in parts for code in np.unique(source[ns > 0])}
         return tuple(self.sources[code] for code in sorted(codes))
@@ -90,7 +93,7 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
     assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
         tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources,
-        tuple(ns for ns, _ in issued), tuple(s for _, s in issued),
+        *(tuple(column) for column in zip(*issued, strict=True)),
     )  # fmt: skip
 
 

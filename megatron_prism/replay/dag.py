@@ -9,7 +9,8 @@ on times, so the graph is built once and evaluated for any durations:
   members end it together.  A batch of sends and receives starts as one and ends as one
 * the host issues ahead without limit, except that ``host_wait`` holds it until the device is done;
   in programs that say how long it takes, it issues one op after the other, and nothing starts on
-  the device before the host has begun to issue it, nor is over before the host is through with it
+  the device before the host has launched it; what follows a segment on the device also waits until
+  the host is through with the segment
 
 A cycle means that the job hangs: ``order`` then holds fewer nodes than there are.  Programs are
 read once each (``issue.py``); classes that run the same one are copies.
@@ -25,9 +26,9 @@ import numpy as np
 
 from megatron_prism.graph import WorldGraph
 from megatron_prism.replay import kernels
-from megatron_prism.replay.issue import COMPUTE, HOST, JOIN, NOTHING, Issue, issue
+from megatron_prism.replay.issue import COMPUTE, HOST, JOIN, LEAD, NOTHING, Issue, issue
 
-__all__ = ["COMPUTE", "HOST", "JOIN", "MEET", "Dag", "build"]
+__all__ = ["COMPUTE", "HOST", "JOIN", "LEAD", "MEET", "Dag", "build"]
 
 MEET = 2  # a rendezvous; the other kinds are of one class each
 
@@ -36,9 +37,11 @@ MEET = 2  # a rendezvous; the other kinds are of one class each
 class Dag:
     """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the rendezvous.
 
-    kind      : uint8 [n], COMPUTE, MEET, HOST (issues an op) or JOIN (which takes no time)
+    kind      : uint8 [n], COMPUTE, MEET, LEAD and HOST (the host issues an op) or
+                JOIN (which takes no time)
     owner     : int32 [n], the class of a node; -1 for MEET
-    op        : int64 [n], op index of a COMPUTE or HOST node, rendezvous of a MEET node, else -1
+    op        : int64 [n], op index of a COMPUTE, LEAD or HOST node, the rendezvous of a MEET node,
+                else -1
     iteration : int32 [n]
     start     : int64 [n + 1], slices of ``before``
     before    : int64 [edges], the nodes that must end first

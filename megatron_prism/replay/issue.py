@@ -15,13 +15,10 @@ import numpy as np
 from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.program import Program
 
-__all__ = ["COMPUTE", "HOST", "JOIN", "NOTHING", "Issue", "issue"]
+__all__ = ["COMPUTE", "HOST", "JOIN", "LEAD", "NOTHING", "Issue", "issue"]
 
-COMPUTE, JOIN, HOST = (
-    0,
-    1,
-    3,
-)  # a segment, a point in time, the host's time for an op (2: a meeting)
+COMPUTE, JOIN = 0, 1  # a segment, a point in time (2 is a meeting)
+LEAD, HOST = 3, 4  # the host's time for an op until its first kernel is launched, and after that
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE = CODE["compute"]
 _EMPTY: list[int] = []  # never changed
@@ -104,14 +101,15 @@ class _Reader:
         rows = zip(columns.names, columns.streams, columns.batches, strict=True)
         for i, (name, stream, batch) in enumerate(rows):
             if name == _COMPUTE:
+                self._hosts(i, LEAD)
                 node = self._add(i, self._queue(stream))
                 streams[stream] = [node]
                 self.node[base + i] = node
-                self._issued(i)
+                self._hosts(i, HOST)
             elif _TALKS[name]:
                 together = [i] if batch < 0 else members[batch]
                 if together[0] == i:  # the rest of a batch was issued with its first
-                    self._issued(i)
+                    self._hosts(i, HOST)
                     self._call(stream, together, base)
             elif name == _WAIT:
                 queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
@@ -129,11 +127,10 @@ class _Reader:
         self.before.append(before)
         return len(self.op) - 1
 
-    def _issued(self, op: int) -> None:
-        """The host issues ``op``.  Its kernels start when the host begins with it, for it issues
-        many; what comes behind them waits until it is through with them too."""
+    def _hosts(self, op: int, kind: int) -> None:
+        """The host spends time on ``op``: what it issues from here on starts later."""
         if self.hosted:
-            self.host = self._add(op, [self.host] if self.host >= 0 else [], HOST)
+            self.host = self._add(op, [self.host] if self.host >= 0 else [], kind)
 
     def _queue(self, stream: int) -> list[int]:
         """What the next op on ``stream`` waits for; not to be changed."""

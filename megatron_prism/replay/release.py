@@ -182,7 +182,7 @@ def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
     for program in graph.program_list:
         found.update(program.ops.tobytes() + repr(program.strings).encode())
     arrays = [meet.start, meet.classes, meet.ops, prices.meetings, graph.classes.of]
-    for array in (*arrays, *meet.of, *prices.compute, *prices.host):
+    for array in (*arrays, *meet.of, *prices.compute, *prices.lead, *prices.host):
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:20]
 

@@ -19,7 +19,7 @@ from megatron_prism.errors import PrismError
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
 from megatron_prism.replay import kernels, maxplus
-from megatron_prism.replay.dag import COMPUTE, HOST, MEET, Dag, build
+from megatron_prism.replay.dag import COMPUTE, HOST, LEAD, MEET, Dag, build
 
 __all__ = ["SPAN", "Account", "Step", "Timeline", "replay"]
 
@@ -135,9 +135,9 @@ class Timeline:
         dag, last = self.dag, self.iterations - 1
         return [
             Step(int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]),
-                 int(self.node_end[n]), bool(dag.kind[n] == HOST))
+                 int(self.node_end[n]), bool(dag.kind[n] in (LEAD, HOST)))
             for n in path
-            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, HOST)
+            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, LEAD, HOST)
         ]  # fmt: skip
 
     def slack(self) -> list[int]:
@@ -177,7 +177,7 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET
     found[meets] = prices.meetings[dag.op[meets]]
-    for kind, columns in ((COMPUTE, prices.compute), (HOST, prices.host)):
+    for kind, columns in ((COMPUTE, prices.compute), (LEAD, prices.lead), (HOST, prices.host)):
         chosen = dag.kind == kind
         first = np.concatenate(([0], np.cumsum([len(ns) for ns in columns]))).astype(np.int64)
         every = np.concatenate([*columns, np.empty(0, dtype=np.int64)])

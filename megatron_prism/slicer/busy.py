@@ -21,6 +21,7 @@ __all__ = ["Tracer", "busy_ns", "device_ns"]
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
+_IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
 _LATE = 0.05  # a segment that takes so much longer than its kernels waits for the host
 
@@ -48,7 +49,9 @@ class Tracer:
 
 
 def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int64 [segments]: the kernels that the host launched in each segment, back to back.
+    """int64 [3, segments]: what the host launched in each segment, back to back; how long it took
+    the host until the first launch (as long as the segment where there is none); whether the device
+    had nothing to do by then (1) or was behind (0).
 
     trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
     """
@@ -63,10 +66,11 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
             kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
     kernels.sort()
     rows = np.array([(b, e, launched[c]) for b, e, c in kernels if c in launched], dtype=np.int64)
-    found = np.zeros(len(bounds), dtype=np.int64)
+    limits = np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
+    found = np.zeros((3, len(bounds)), dtype=np.int64)
+    found[1] = limits[:, 1] - limits[:, 0]
     if not rows.size or not bounds:
         return found
-    limits = np.array(bounds, dtype=np.int64) - base
     segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
     inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
     rows, segment = rows[inside], segment[inside]
@@ -86,24 +90,29 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     taken = np.where(timely | (gap <= 0), np.maximum(gap, 0), np.minimum(gap, usual))
     taken[first] = usual
     added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
-    np.add.at(found, segment, taken + added)
+    np.add.at(found[0], segment, taken + added)
+    np.minimum.at(found[1], segment, rows[:, 2] - limits[segment, 0])
+    found[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
     return found
 
 
-def device_ns(elapsed: np.ndarray, busy: np.ndarray) -> np.ndarray:
+def device_ns(elapsed: np.ndarray, traced: np.ndarray) -> np.ndarray:
     """int64 [segments]: what each takes if the host is always ahead.
 
     elapsed : between the CUDA events around it, in iterations that were not traced
-    busy    : by ``busy_ns``; 0 where nothing was traced
+    traced  : by ``busy_ns``; 0 in its first row where nothing was traced
 
     A segment that takes hardly longer than its kernels keeps its own time, which is that of the
-    clocks of an undisturbed iteration; the kernels of the others are brought to those clocks.
+    clocks of an undisturbed iteration, without the moment in which an idle device waited for its
+    first launch; the kernels of the others are brought to those clocks.
     """
+    busy = traced[0]
+    elapsed = elapsed - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * elapsed), 0)
     ahead = (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
     ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
     known = elapsed[ahead].sum() > _LATE * elapsed.sum()
     late = np.minimum(elapsed, np.rint(busy * (ratio if known else 1.0)))
-    return np.where(ahead | (busy == 0), elapsed, late).astype(np.int64)
+    return np.rint(np.where(ahead | (busy == 0), elapsed, late)).astype(np.int64)
 
 
 def _ns(microseconds: float) -> int:

@@ -27,7 +27,7 @@ class Recording:
     times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
     trace   : names of all ops in order
     hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
-    busy    : int64 [segments] ns its kernels alone take; None unless the iteration was traced
+    busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
     """
 
     rank: int
@@ -90,8 +90,10 @@ def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -
     issued = np.median(hosts[:, :, 1] - hosts[:, :, 0], axis=0).round().astype(np.int64)
     calls = IS_COLLECTIVE[names] | IS_PAIR[names]
     issued -= np.where((compute > 0) & calls[compute - 1], own_ns, 0)
-    program.ops["host"][compute] = np.maximum(issued, 0)
-    program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy.astype(np.int64))
+    issued = np.maximum(issued, 0)
+    program.ops["host"][compute] = issued
+    program.ops["lead"][compute] = np.clip(busy[1], 0, issued).astype(np.int64)
+    program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)
 
 
 def stamp() -> Any:

@@ -182,7 +182,7 @@ def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
     return Paths(
         lasts=durations[order].astype(np.float64),
         row=np.where(
-            dag.kind[order] == dags.HOST, classes + 1, np.where(owner >= 0, owner, classes)
+            dag.kind[order] >= dags.LEAD, classes + 1, np.where(owner >= 0, owner, classes)
         ),
         node=order,
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
