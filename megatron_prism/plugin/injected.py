@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.fault_plan import Fault
-from megatron_prism.virtual.backend import arguments
+from megatron_prism.virtual.arguments import arguments
 
 __all__ = ["another_call", "another_tensor", "leave", "options", "spoil", "splits"]
 

@@ -26,7 +26,7 @@ from megatron_prism.fault_plan import FIX, Call, Fault, Finder, named_group
 from megatron_prism.ops import Op
 from megatron_prism.plugin import injected
 from megatron_prism.slicer.calls import details
-from megatron_prism.virtual.backend import arguments
+from megatron_prism.virtual.arguments import arguments
 from megatron_prism.virtual.rendezvous import nccl_lets_through
 from megatron_prism.virtual.work import Done
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.virtual.answers import reduce_op_name
-from megatron_prism.virtual.backend import arguments
+from megatron_prism.virtual.arguments import arguments
 
 __all__ = ["DTYPE", "Tracked", "details"]
 
