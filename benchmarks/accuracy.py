@@ -135,8 +135,10 @@ class Sitting:
         return folder
 
     def calibrate(self) -> Calibration:
-        """Calls among this host's GPUs."""
+        """Calls among this host's GPUs; those of an earlier run in the same folder, if any."""
         file = self.work / "calibration.json"
+        if file.exists():
+            return read_calibration(file)
         words = ["-m", "megatron_prism", "calibrate", "-o", str(file)]
         words += [f"processes={NUM_RANKS}"]
         self._start("calibrate", words).wait()
