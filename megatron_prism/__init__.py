@@ -36,7 +36,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       diagnosis.py             the verdict as values, text and JSON
       hang_world.py            who is to blame for a standstill of programs
       watchdog.py              which watchdog fires first, and what it prints
-      placement.py             where in its program every rank stood, and is that it
+      placement.py             where in its program every rank stood, and is that it (overlay.py)
     report/                  the timeline as text, one HTML page, a trace
     stochastic/              the distribution of the iteration time
     artefact.py              results that appear whole or not at all: a folder, a file

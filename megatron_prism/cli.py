@@ -137,11 +137,9 @@ COMMANDS = {
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
             (("--programs",), {"dest": "job", "metavar": "PATH", "help": "of the dumps' job"}),
             (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
+            (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
-            (
-                ("--markdown",),
-                {"metavar": "FILE", "type": Path, "help": "the verdict for an issue"},
-            ),
+            (("--markdown",), {"metavar": "FILE", "type": Path, "help": "it, for an issue"}),
             (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
             (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
             FORCE,

@@ -29,6 +29,9 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
+    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu]
+                                also: runs the culprits' real code to the place where they stood,
+                                and on
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
     prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0 truth=FILE]
                                 plants faults, runs all ranks until nobody can go on, and judges
@@ -84,36 +87,61 @@ def _of_dumps(args: argparse.Namespace) -> Any:
     words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
     settings = dict(word.partition("=")[::2] for word in words)
-    if set(settings) - {"programs", "recipe"} or len(words) > 1 or args.out:
+    known = {"programs", "recipe"} | ({"tier"} if args.confirm else set())
+    if set(settings) - known or len(words) > (3 if args.confirm else 1) or args.out:
         raise UsageError(
             f"{' '.join(words)} does not go with --dumps",
             fix="programs=DIR or recipe=NAME: the job that left the dumps",
         )
+    if args.confirm and "recipe" not in settings:
+        raise UsageError("--confirm runs the suspect's real code, of which job?",
+                         fix="--recipe NAME (and --programs DIR, if it was captured)")  # fmt: skip
     dumps = flight_workers.read(args.dumps)
     found = judge.of_dumps(dumps)
     if not settings:
         return found
+    with tempfile.TemporaryDirectory() as place:
+        return _on_programs(dumps, found, settings, Path(place), args.confirm)
+
+
+def _on_programs(
+    dumps: Any, found: Any, settings: dict[str, str], place: Path, confirm: bool
+) -> Any:
+    """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism import placement
 
-    placed = placement.place(dumps, found, _job(settings))
+    recipe, path = None, settings.get("programs")
+    if "recipe" in settings:
+        from megatron_prism import recipe as recipes
+
+        tier = [f"prism.tier={settings['tier']}"] if "tier" in settings else []
+        recipe = recipes.load(settings["recipe"], tier)
+    programs = _job(recipe, path, place)
+    placed = placement.place(dumps, found, programs)
     named = {c.rank for c in found.culprits}
     shown = [p for p in placed.places if p.rank in named]
     shown += [p for p in placed.places if p.rank not in named][: _SHOWN - len(shown)]
-    return dataclasses.replace(found, places=tuple(map(str, shown)), tried=placed.lines)
+    lines, confirmed = placed.lines, placed.confirmed
+    if confirm:
+        from megatron_prism.plugin import confirm as trials
+
+        trial = trials.confirm(recipe, programs, Path(path or place), dumps, found, placed,
+                               console(stderr=True))  # fmt: skip
+        lines, confirmed = (*lines, *trial.lines), trial.confirmed
+    return dataclasses.replace(
+        found, places=tuple(map(str, shown)), tried=lines, confirmed=confirmed
+    )
 
 
-def _job(settings: dict[str, str]) -> Any:
-    """The programs of the job, captured now if a recipe is named."""
+def _job(recipe: Any, path: str | None, place: Path) -> Any:
+    """The programs of the job, captured now in ``place`` if only a recipe is named."""
     from megatron_prism.slices import open_programs
 
-    if "programs" in settings:
-        return open_programs(settings["programs"])
-    from megatron_prism import recipe as recipes
+    if path is not None:
+        return open_programs(path)
     from megatron_prism.plugin import capture
 
-    with tempfile.TemporaryDirectory() as place:
-        talk = console(stderr=True)
-        return capture.capture(recipes.load(settings["recipe"], []), Path(place), console=talk)
+    return capture.capture(recipe, place, console=console(stderr=True))
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -56,7 +56,8 @@ class Diagnosis:
     missing: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
     watchdog: str = ""  # which fires first, and what it prints
-    tried: tuple[str, ...] = ()  # what the programs say to it
+    tried: tuple[str, ...] = ()  # what the programs, and the culprit's real code, say to it
+    confirmed: bool | None = None  # by them; None: not tried, or it says nothing
 
     @property
     def exit_code(self) -> int:

@@ -40,7 +40,7 @@ ROWS = [
     "flight_recorder quiescence hang_graph",
     "flight_export flight_workers outstanding faults",
     "joint_calls watchdog",
-    "votes",
+    "votes overlay",
     "allocator_settings",
     "allocator",
     "allocator_trace",

@@ -64,6 +64,7 @@ def test_options_of_commands():
             "--dumps",
             "--programs",
             "--recipe",
+            "--confirm",
             "-o",
             "--out",
             "--markdown",

@@ -115,9 +115,11 @@ def run_ranks(
     *,
     num_workers: int | None = None,
     slices: Any = None,
+    watch: Any = None,
 ) -> list[dict[str, Any]]:
     """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
-    fails.  ``slices`` is a SliceStore into which each puts what it did.
+    fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch`` a
+    ``witness.Watch``.
 
     Raises NotTrainedError and whatever PrismError a worker ended with.
     """
@@ -125,7 +127,7 @@ def run_ranks(
         raise UsageError(
             f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
         )
-    summaries = _run_all(recipe, ranks, num_workers, console, slices)
+    summaries = _run_all(recipe, ranks, num_workers, console, (slices, watch))
     for summary in summaries:
         if summary["steps"] < recipe.train.iterations:
             raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
@@ -133,7 +135,7 @@ def run_ranks(
 
 
 def _run_all(
-    recipe: Recipe, ranks: tuple[int, ...], num_workers: int | None, console: Console, slices: Any
+    recipe: Recipe, ranks: tuple[int, ...], num_workers: int | None, console: Console, more: Any
 ) -> list[dict[str, Any]]:
     num_workers = num_workers or min(os.cpu_count() or 1, 8)
     waiting, running, done = list(ranks), [], {}
@@ -149,7 +151,7 @@ def _run_all(
         try:
             while waiting or running:
                 while waiting and len(running) < num_workers:
-                    worker = _start(recipe, waiting.pop(0), tasks, slices)
+                    worker = _start(recipe, waiting.pop(0), tasks, more)
                     running.append(worker)
                     selector.register(worker.events, io_selectors.EVENT_READ, worker)
                 for key, _ in selector.select(timeout=0.5):
@@ -173,7 +175,7 @@ def _title(recipe: Recipe, rank: int) -> str:
     return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
 
 
-def _start(recipe: Recipe, rank: int, tasks: dict[int, Any], slices: Any) -> _Worker:
+def _start(recipe: Recipe, rank: int, tasks: dict[int, Any], more: Any) -> _Worker:
     read, write = os.pipe()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     environment = {**os.environ, "PRISM_ARGS": ""}
@@ -189,7 +191,7 @@ def _start(recipe: Recipe, rank: int, tasks: dict[int, Any], slices: Any) -> _Wo
     )
     os.close(write)
     assert process.stdin is not None
-    process.stdin.write(pickle.dumps((recipe, rank, slices)))
+    process.stdin.write(pickle.dumps((recipe, rank, *more)))
     process.stdin.close()
     return _Worker(rank, process, read, stderr, tasks[rank])
 

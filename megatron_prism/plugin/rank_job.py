@@ -29,14 +29,14 @@ Emit = Callable[..., None]
 
 def main(fd: int) -> int:
     """Entry of the worker: ``python -m megatron_prism.plugin.rank_job FD``."""
-    recipe, rank, slices = pickle.load(sys.stdin.buffer)
+    recipe, rank, slices, watch = pickle.load(sys.stdin.buffer)
     out = os.fdopen(fd, "w", buffering=1)
 
     def emit(kind: str, **fields: Any) -> None:
         out.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     try:
-        emit("result", result=run(recipe, rank, emit, slices))
+        emit("result", result=run(recipe, rank, emit, slices, watch))
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -46,10 +46,13 @@ def main(fd: int) -> int:
     return 0
 
 
-def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, Any]:
+def run(
+    recipe: Recipe, rank: int, emit: Emit, slices: Any = None, watch: Any = None
+) -> dict[str, Any]:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
-    With ``slices`` (a SliceStore) the last iteration is recorded and kept there.
+    With ``slices`` (a SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
+    ``witness.Watch``) every call is held against the programs of the world.
     """
     start = time.perf_counter()
     warnings.filterwarnings("ignore")
@@ -66,6 +69,10 @@ def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, 
     proof = Proof(tier.live, shapes_only=tier.name == "meta")
     proof.who = "it"  # the parent names the rank
     world = _start_world(recipe, rank, tier, proof)
+    if watch is not None:
+        from megatron_prism.plugin.witness import Witness
+
+        proof.guard = world.guard = Witness(recipe.world, rank, tier, watch)
     emit("phase", text="importing megatron-core")
     with proof.device_memory():
         job = RankJob(recipe, proof, tier, emit)
@@ -79,6 +86,8 @@ def run(recipe: Recipe, rank: int, emit: Emit, slices: Any = None) -> dict[str, 
         job.iterate(iteration)
     proof.check(recipe.train.iterations)
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
+    if watch is not None:
+        summary["witness"] = proof.guard.said()
     if recorder is not None:
         slices.put(job.program)
         summary["recording"] = {

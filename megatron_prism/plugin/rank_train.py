@@ -98,7 +98,7 @@ class RankJob:
         start = time.perf_counter()
         if recorder is not None:
             recorder.start()
-        with self.proof.iteration(self.optimizer, chunks):
+        with self.proof.iteration(self.optimizer, chunks, self.recipe.train.iterations):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()

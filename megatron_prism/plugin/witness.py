@@ -1,0 +1,79 @@
+"""What does a rank's real code call, and where is it when it comes to one call?  A Guard looks.
+
+In : the programs of the world, the number of the call in question.  Out: the calls of one steady
+iteration as Ops, each compared with what the peers' programs say, and the Python frames at that
+call.  It stops nothing: the iteration goes on, which is the counterfactual.  Runs in the worker
+that trains the suspect (``rank_job``); ``confirm`` is the other side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_prism.ops import Op
+from megatron_prism.plugin.guard import Guard
+from megatron_prism.plugin.hang_flags import HangOptions
+from megatron_prism.slicer.calls import details
+
+__all__ = ["Watch", "Witness"]
+
+_FRAMES = 12
+_ITERATION = 2  # the first steady one
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """programs: folder or file of the world; call: how many calls of the iteration come before the
+    one in question."""
+
+    programs: Path
+    call: int
+
+
+class Witness(Guard):
+    """Told as a Guard is; ``said`` is what it has seen."""
+
+    def __init__(self, world: Any, rank: int, tier: Any, watch: Watch) -> None:
+        options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))
+        super().__init__(options, HangOptions((), 0, False, watch.programs, True), tier, None)
+        self.watch = watch
+        self.calls: list[dict[str, Any]] = []
+        self.frames: list[str] = []
+        self.differs: list[str] = []
+
+    def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
+        if self.iteration == _ITERATION:
+            if len(self.calls) == self.watch.call:
+                self.frames = _frames(sys._getframe(3))
+            fields = details(group, op, args, kwargs)
+            kept = {k: fields[k] for k in ("dtype", "num_in", "num_out") if k in fields}
+            self.calls.append({"name": op, "group": group.desc, "site": site, **kept})
+        super()._check(group, op, args, kwargs, site)
+
+    def _fail(self, kind: str, call: Op, number: int, *more: Any) -> None:
+        found = more[1] if len(more) > 1 else ()
+        self.differs.append(f"{call.name} #{number + 1} of {call.group}: {'; '.join(found)}")
+
+    def said(self) -> dict[str, Any]:
+        """Plain values: calls, frames at the call in question, what peers would call otherwise."""
+        return {"calls": self.calls, "frames": self.frames, "differs": self.differs,
+                "compared": self._compared}  # fmt: skip
+
+
+def _frames(frame: Any) -> list[str]:
+    """``file:line function``, innermost first, Megatron's and the job's own."""
+    found = []
+    while frame is not None and len(found) < _FRAMES:
+        path = frame.f_code.co_filename.replace("\\", "/")
+        megatron = path.rfind("/megatron/")
+        foreign = "site-packages/" in path or "/megatron_prism/" in path or path.startswith("<")
+        if megatron >= 0 or not foreign:
+            short = path[megatron + 1 :] if megatron >= 0 else path
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
