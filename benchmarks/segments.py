@@ -1,13 +1,14 @@
 """How far off are segments that were never run?  Tier ``meta`` against the same ranks on a GPU.
 
 ``python benchmarks/segments.py META MEASURED [--machine h200] [--table FILE.json]
-[--job NAME] [--json OUT]``
+[--job NAME] [--json OUT] [--calibration FILE]``
 
 META and MEASURED are folders of slices of the same job, captured with ``--prism-tier meta`` and on
 a GPU; ranks that both have are compared.  Each rank's time in kernels by phase: forward and
 backward as the median of its microbatches, the rest of an iteration as one sum.  Priced by
 rooflines alone, and with the machine's op table.  Slices whose ``host`` time is apart hold kernels
 alone; older ones also where the GPU waited for its host.  OUT keeps rows of other jobs.
+With a calibration also the iteration time that META alone predicts, without any host's time.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism import programs
+from megatron_prism import costs, graph, programs, slices
+from megatron_prism.costs.collective import read_calibration
 from megatron_prism.costs.compute import compute_ns, parts_of, table_of
 from megatron_prism.costs.machine import Machine, machine
 from megatron_prism.ops import CODE, PHASE_NAMES
 from megatron_prism.program import Program
+from megatron_prism.replay import timeline
 
 
 def by_phase(program: Program, ns: np.ndarray) -> dict[str, float]:
@@ -56,6 +59,13 @@ def by_roofline(program: Program, hardware: Machine) -> dict[str, float]:
     return {phase: roof / max(1, table + roof) for phase, (table, roof) in found.items()}
 
 
+def iteration_ms(folder: Path, hardware: Machine, calibration: Path) -> float:
+    """Of the whole job, from slices of every stage."""
+    made = graph.build(slices.open_programs(folder))
+    prices = costs.price(made, hardware, read_calibration(calibration))
+    return timeline.replay(made, prices, iterations=3).iteration_ns / 1e6
+
+
 _WORK = ("flops", "traffic", "kernels")
 
 
@@ -66,12 +76,16 @@ def main() -> None:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--table", default=None)
     parser.add_argument("--job", default="")
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     hardware = machine(args.machine)
     table = dataclasses.replace(hardware, ops=args.table or hardware.ops)
     roof = dataclasses.replace(hardware, ops="")
     rows = []
+    if args.calibration is not None:
+        times = [iteration_ms(args.meta, one, args.calibration) for one in (roof, table)]
+        print("iteration: {:.1f} ms by rooflines, {:.1f} ms by the op table".format(*times))
     print(
         f"{'rank':>4} {'phase':10} {'measured':>10} {'roofline':>18} {'op table':>18} {'lacks':>6}"
     )
