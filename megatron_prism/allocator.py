@@ -8,8 +8,7 @@ of their own in multiples of 2 MiB; every stream has its own pools; best fit (sm
 lowest address); a block is split if 512 B or more (small), more than 1 MiB (large) would be left;
 neighbours that are both free merge.  With expandable segments each pool is one segment that grows
 in pages (2 and 20 MiB) at its end, and its free end is used last.  Under a limit, segments that are
-all free are given back before memory has run out (of expandable segments the real one gives back
-single pages, too).
+all free are given back before memory has run out, and single pages of expandable segments.
 
 Of record_stream the caller says when the block is really free (``allocator_trace``).  Not modelled:
 garbage collection, private pools, and memory outside the allocator.
@@ -145,17 +144,45 @@ class Machine:
             self._give(block)
 
     def release(self) -> int:
-        """Give back every segment that is all free (``empty_cache``); returns its bytes."""
+        """Give back every segment that is all free (``empty_cache``), and of expandable segments
+        every page that is; returns their bytes."""
         state, before = self.state, self.state.reserved
         for block in list(self.blocks.values()):
-            if block.before is not None or block.after is not None:
-                continue
-            self._take(block)
-            state.first.remove(block)
-            if self.ends.get(block.pool) is block:
-                del self.ends[block.pool]
-            state.reserved -= block.size
+            if block.before is None and block.after is None:
+                self._take(block)
+                state.first.remove(block)
+                if self.ends.get(block.pool) is block:
+                    del self.ends[block.pool]
+                state.reserved -= block.size
+            elif self.settings.expandable:
+                self._unmap(block)
         return before - state.reserved
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages of a free block.  Their addresses are not used again: what
+        comes later is mapped at the end, which takes as many pages."""
+        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        base = block.address // GAP * GAP
+        first = base + -(-(block.address - base) // page) * page
+        last = base + (block.address + block.size - base) // page * page
+        if first >= last:
+            return
+        self._take(block)
+        for at in (first, last):  # a piece before the pages, the pages, a piece behind them
+            if block.address < at < block.address + block.size:
+                size = at - block.address
+                rest = Block(at, block.size - size, block.pool, False, block, block.after)
+                if block.after is not None:
+                    block.after.before = rest
+                elif self.ends.get(block.pool) is block:
+                    self.ends[block.pool] = rest
+                block.size, block.after = size, rest
+                if block.address != first:
+                    self._give(block)
+                block = rest
+        if block.address != first:
+            self._give(block)
+        self.state.reserved -= last - first
 
     # -- free blocks ------------------------------------------------------------------------------
     def _splits(self, pool: Pool, size: int, rest: int) -> bool:
@@ -241,16 +268,18 @@ class Machine:
         """Pages at the end of the pool's only segment; a free block there is used first."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         end = self.ends.get(pool)
+        have = end.size if end is not None and end.free else 0
+        more = -(-(size - have) // page) * page
+        if self.limit is not None and self.state.reserved + more > self.limit:
+            self.release()  # which may have taken the end, or some of it
+            end = self.ends.get(pool)
+            have = end.size if end is not None and end.free else 0
+            more = -(-(size - have) // page) * page
         if end is None:
-            block = self._segment(-(-size // page) * page, pool)
+            block = self._segment(more, pool)
             self.ends[pool] = block
             return block
-        have = end.size if end.free else 0
-        more = -(-(size - have) // page) * page
         self._reserve(more)
-        if self.ends.get(pool) is not end:  # it was all free, and was given back for the pages
-            self.state.reserved -= more
-            return self._grow(size, pool)
         if end.free:
             self._take(end)
             end.size += more

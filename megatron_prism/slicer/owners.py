@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
+from megatron_prism.tiers import live
+
 __all__ = ["Owners", "Sites"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
@@ -165,7 +167,8 @@ class Owners:
 
 
 def _workspaces() -> Iterator[tuple[str, str, Any]]:
-    """What the virtual Transformer Engine holds, if it is in use."""
+    """What cuBLAS's handles and the virtual Transformer Engine hold, if they are in use."""
+    yield from (("other", "cuBLAS workspace", tensor) for tensor in live.workspaces.values())
     base = sys.modules.get("megatron_prism.tiers.virtual_te.base")
     for tensors in getattr(base, "workspaces", {}).values():
         yield from (("other", "cuBLAS workspace", tensor) for tensor in tensors)

@@ -104,7 +104,7 @@ def _without_cuda(name: str, engine: bool) -> Tier:
     _remap_backward(remap)
     live = None
     if name == "meta":
-        live = LiveBytes("meta")
+        live = LiveBytes("meta", cublas=True)
         compiled.install(live)
         cuda_choices.install()
         live.__enter__()

@@ -4,7 +4,7 @@ A TorchDispatchMode sees every storage that an operator creates; a weak finalize
 are exact *allocated* bytes of tensors, before the allocator's rounding and segments.  ``scope``
 labels what runs now; the peak remembers the labels.  Only tensors of ``device`` count.
 
-It does not see memory that no tensor holds (context, workspaces, NCCL), nor ``resize_`` of a
+It does not see memory that no tensor holds (context, NCCL), nor ``resize_`` of a
 storage after its creation unless an operator returns the tensor again.
 """
 
@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes", "Peak"]
+__all__ = ["LiveBytes", "Peak", "workspaces"]
+
+# What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
+# Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize, torch 2.11); one handle
+# of the main thread, one of autograd's.
+WORKSPACE_BYTES = 32 << 20
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
+)
+workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
 
 
 @dataclass
@@ -31,11 +40,14 @@ class Peak:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``)."""
+    """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``).
 
-    def __init__(self, device: str = "meta") -> None:
+    cublas : count the workspaces that matrix products would take on a GPU, too
+    """
+
+    def __init__(self, device: str = "meta", cublas: bool = False) -> None:
         super().__init__()
-        self.device_type = device
+        self.device_type, self.cublas = device, cublas
         self.now = 0
         self.high = Peak()
         self.labels: dict[str, Any] = {}
@@ -127,7 +139,17 @@ class LiveBytes(TorchDispatchMode):
         if self._silent is None and self.now > self.high.bytes:
             self.high = Peak(self.now, dict(self.labels))
 
+    def _handle(self) -> None:
+        """A product is asked for: its thread's cuBLAS handle takes a workspace, once."""
+        autograd = torch._C._current_graph_task_id() >= 0  # a CUDA backward has its own thread
+        if autograd not in workspaces:
+            made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device_type)
+            workspaces[autograd] = made
+            self.track(made)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.cublas and func in _PRODUCTS:
+            self._handle()
         out = func(*args, **(kwargs or {}))
         if self.meter is not None:
             self.meter.kernel(func, args, kwargs, out)
