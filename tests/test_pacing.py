@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,6 +188,26 @@ def test_the_kernel_gives_the_answers_that_it_can(device):
     assert counted == [("TP", 4, "all_gather", 64)] * 2
     pacer.record(group, "all_gather", answer, (whole[::2], SMALL, opts(True)), {})
     assert device.log[-3:] == ["s1 waits for main", "s1: answer", "s1: hold 2 in 0 x2"]
+
+
+def test_tensors_of_a_dropped_handle_stay_until_the_device_is_done(device):
+    pacer = pacer_of(device, *[Call("all_gather", "TP", i) for i in range(3)])
+    tensors = [torch.zeros(4) for _ in range(3)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    device.query = lambda event: 600  # not ready
+    for _ in range(2):
+        tensor = tensors.pop(0)
+        pacer.record(TP, "all_gather", answering(device), (tensor, tensor, opts(True)), {})
+    del tensor
+    gc.collect()
+    assert [ref() is None for ref in gone] == [False, False, False]
+    device.query = lambda event: 0
+    work = pacer.record(
+        TP, "all_gather", answering(device), (tensors[0], tensors[0], opts(True)), {}
+    )
+    del work
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True, True, False]
 
 
 def test_a_batch_of_messages_is_one_launch(device):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import distributed as dist
 
 __all__ = ["Done"]
+
+_unfinished: list[tuple[Any, Any]] = []  # (end, tensors) of calls whose handles are gone
 
 
 class Done(dist.Work):
@@ -33,6 +36,13 @@ class Done(dist.Work):
         """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
         self._end, self._held = end, held
         return self
+
+    def __del__(self) -> None:
+        # a handle that nobody waits for: its tensors stay until the device is done with them
+        if self._held is not None and not sys.is_finalizing():
+            _unfinished[:] = [one for one in _unfinished if not one[0].query()]
+            if not self._end.query():
+                _unfinished.append((self._end, self._held))
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()
