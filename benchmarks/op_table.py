@@ -34,6 +34,8 @@ LARGEST = 1 << 28  # elements of a weight
 WIDTHS_FP8 = (1024, 2048, 4096, 8192, 16384)
 BATCHES, LENGTHS, SIZES_OF_HEADS = (8, 16, 32, 64), (1024, 2048, 4096, 8192), (64, 128)
 HEADS, SEQUENCES = (4, 8, 16, 32, 64), (1024, 2048, 4096, 8192, 16384)
+PRODUCTS, SHARES = ((2048, 6144, 4096), (8192, 8192, 8192)), (0.05, 0.3, 0.5, 0.7, 0.85, 1.0)
+BLOCK_NS, STEADY_S = 1e7, 1.5
 POOL = 1 << 32  # elements: the largest operand and the largest result
 Grid = dict[str, Any]
 
@@ -264,6 +266,64 @@ def attention(bench: Bench) -> dict[str, Grid]:
     return found
 
 
+def sustained(bench: Bench) -> list[dict[str, Any]]:
+    """By how much products slow down under the power limit, by their share of the time.
+
+    Blocks of about 10 ms, some of it products and the rest additions, go on for ``STEADY_S``; only
+    the last third counts.  The factor is over the smallest share, whose clock is the highest.
+    """
+    found = []
+    for m, n, k in PRODUCTS if bench.cuda else ():
+        a, b, out = bench.view(m, k), bench.view(n, k).t(), bench.view(m, n, out=True)
+        x = bench.view(1 << 27)
+        y = torch.empty_like(x)
+        one = bench.hot(lambda: torch.mm(a, b, out=out))  # noqa: B023 - called before the loop goes on
+        other = bench.hot(lambda: torch.add(x, 1.0, out=y))  # noqa: B023
+        points = []
+        for share in SHARES:
+            products = max(1, round(share * BLOCK_NS / one))
+            additions = round(products * one * (1 - share) / share / other)
+            block, took = _steady(
+                lambda: torch.mm(a, b, out=out),  # noqa: B023
+                lambda: torch.add(x, 1.0, out=y),  # noqa: B023
+                products,
+                additions,
+            )
+            points.append([took * products / block, took])
+        least = points[0][1]
+        rows = [[round(share, 4), round(ns / least, 4)] for share, ns in points]
+        found.append({"shape": [m, n, k], "ns": round(least), "points": rows})
+        bench.note_clock(f"sustained {m}x{n}x{k}")
+    return found
+
+
+def _steady(
+    product: Callable[[], Any], addition: Callable[[], Any], products: int, additions: int
+) -> tuple[float, float]:
+    """(ns of a block, ns of a product in it) once clock and heat have settled."""
+    marks, end = [], time.monotonic() + STEADY_S
+    while time.monotonic() < end:
+        mine = []
+        for _ in range(10):
+            three = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            three[0].record()
+            for _ in range(products):
+                product()
+            three[1].record()
+            for _ in range(additions):
+                addition()
+            three[2].record()
+            mine.append(three)
+        marks += mine
+        if len(marks) > 20:
+            marks[-20][2].synchronize()  # the host stays 20 blocks ahead
+    torch.cuda.synchronize()
+    late = marks[-len(marks) // 3 :]
+    blocks = [first.elapsed_time(last) * 1e6 for first, _, last in late]
+    own = [first.elapsed_time(middle) * 1e6 / products for first, middle, _ in late]
+    return statistics.median(blocks), statistics.median(own)
+
+
 def by_size(bench: Bench) -> dict[str, list[list[int]]]:
     """``name dtype`` -> [bytes, ns in a row, ns with L2 flushed], ascending."""
     found: dict[str, dict[int, list[int]]] = {}
@@ -304,9 +364,16 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=140)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--only", choices=["sustained"], help="this part alone, in half a minute")
     args = parser.parse_args()
     bench = Bench(args.device, args.limit, args.dry)
     bench.note_clock("warm")
+    if args.only:
+        rows = {"sustained": sustained(bench), "clocks": bench.clocks}
+        with open(args.out, "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+        print(rows)
+        return 0
     found: dict[str, Any] = {"kernels": by_size(bench), "grids": {}}
     took = {"kernels": time.monotonic() - bench.begin}
     for part in (products, attention, batched, products_fp8):
@@ -315,6 +382,7 @@ def main() -> int:
         except RuntimeError as error:  # FP8 on a GPU without it: the rest is still worth having
             bench.left_out.append(f"{part.__name__}: {str(error)[:200]}")
         took[part.__name__] = time.monotonic() - bench.begin
+    found["sustained"] = sustained(bench)
     name = torch.cuda.get_device_name() if bench.cuda else "CPU"
     found = {
         "device": name,
