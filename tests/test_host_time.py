@@ -235,3 +235,20 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
     untraced, _ = recordings.typical([written, quick], own_ns=3_000)
     assert untraced.ops["host"].tolist() == [-1, -1, -1]
+
+
+def test_calls_without_a_handle_are_timed_too(monkeypatch):
+    import torch
+
+    from megatron_prism.plugin import calibrate_host
+
+    waited = []
+
+    class Work:
+        def wait(self):
+            waited.append(1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert calibrate_host._host_ns(lambda: None) > 0
+    assert calibrate_host._host_ns(Work) > 0
+    assert len(waited) == calibrate_host._REPEATS + 1

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.plugin.calibrate_host import host_calls
@@ -159,6 +160,7 @@ def _text(stored: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+@record  # so that the launcher shows what went wrong here
 def main() -> int:
     """Entry of one process; argument: the file to write."""
     bench = _Bench()

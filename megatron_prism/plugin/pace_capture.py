@@ -67,7 +67,7 @@ def _capture_all(options: Any, job: Sequence[str]) -> None:
             raise PrismError(
                 f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
             )
-        log.unlink()
+        log.unlink(missing_ok=True)
 
 
 _LAUNCHER = frozenset(
