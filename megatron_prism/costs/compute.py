@@ -5,12 +5,14 @@ meta tier name their kernels.  A kernel takes what the machine's op table says (
 that the table lacks takes its roofline: the larger of flops / rate and bytes / rate, and never less
 than the shortest kernel (Williams, Waterman & Patterson 2009).  Kernels without names are taken as
 one.  A segment of which rooflines make up more than ``SLIGHT`` is said to rest on them too.
+Products of a rank that does little else are slower, as the table says: the GPU's power is limited.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +22,8 @@ from megatron_prism.costs.op_table import Kernel, OpTable
 from megatron_prism.ops import CODE
 from megatron_prism.program import Program
 
-__all__ = ["MEASURED", "MIXED", "NONE", "OPS", "ROOFLINE", "SLIGHT", "compute_ns", "parts_of",
-           "table_of"]  # fmt: skip
+__all__ = ["MEASURED", "MIXED", "NONE", "OPS", "ROOFLINE", "SLIGHT", "Parts", "compute_ns",
+           "parts_of", "table_of"]  # fmt: skip
 
 MEASURED, ROOFLINE, NONE = 0, 1, 2
 OPS, MIXED = 5, 6  # an op table; one and rooflines
@@ -46,18 +48,48 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     rest, rows = compute[~measured], ops[~measured]
     columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
     table = table_of(machine)
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    known: dict[tuple[int, ...], Parts] = {}
     found = []
     for key in zip(*columns, strict=True):
         if key not in known:
-            by_table, by_roof = parts_of(program.strings[key[0]], *key[1:], machine, table)
-            share = by_roof / max(1, by_table + by_roof)
-            code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
-            known[key] = min(by_table + by_roof, _MOST_NS), code
+            known[key] = parts_of(program.strings[key[0]], *key[1:], machine, table)
         found.append(known[key])
-    ns[rest] = [one for one, _ in found]
-    source[rest] = [code for _, code in found]
+    slower = _slowdown(found, table)
+    priced = {one: _priced(one, slower) for one in known.values()}
+    ns[rest] = [priced[one][0] for one in found]
+    source[rest] = [priced[one][1] for one in found]
     return ns, source
+
+
+class Parts(NamedTuple):
+    """ns of a segment: products and other kernels by the table, and what is a roofline."""
+
+    products: float
+    others: float
+    roof: int
+
+
+def _slowdown(parts: list[Parts], table: OpTable | None) -> float:
+    """Factor of products under the power limit; it changes their share of the time, on which it
+    depends."""
+    products, others = sum(p.products for p in parts), sum(p.others + p.roof for p in parts)
+    if table is None or not products:
+        return 1.0
+    factor = 1.0
+    for _ in range(_ROUNDS):
+        factor = table.slowdown(factor * products / (factor * products + others))
+    return factor
+
+
+_ROUNDS = 4  # the share hardly changes with the factor
+
+
+def _priced(parts: Parts, slower: float) -> tuple[int, int]:
+    """(ns, source)."""
+    by_table = round(slower * parts.products + parts.others)
+    share = parts.roof / max(1, by_table + parts.roof)
+    code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
+    return min(by_table + parts.roof, _MOST_NS), code
 
 
 def table_of(machine: Machine) -> OpTable | None:
@@ -70,28 +102,29 @@ _read = functools.lru_cache(maxsize=4)(op_table.read)
 
 def parts_of(
     note: str, flops: int, traffic: int, kernels: int, machine: Machine, table: OpTable | None
-) -> tuple[int, int]:
-    """(ns by ``table``, ns by roofline) of one segment by its kernels; what they leave of its flops
-    and bytes is one more."""
+) -> Parts:
+    """One segment by its kernels; what they leave of its flops and bytes is one more."""
     flops, traffic = max(0, flops), max(0, traffic)
-    measured, total, kernels = 0.0, 0, max(1, kernels)
+    products, others, roof, kernels = 0.0, 0.0, 0, max(1, kernels)
     for match in _KERNEL.finditer(note):
         count, name = int(match["count"] or 1), match["name"].strip()
         own = int(match["flops"]), int(match["bytes"])
         one = None
         if table is not None:
             one = table.ns(Kernel.parse(name, match["shapes"], match["dtype"], *own))
-        if one is not None:
-            measured += count * one
+        if one is None:
+            roof += count * _kernel(name, *own, match["dtype"], machine)
+        elif own[0]:
+            products += count * one
         else:
-            total += count * _kernel(name, *own, match["dtype"], machine)
+            others += count * one
         flops -= count * own[0]
         traffic -= count * own[1]
         kernels -= count
     if kernels > 0:
         rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
-        total += max(rest, kernels * machine.kernel_ns)
-    return round(measured), total
+        roof += max(rest, kernels * machine.kernel_ns)
+    return Parts(products, others, roof)
 
 
 def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:

@@ -32,7 +32,7 @@ from megatron_prism.errors import UsageError
 __all__ = ["Kernel", "OpTable", "read"]
 
 FOLDER = Path(__file__).with_name("ops")
-_OPTIONAL = ("clocks", "took_s", "left_out", "event_gap_ns")
+_OPTIONAL = ("sustained", "clocks", "took_s", "left_out", "event_gap_ns")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
 _LIKE = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
 # moved alike: name -> the measured one.  The first are compiled by Megatron or fused by TE
@@ -123,12 +123,15 @@ class OpTable:
 
     grids   : ``gemm tn bfloat16`` … -> times by shape
     kernels : ``name dtype`` -> (bytes ascending, ns)
+    sustained : of some products (their shares of the time ascending, factors of their times): the
+              power limit slows down what goes on
     """
 
     device: str
     source: str
     grids: dict[str, _Grid]
     kernels: dict[str, tuple[np.ndarray, np.ndarray]]
+    sustained: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     _known: dict[Kernel, float | None] = field(default_factory=dict, compare=False, repr=False)
 
     def ns(self, kernel: Kernel) -> float | None:
@@ -137,6 +140,11 @@ class OpTable:
             look = self._looks.get(kernel.name, self._by_size)
             self._known[kernel] = look(kernel)
         return self._known[kernel]
+
+    def slowdown(self, share: float) -> float:
+        """Of products that are that share of a GPU's time: the mean of what was measured."""
+        factors = [float(np.interp(share, shares, slower)) for shares, slower in self.sustained]
+        return max(1.0, sum(factors) / len(factors)) if factors else 1.0
 
     @cached_property
     def _looks(self) -> dict[str, Callable[[Kernel], float | None]]:
@@ -232,7 +240,9 @@ def read(name: str | os.PathLike[str]) -> OpTable:
     try:
         grids = {key: _grid(key, one) for key, one in stored["grids"].items()}
         kernels = {key: _rows(key, rows) for key, rows in stored["kernels"].items()}
-        return OpTable(str(stored["device"]), str(stored["source"]), grids, kernels)
+        sustained = tuple(_rows_of(one["points"]) for one in stored.get("sustained", ()))
+        device, source = str(stored["device"]), str(stored["source"])
+        return OpTable(device, source, grids, kernels, sustained)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} is no op table of ours: {error}", fix="write it again: benchmarks/op_table.py"
@@ -248,6 +258,14 @@ def _grid(key: str, stored: dict[str, Any]) -> _Grid:
     if not ((found > 0) & (found < 1 << 59) | np.isnan(found)).all():
         raise ValueError(f"{key} has a time that is not above 0")
     return _Grid(axes, np.log(found))
+
+
+def _rows_of(points: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """(shares, factors)."""
+    shares, factors = np.asarray(points, dtype=float).T
+    if not ((np.diff(shares) > 0).all() and (factors > 0.5).all() and (factors < 10).all()):
+        raise ValueError("shares of sustained products do not ascend, or a factor cannot be")
+    return shares, factors
 
 
 def _rows(key: str, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
