@@ -28,7 +28,7 @@ from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.machine import machine
 from megatron_prism.errors import PrismError
-from megatron_prism.replay import overlap, timeline
+from megatron_prism.replay import overlap
 
 REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
 LLAMA_7B = """
@@ -152,8 +152,8 @@ def predict(folder: Path, calibration: Calibration) -> float:
     if found:
         print(f"{folder.name}: {len(found)} mismatches, the first:\n{found[0]}", file=sys.stderr)
     prices = costs.price(made, machine("h200"), calibration)
-    prices = overlap.slowed(made, prices, calibration.overlap, calibration.source, 3)
-    return timeline.replay(made, prices, iterations=3).iteration_ns / 1e6
+    factors, source = calibration.overlap, calibration.source
+    return overlap.replay(made, prices, factors, source, iterations=3).iteration_ns / 1e6
 
 
 def measure(sitting: Sitting, config: str) -> dict[str, Any]:

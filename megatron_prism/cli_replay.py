@@ -130,6 +130,6 @@ def _timeline(
             fix=f"prism check {path} explains every mismatch",
         )
     prices = scenario.priced(world, hardware, measured, what_if)
-    if measured is not None:
-        prices = overlap.slowed(world, prices, measured.overlap, measured.source, iterations)
-    return timeline.replay(world, prices, iterations)
+    if measured is None:
+        return timeline.replay(world, prices, iterations)
+    return overlap.replay(world, prices, measured.overlap, measured.source, iterations)

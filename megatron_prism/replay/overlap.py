@@ -1,9 +1,9 @@
 """What do computing and calls cost each other where the timeline has both at once?
 
-In : a WorldGraph, Prices and measured factors (``costs.overlap``).  Out: Prices.  A replay says for
-how long each segment had calls of its rank beside it; during that time it gets 1 / factor as far.
-So it takes overlap x (1 - 1 / factor) longer, which changes the timeline: replay and correction
-alternate until the iteration settles.  A call is as slow as on its slowest member.
+In : a WorldGraph, Prices and measured factors (``costs.overlap``).  Out: Timeline.  A replay says
+for how long each segment had calls of its rank beside it; during that time it gets 1 / factor as
+far.  So it takes overlap x (1 - 1 / factor) longer, which changes the timeline: replay and
+correction alternate until the iteration settles.  A call is as slow as on its slowest member.
 
 Only calls that move data count, not those that wait for a rank; several at once count each.
 """
@@ -20,35 +20,33 @@ from megatron_prism.costs.overlap import Overlap
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE
 from megatron_prism.replay import maxplus, timeline
-from megatron_prism.replay.dag import build
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["PASSES", "slowed"]
+__all__ = ["PASSES", "replay"]
 
 PASSES, SETTLED = 12, 1e-4  # of the iteration time
 Costs = tuple[np.ndarray, np.ndarray]  # per op: 1 - 1 / factor, of computing and of the call
 
 
-def slowed(
+def replay(
     graph: WorldGraph,
     prices: Prices,
     factors: Mapping[str, Overlap],
     source: str,
     iterations: int = 2,
-) -> Prices:
-    """``prices`` with every overlap's cost; ``source`` says who measured the factors."""
+) -> Timeline:
+    """The timeline with every overlap's cost; ``source`` says who measured the factors."""
     if not factors:
-        return prices
+        return timeline.replay(graph, prices, iterations)
     costs = [_costs(graph, index, factors) for index in range(len(graph.classes))]
-    now, before = prices, 0
-    dag = build(graph, iterations)
+    found = timeline.replay(graph, prices, iterations)
     for _ in range(PASSES):
-        times = maxplus.evaluate(dag, timeline.durations_of(dag, now))
-        found = Timeline(graph, now, dag, *times, iterations)
-        if abs(found.iteration_ns - before) <= SETTLED * found.iteration_ns:
+        now = _corrected(found, prices, costs, source)
+        times = maxplus.evaluate(found.dag, timeline.durations_of(found.dag, now))
+        before, found = found, Timeline(graph, now, found.dag, *times, iterations)
+        if abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns:
             break
-        before, now = found.iteration_ns, _corrected(found, prices, costs, source)
-    return now
+    return found
 
 
 def _costs(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> Costs:
