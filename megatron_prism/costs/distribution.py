@@ -84,12 +84,12 @@ class Distribution:
         return f"{said} ({self.note})" if self.note else said
 
 
-def fit(samples: Iterable[float], what: str = "the duration") -> Distribution:
+def fit(samples: Iterable[float], what: str = "the duration", enough: int = ENOUGH) -> Distribution:
     """The distribution of ``samples``.
 
     PrismError for fewer than 5, and for samples that are not finite or not above 0.  Samples that
-    no candidate fits stand for themselves if there are 100; fewer are widened: a lognormal whose
-    tail reaches the slowest one seen.
+    no candidate fits stand for themselves if there are ``enough``; fewer are widened: a lognormal
+    whose tail reaches the slowest one seen.
     """
     values = np.sort(np.asarray(list(samples), dtype=np.float64))
     n = len(values)
@@ -112,7 +112,7 @@ def fit(samples: Iterable[float], what: str = "the duration") -> Distribution:
     if far[best] <= _LILLIEFORS / math.sqrt(n):
         return Distribution(found[best].kind, found[best].numbers, n, far[best])
     why = f"none of normal, gamma, lognormal fits: the nearest is {far[best]:.2f} away"
-    if n >= ENOUGH:
+    if n >= enough:
         note = f"{why}; samples as they are, nothing known beyond the slowest"
         return Distribution("empirical", tuple(values.tolist()), n, 0.0, note)
     middle = math.log(float(np.median(values)))

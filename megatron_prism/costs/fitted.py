@@ -7,6 +7,9 @@ means once that is taken out (``segment``).  Spatial: ranks that run the same op
 own (``gpu``); nothing if every rank of the world was captured, because then each rank's own times
 are its GPU's.  Calls and the network come from the other Variability: a captured rank's peers are
 virtual.  Means of few iterations stand for the truth, so deviations are widened by n / (n - 1).
+
+Where slices tell the host's time from the kernels', only segments count in which the device did not
+wait for the host: gaps vary with the host, and prices have the host's time apart.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import numpy as np
 from megatron_prism.costs.distribution import Distribution, fit
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError
+from megatron_prism.ops import CODE
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
 __all__ = ["fitted"]
 
 _SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at
+_WAITS = 0.05  # of a segment's time: waiting less than that for the host is no waiting
+_ENOUGH = 40  # iterations that may stand for themselves
 _RANKS = 5  # of the same ops: fewer say nothing of the spread between GPUs
 
 
@@ -46,7 +52,10 @@ def fitted(programs: Programs, other: Variability) -> Variability:
                 f"rank {one.rank} has an iteration of no time, or a negative one",
                 fix="capture that rank again",
             )
-    steps = _centred(fit(np.concatenate([_steps(one) for one in timed]), "an iteration's factor"))
+    found = [_of_device(one) for one in timed]
+    timed = [one for one, _ in found]
+    factors = np.concatenate([_steps(one) for one in timed])
+    steps = _centred(fit(factors, "an iteration's factor", _ENOUGH))
     parts = [_segments(one) for one in timed]
     segments = _centred(fit(np.concatenate(parts), "a segment's factor"))
     gpu, how = _between(programs, timed, other)
@@ -54,6 +63,9 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
         f"ranks (step: {steps}; segment: {segments}; gpu: {how}); calls and network: {other.name}"
     )
+    left = 1 - float(np.mean([share for _, share in found]))
+    if left > 0.005:
+        said += f"; without {100 * left:.0f} % of the time, in which the device waits for the host"
     return dataclasses.replace(
         other,
         name="slices",
@@ -64,6 +76,19 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         slow_gpu=(0.0, 1.0),
         shapes={**other.shapes, "step": steps, "segment": segments},
     )
+
+
+def _of_device(program: Program) -> tuple[Program, float]:
+    """(the program with samples of those segments alone in which the device does not wait for the
+    host, their part of the time); all of them where nothing is known, or hardly any is left."""
+    compute = program.ops["name"] == CODE["compute"]
+    ns, host = program.ops["ns"][compute], program.ops["host"][compute]
+    typical = np.median(program.samples, axis=0)
+    kept = (host < 0) | (ns >= (1 - _WAITS) * typical)
+    share = float(typical[kept].sum() / max(1.0, typical.sum()))
+    if share < _WAITS:
+        return program, 1.0
+    return dataclasses.replace(program, samples=program.samples[:, kept]), share
 
 
 def _steps(program: Program) -> np.ndarray:

@@ -32,6 +32,7 @@ __all__ = ["CallSpread", "call_spread"]
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
 _MOST = 4096  # samples of a cell that are looked at
+_ENOUGH = 24  # samples of a call that may stand for themselves: one outlier widens fewer by far
 Cell = tuple[str, int, int]  # collective, ranks, of them per node
 
 
@@ -71,7 +72,7 @@ def call_spread(
         if key not in used:
             used[key] = len(shapes)
             what = f"{cell[0]} of {nearest:,} bytes among {cell[1]}"
-            shapes.append(_of_median_1(fit(known[nearest], what)))
+            shapes.append(_of_median_1(fit(known[nearest], what, _ENOUGH)))
         kind[place] = used[key]
     if not shapes:
         return None
