@@ -1,7 +1,8 @@
 """How far off is the predicted iteration time?  Real and predicted back to back on one machine.
 
 ``python benchmarks/accuracy.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR]
-[--real-steps N] [--alone-steps N]`` (``tails_reality.py`` wants 210 and 45 or more)
+[--real-steps N] [--alone-steps N] [--more "--global-batch-size 8"]`` (``tails_reality.py``
+wants 213 and 47 steps or more, and short ones)
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  On a host
 with 4 GPUs, for every configuration: the real job on 4 GPUs; then every rank alone on one GPU with
@@ -72,6 +73,7 @@ class Sitting:
     """
 
     num_ranks = NUM_RANKS
+    more: tuple[str, ...] = ()  # arguments of every job, behind its own
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class Sitting:
     def job(self, config: str, steps: int) -> list[str]:
         """The script and its arguments."""
         length = ["--train-iters", str(steps)]
-        return [self.script, *COMMON.split(), *EVERY[self.num_ranks][config].split(), *length]
+        own = EVERY[self.num_ranks][config].split()
+        return [self.script, *COMMON.split(), *own, *self.more, *length]
 
     def _start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen[bytes]:
         with open(self.work / f"{name}.log", "wb") as log:
@@ -199,6 +202,7 @@ def main() -> int:
     parser.add_argument("--configs", default=",".join(JOBS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
+    parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--real-steps", type=int, default=REAL_STEPS)
     parser.add_argument("--alone-steps", type=int, default=ALONE_STEPS)
     args = parser.parse_args()
@@ -206,6 +210,7 @@ def main() -> int:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         sitting = Sitting(args.scripts, work, args.real_steps, args.alone_steps)
+        sitting.more = tuple(args.more.split())
         calibration = sitting.calibrate()
         rows = [measure(sitting, config) for config in args.configs.split(",")]
         for row in rows:
