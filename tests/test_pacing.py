@@ -161,7 +161,6 @@ def test_events_are_used_again_once_nobody_holds_them(device):
     made = len(device.recorded)
     for _ in range(6):
         held.pop(0)
-        gc.collect()
         held.append(
             pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
         )

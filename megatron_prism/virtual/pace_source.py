@@ -137,13 +137,16 @@ template <typename W> static __device__ __forceinline__ W scaled(W word, int kin
   return word;
 }
 // Tile by tile, each at its time: this thread's words of one tile are ``blockDim.x`` apart.
+// What changes nothing (rewriting, reading) is left when the call is over.
 template <typename W> static __device__ void move(const Call& c, i64 from, i64 until) {
   const W* source = (const W*)c.source; W* to = (W*)c.to;
   i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
   i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
   double each = tiles ? (double)(until - from) / tiles : 0;
+  bool same = c.to == c.source && c.kind == 0;
   for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     hold(from + (i64)(each * tile));
+    if (same && now() >= until) return;
     i64 at = tile * step + threadIdx.x;
     W held[TILE];
     #pragma unroll
@@ -163,6 +166,7 @@ static __device__ void look(const Call& c, i64 from, i64 until) {
   double each = tiles ? (double)(until - from) / tiles : 0;
   for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     hold(from + (i64)(each * tile));
+    if (now() >= until) return;
     #pragma unroll
     for (int k = 0; k < TILE; ++k) {
       i64 w = tile * step + threadIdx.x + k * blockDim.x;
