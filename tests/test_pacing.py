@@ -18,7 +18,7 @@ import torch
 from megatron_prism.costs.collective import Calibration
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import flags, pace, pace_capture
+from megatron_prism.plugin import flags, pace, pace_capture, summary
 from megatron_prism.plugin.pace import (
     check,
     expected,
@@ -505,7 +505,9 @@ class Stamped:
     def stamps():
         times = {"came": [[1_000, 9_000]], "until": [[3_000, 20_000]], "went": [[2_000, 50_000]]}
         found = {name: np.array(value * 4, np.int64) for name, value in times.items()}
-        found["tag"] = np.array([[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+        for array in found.values():
+            array[1] += 40_000
+        found["tag"] = np.array([[1, 1, 1], [2, 2, 2], [0, 0, 0], [0, 0, 0]])
         return {**found, "stuck": np.array([2])}
 
 
@@ -513,8 +515,8 @@ def test_the_report_says_what_was_felt_and_what_was_predicted(device):
     calls = [Call("all_reduce", "TP", 0), Call("send", "PP", 1), Call("recv", "PP", 1)]
     pacer = Pacer(calls, device, device, cuda=False)
     pacer.launcher = Stamped()
-    pacer.iteration, pacer.lags = 0, [(0, 500), (100_000, 500)]
-    pacer.issued[0] = [400, 8_000]
+    pacer.iteration, pacer.lags = 2, [(0, 500), (100_000, 500)]  # which is not over
+    pacer.issued[1] = [40_400, 40_000]
     found = pace_report.summary(pacer, Stamped.stamps(), {"TP": 2.5, "OTHER": 1.0})
     assert found["groups"] == {
         "TP": {"calls": 1, "held_us": 2.0, "late_us": 0.0, "predicted_us": 2.5},
@@ -522,6 +524,10 @@ def test_the_report_says_what_was_felt_and_what_was_predicted(device):
     }
     assert (found["late_calls"], found["host_bound"], found["calls_paced"]) == (1, 2, 2)
     assert found["stuck"] == "call 1: send of PP"
+    assert found["iteration_us"] == 40.0
+    stamps = Stamped.stamps()
+    stamps["tag"][0] = 0  # the one before strayed
+    assert pace_report.summary(pacer, stamps, {})["iteration_us"] is None
 
 
 def test_the_host_is_kept_as_long_as_nccl_would(device):
@@ -539,3 +545,18 @@ def test_the_host_is_kept_as_long_as_nccl_would(device):
     for calibration, host in ((known, [27_000, 9_000]), (None, [0, 0]), (Calibration(), [0, 0])):
         found, _ = expected(program, table, 0, {"TP": 2, "PP": 2}, calibration)
         assert [call.host for call in found] == host
+
+
+def test_the_summary_says_it_in_words():
+    found = {
+        "iterations_paced": 5, "iterations_strayed": 1, "folder": "slices", "strayed": ["why"],
+        "late_calls": 2, "late_us": 1500.0, "iteration_us": 1_234_500.0, "calls_paced": 10,
+        "predicted_iteration_us": 1_200_000.0, "host_bound": 6,
+    }  # fmt: skip
+    said = "\n".join(summary._paced(found))
+    assert "5 iterations answered as the replay of slices says, 1 not; 2 calls late, 1.5 ms" in said
+    assert "took 1,234.5 ms, where the replay has 1,200.0" in said
+    assert "host-bound: 6 of 10 calls" in said
+    assert "host-bound" not in "\n".join(summary._paced({**found, "host_bound": 5}))
+    nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": []}
+    assert len(summary._paced(nothing)) == 1

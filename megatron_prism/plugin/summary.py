@@ -212,6 +212,11 @@ def _paced(pacing: dict[str, Any]) -> list[str]:
         f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
         f"{pacing.get('late_calls', 0)} calls late, {pacing.get('late_us', 0) / 1e3:.1f} ms in all"
     ]
+    if felt := pacing.get("iteration_us"):
+        lines.append(
+            f"  pacing    an iteration took {felt / 1e3:,.1f} ms, where the replay has "
+            f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
+        )
     if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
         lines.append(
             f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as soon "

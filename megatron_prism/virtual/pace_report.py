@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prism.virtual.pace_source import RING
+
 __all__ = ["at_once", "summary"]
 
 _LATE_NS = 5_000
@@ -26,6 +28,7 @@ def summary(
                  took longer; nothing is hidden: the rank then runs behind the job by that much
     host_bound : calls that began on the device as soon as the host issued them: the device had
                  nothing left to do and waited for Python, so a faster host would be felt
+    iteration  : from the first call of the iteration before to the same call of the last one
     held_us    : from coming to a call to its end; ``predicted_us`` the same in the replay, in which
                  this rank is as fast as its slice; ``predicted`` has them by group
     """
@@ -40,9 +43,10 @@ def summary(
         found["stuck"] = _name(pacer, int(stamps["stuck"][0]) - 1)
     if pacer.launcher.shared is not None:
         found["clock"] = pacer.launcher.clock()
-    slot = _last(pacer, stamps)
-    if slot is None:
+    iteration = _last(pacer, stamps)
+    if iteration is None:
         return found
+    slot = iteration % RING
     came, went, until = (stamps[name][slot] for name in ("came", "went", "until"))
     late = np.maximum(went - until, 0)
     groups: dict[str, dict[str, float]] = {}
@@ -60,6 +64,7 @@ def summary(
         "calls_paced": len(came),
         "late_calls": int((late > _LATE_NS).sum()),
         "late_us": float(late.sum() / 1e3),
+        "iteration_us": _felt_us(pacer, stamps, iteration),
         "host_bound": int(at_once(issued, came, pacer.lags).sum()),
         "groups": {name: {k: round(v, 1) for k, v in row.items()} for name, row in groups.items()},
     }
@@ -81,14 +86,21 @@ def at_once(
     return found
 
 
+def _felt_us(pacer: Any, stamps: dict[str, np.ndarray], iteration: int) -> float | None:
+    """From the first call of the iteration before to its own; None if that one was not paced."""
+    before = (iteration - 1) % RING
+    if iteration < 1 or (stamps["tag"][before][pacer.launcher.launches[0]] != iteration).any():
+        return None
+    first = stamps["came"][:, 0]
+    return float(first[iteration % RING] - first[before]) / 1e3
+
+
 def _last(pacer: Any, stamps: dict[str, np.ndarray]) -> int | None:
-    """The slot of the last iteration whose every end is known."""
-    ring = stamps["tag"].shape[0]
+    """The last iteration whose every end is known."""
     ours = [j for one in pacer.launcher.launches for j in one]
-    for iteration in range(pacer.iteration, max(-1, pacer.iteration - ring), -1):
-        slot = iteration % ring
-        if (stamps["tag"][slot][ours] == iteration + 1).all():
-            return slot
+    for iteration in range(pacer.iteration, max(-1, pacer.iteration - RING), -1):
+        if ours and (stamps["tag"][iteration % RING][ours] == iteration + 1).all():
+            return iteration
     return None
 
 
