@@ -18,7 +18,7 @@ from typing import Any
 from megatron_prism import cli_settings, units
 from megatron_prism.artefact import whole_file
 from megatron_prism.cli_output import console, print_json, progress
-from megatron_prism.cli_predict_text import show, show_comparison, show_run, show_study
+from megatron_prism.cli_predict_text import show, show_case, show_comparison, show_run, show_study
 from megatron_prism.errors import PrismError, UnitError, UsageError
 
 __all__ = ["predict"]
@@ -47,13 +47,20 @@ def predict(args: argparse.Namespace) -> int:
     prism predict A --against B --against C
 
     Layouts side by side under one network: quantiles of each, and how often A is faster.
-    A, B and C are slices, or names of shipped recipes, which are captured now.
+    A, B and C are slices, or names of shipped recipes, which are captured now; A,machine=b200 is
+    A on another machine.
+
+    prism predict A case=hot-node
+
+    PRISM's published use cases: large, calls, hot-node, slow-rank, kernels (recipes/README.md).
     """
     settings = _settings(args.settings)
     if args.html is not None and os.path.lexists(args.html) and not args.force:
         raise UsageError(f"{args.html} exists and is not overwritten", fix="--force")
     if args.against:
         return _against(args, settings)
+    if settings["case"] is not None:
+        return _case(args, settings)
     job = _job(args.programs, settings)
     result, run, study = _answers(args, settings, job)
     if args.json:
@@ -146,7 +153,7 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     names = [args.programs, *args.against]
     if len(set(names)) < len(names):
         raise UsageError("a layout is compared with itself", fix="name each once")
-    jobs = {name: _job(name, settings) for name in names}
+    jobs = {name: _job(*_with(name, settings)) for name in names}
     seed, samplers = settings["seed"], {}
     for place, (name, job) in enumerate(jobs.items()):
         own = stochastic.Sampler(job.graph, job.prices, seed + place * _STRIDE, job.calls, seed)
@@ -163,6 +170,35 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         print_json({"schema": "prism.comparison/1", **shown, "rests_on": spreads})
         return 0
     show_comparison(found, {name: (job.spread.source, job.said) for name, job in jobs.items()})
+    return 0
+
+
+def _with(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(path, settings) of ``DIR`` or ``DIR,machine=b200``: what differs for this layout alone."""
+    if os.path.exists(name) or "," not in name:
+        return name, settings
+    path, *words = name.split(",")
+    keys = dict.fromkeys(("machine", "calibration", "variability"), str)
+    return path, {**settings, **cli_settings.read(words, keys, "predict --against")}
+
+
+def _case(args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """One of the published use cases."""
+    from megatron_prism import stochastic
+
+    if args.html is not None:
+        raise UsageError("a case has no page", fix=f"leave out --html, or case={settings['case']}")
+    if settings["case"] not in stochastic.CASES:
+        stochastic.answer(settings["case"], None, None, 0)  # type: ignore[arg-type] - refuses it
+    job = _job(args.programs, settings)
+    with progress("drawing iterations"):
+        sampler = stochastic.Sampler(job.graph, job.prices, settings["seed"], job.calls)
+        found = stochastic.answer(settings["case"], sampler, job.spread, job.gpus_per_node)
+    if args.json:
+        rests = {"spreads": job.spread.source, "calls": job.said, "durations": job.prices.used()}
+        print_json({"schema": "prism.case/1", **dataclasses.asdict(found), "rests_on": rests})
+        return 0
+    show_case(found, f"{job.spread.name}: {job.spread.source}")
     return 0
 
 
@@ -240,9 +276,9 @@ def _plan(settings: dict[str, Any]) -> Any:
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
     defaults = {"machine": None, "calibration": None, "variability": "public"}
-    defaults |= {"samples": None, "seed": 0, "slow": 1.2}
+    defaults |= {"samples": None, "seed": 0, "slow": 1.2, "case": None}
     keys = {
-        **dict.fromkeys(("machine", "calibration", "variability"), str),
+        **dict.fromkeys(("machine", "calibration", "variability", "case"), str),
         "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": cli_settings.count(0, 1 << 62, "seed=2"),
         "slow": cli_settings.number("slow=1.2"),

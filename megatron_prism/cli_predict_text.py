@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_prism.cli_output import console, print_table
 
-__all__ = ["ms", "show", "show_comparison", "show_run", "show_study"]
+__all__ = ["ms", "show", "show_case", "show_comparison", "show_run", "show_study"]
 
 
 def ms(ns: float | None) -> str:
@@ -151,3 +151,16 @@ def show_comparison(found: Any, rests_on: Any) -> None:
         out.print(f"\nbeware: {found.note}")
     for name, (spreads, calls) in rests_on.items():
         out.print(f"\n{name}\n  spreads: {spreads}\n  calls: {calls}")
+
+
+def show_case(found: Any, spreads: str) -> None:
+    """A published use case and what it comes to here."""
+    out = console()
+    out.print(f"{found.name}\n  published: {found.published}\n  {found.note}\n")
+    print_table(found.head, found.rows)
+    words = {
+        True: "the published figure comes out here",
+        False: "the published figure does not come out here",
+        None: "nothing was published that could come out",
+    }
+    out.print(f"\n{words[found.reached]}\nspreads: {spreads}")

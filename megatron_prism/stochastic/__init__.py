@@ -11,10 +11,12 @@ that take part, one network regime per iteration.
     whatifs.py     single kinds of calls, placements, hot nodes, scale
     compare.py     which of several layouts is faster, and how surely
     drawn.py       prices of one drawn iteration, so that local ranks can feel it
+    cases.py       PRISM's published use cases, one at a time
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.stochastic.calls import CallSpread, call_spread
+from megatron_prism.stochastic.cases import CASES, Answer, answer
 from megatron_prism.stochastic.compare import Comparison, compare
 from megatron_prism.stochastic.drawn import Drawn, drawn, read_draw
 from megatron_prism.stochastic.predict import Prediction, predict
@@ -24,6 +26,8 @@ from megatron_prism.stochastic.whatifs import Study, study
 from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
+    "CASES",
+    "Answer",
     "CallSpread",
     "Comparison",
     "Drawn",
@@ -33,6 +37,7 @@ __all__ = [
     "RunPrediction",
     "Sampler",
     "Study",
+    "answer",
     "call_spread",
     "compare",
     "drawn",
