@@ -233,6 +233,12 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert program.ops["lead"].tolist() == [50_000, -1, 7_000]
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
+    # a delay that hits another segment in every iteration is in the sum, though in no median
+    late = [Recording(0, None, times, names, [(0, 50_000 + more), (90_000, 150_000 + other)])
+            for more, other in ((0, 0), (20_000, 0), (0, 20_000))]  # fmt: skip
+    program, _ = recordings.typical([written, *late, traced], own_ns=3_000)
+    scale = 127 / 107
+    assert program.ops["host"].tolist() == [round(50_000 * scale), -1, round(57_000 * scale)]
     untraced, _ = recordings.typical([written, quick], own_ns=3_000)
     assert untraced.ops["host"].tolist() == [-1, -1, -1]
 

@@ -87,10 +87,13 @@ def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -
     """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
     names = program.ops["name"]
     compute = np.flatnonzero(names == CODE["compute"])
-    issued = np.median(hosts[:, :, 1] - hosts[:, :, 0], axis=0).round().astype(np.int64)
     calls = IS_COLLECTIVE[names] | IS_PAIR[names]
-    issued -= np.where((compute > 0) & calls[compute - 1], own_ns, 0)
-    issued = np.maximum(issued, 0)
+    own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
+    each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
+    # Delays of a host are few and long, so no segment's median has them, but every iteration has.
+    middle = np.median(each, axis=0)
+    scale = np.median(each.sum(axis=1)) / max(1.0, middle.sum())
+    issued = np.rint(middle * scale).astype(np.int64)
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.clip(busy[1], 0, issued).astype(np.int64)
     program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)
