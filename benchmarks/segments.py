@@ -1,7 +1,7 @@
 """How far off are segments that were never run?  Tier ``meta`` against the same ranks on a GPU.
 
 ``python benchmarks/segments.py META MEASURED [--machine h200] [--table FILE.json]
-[--job NAME] [--json OUT] [--calibration FILE]``
+[--job NAME] [--phases forward,backward] [--json OUT] [--calibration FILE]``
 
 META and MEASURED are folders of slices of the same job, captured with ``--prism-tier meta`` and on
 a GPU; ranks that both have are compared.  Each rank's time in kernels by phase: forward and
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--machine", default="h200")
     parser.add_argument("--table", default=None)
     parser.add_argument("--job", default="")
+    parser.add_argument("--phases", default="forward,backward,optimizer,rest")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -98,6 +99,8 @@ def main() -> None:
         guesses = [by_phase(shapes, compute_ns(shapes, one)[0]) for one in (roof, table)]
         lacks, alone = by_roofline(shapes, table), bool((real.ops["host"] >= 0).any())
         for phase, ms in truth.items():
+            if phase not in args.phases.split(","):
+                continue
             said = [guess.get(phase, 0.0) for guess in guesses]
             off = [100 * (one / ms - 1) for one in said]
             print(

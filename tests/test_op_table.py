@@ -221,7 +221,7 @@ def test_the_shipped_table_says_how_far_off_it_was():
     assert len(errors) >= 6
     assert max(errors) < ERRORS["modelled: op table"]
     without = [abs(row["roofline_ms"] / row["measured_ms"] - 1) for row in sure]
-    assert sum(errors) < sum(without) / 3
+    assert sum(errors) < sum(without) / 2
     assert max(row["lacks"] for row in sure) < 0.01
 
 
