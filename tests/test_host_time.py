@@ -258,3 +258,33 @@ def test_calls_without_a_handle_are_timed_too(monkeypatch):
     assert calibrate_host._host_ns(lambda: None) > 0
     assert calibrate_host._host_ns(Work) > 0
     assert len(waited) == calibrate_host._REPEATS + 1
+
+
+def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
+    from megatron_prism.report.figures import figures
+    from megatron_prism.report.text import render
+
+    found = replayed(WORLD)
+    share = (100 * US + CALL_NS) / found.iteration_ns
+    assert figures(found).host == pytest.approx(share)
+    assert f"host         {share:.1%} of the critical path: GPUs wait for Python" in render(found)
+    busy = {source.text: source.busy_ns for source in figures(found).sources}
+    assert busy["measured: the host's time for segments (unknown)"] == 120 * US
+    assert busy[f"assumed: {CALL_NS // 1000} us of the host for a call"] == 2 * CALL_NS
+    plain = replayed(WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", ""))
+    assert figures(plain).host is None
+    assert "host never late" in render(plain)
+
+
+def test_a_trace_shows_what_the_host_issues_when():
+    from megatron_prism.report import perfetto
+
+    trace = json.loads(perfetto.render(replayed(WORLD)))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
+    hosts = [e for e in trace if e.get("cat") == "host"]
+    assert {names[e["tid"]] for e in hosts} == {"host"}
+    found = [(e["name"], float(e["ts"]), float(e["dur"])) for e in hosts]
+    assert found == [("issues compute 0F", 0, 100), ("issues all_reduce 0F", 100, CALL_NS / US),
+                     ("issues compute 0F", 120, 20), ("issues all_reduce 0F", 140, 20)]  # fmt: skip
+    plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
+    assert '"host"' not in perfetto.render(replayed(plain))

@@ -125,6 +125,19 @@ class Timeline:
             found[name] -= begin
         return found
 
+    def host_spans(self, index: int, iteration: int = -1) -> np.ndarray:
+        """int64 [n, 3]: (op, start, end) of what the host of class ``index`` issues, ns since the
+        iteration began; none if the slices do not say how long that takes."""
+        iteration %= self.iterations
+        mine = (self.dag.owner == index) & (self.dag.iteration == iteration)
+        lead, host = (np.flatnonzero(mine & (self.dag.kind == kind)) for kind in (LEAD, HOST))
+        start = dict(zip(self.dag.op[lead].tolist(), self.node_start[lead].tolist(), strict=True))
+        columns = (self.dag.op, self.node_start, self.node_end)
+        rows = zip(*(column[host].tolist() for column in columns), strict=True)
+        begin = self.ends[iteration - 1] if iteration else 0
+        found = [(op, start.get(op, since) - begin, end - begin) for op, since, end in rows]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
     def account(self, index: int) -> Account:
         """Where the last iteration of class ``index`` went."""
         return _Accountant(self, index).account()

@@ -14,7 +14,14 @@ import numpy as np
 
 from megatron_prism.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.report.parts import Call, PathPart, calls_of, critical_by_class, path_parts
+from megatron_prism.report.parts import (
+    HOST_PART,
+    Call,
+    PathPart,
+    calls_of,
+    critical_by_class,
+    path_parts,
+)
 from megatron_prism.selectors import format_ranks
 
 __all__ = [
@@ -75,6 +82,8 @@ class Figures:
 
     low_ns, high_ns : of the iteration, if what is modelled on its critical path is as far off as
     ``costs.ERRORS`` says; measured parts count as exact
+    host            : part of 1 of the critical path in which a host issues work; None if the
+    slices do not say how long that takes
     """
 
     sizes: str
@@ -87,6 +96,7 @@ class Figures:
     computing: float
     exposed: float
     bubble: float
+    host: float | None
     tokens_per_s: Value
     flops_per_gpu: Value
     mfu: Value
@@ -112,10 +122,13 @@ def figures(timeline: Timeline) -> Figures:
     path = path_parts(timeline)
     classes = tuple(_classes(timeline))
     calls, busy = calls_of(timeline)
-    for index, count in enumerate(graph.classes.counts):
-        ns, source = timeline.prices.compute[index], timeline.prices.compute_source[index]
-        for code, text in enumerate(timeline.prices.sources):
-            busy[text] += float(ns[source == code].sum()) * count / size
+    prices = timeline.prices
+    columns = [(prices.compute, prices.compute_source)]
+    columns += [(ns, prices.host_source) for ns in (prices.lead, prices.host)]
+    for every, sources in columns:
+        for ns, source, count in zip(every, sources, graph.classes.counts, strict=False):
+            for code, text in enumerate(prices.sources):
+                busy[text] += float(ns[source == code].sum()) * count / size
     on_path: dict[str, int] = defaultdict(int)
     for part in path:
         on_path[part.source] += part.ns
@@ -132,6 +145,7 @@ def figures(timeline: Timeline) -> Figures:
         computing=sum(c.compute * c.count for c in classes) / whole,
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
         bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
+        host=_host(timeline, path),
         **_rates(timeline),
         classes=classes,
         path=path,
@@ -142,6 +156,14 @@ def figures(timeline: Timeline) -> Figures:
             if busy[text] or on_path[text]
         ),
     )
+
+
+def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
+    programs = timeline.graph.programs.programs
+    if not any((program.ops["host"] >= 0).any() for program in programs):
+        return None
+    hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
+    return hosts / (timeline.iteration_ns or 1)
 
 
 def _error(source: str) -> float:

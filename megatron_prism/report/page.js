@@ -33,6 +33,7 @@ function cards() {
     card("computing", percent(F.computing), "of all ranks' time"),
     card("exposed", percent(F.exposed), "communication that nothing hides"),
     card("bubble", percent(F.bubble), "waiting for others, or idle"),
+    ...(F.host === null ? [] : [card("host", percent(F.host), "of the critical path: GPUs wait for Python")]),
     card("tokens per second", value(F.tokens_per_s, (v) => round(v, 6)), F.tokens_per_s.basis),
     card("per GPU", value(F.flops_per_gpu, (v) => `${round(v / 1e12)} TFLOP/s`), F.flops_per_gpu.basis),
     card("MFU", value(F.mfu, percent), F.mfu.basis),

@@ -13,7 +13,9 @@ import numpy as np
 from megatron_prism.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["Call", "PathPart", "calls_of", "critical_by_class", "path_parts"]
+__all__ = ["HOST_PART", "Call", "PathPart", "calls_of", "critical_by_class", "path_parts"]
+
+HOST_PART = "host: "  # what begins so is a host that issues work
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
         row = program.ops[at]
         key = (
             PHASE_NAMES[row["phase"]] or "outside",
-            f"host: {NAMES[row['name']]}" if host else NAMES[row["name"]],
+            HOST_PART + NAMES[row["name"]] if host else NAMES[row["name"]],
             program.strings[row["group"]],
             prices.sources[source],
         )

@@ -1,7 +1,8 @@
 """How do ui.perfetto.dev and chrome://tracing show a timeline?  As a Chrome trace (JSON).
 
 In : Timeline.  Out: text.  One process per class, one thread per stream and per group; threads that
-would need spans to overlap get a second one (a Chrome thread's spans must nest).  A call is a span
+would need spans to overlap get a second one (a Chrome thread's spans must nest), and one shows what
+the host issues when, if the slices say how long that takes.  A call is a span
 from when the rank was ready to its end, with a span ``waiting`` inside while others had not come.
 Arrows go from a send to its receive, and from the class that came last to a call to the others.
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.ops import NAMES, label
+from megatron_prism.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.program import Program
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.figures import name_class
@@ -35,7 +36,7 @@ _PLACES = 1000  # more threads than one lane ever needs
 def render(timeline: Timeline) -> str:
     """The last iteration as a Chrome trace."""
     indices = range(len(timeline.graph.classes))
-    early = max((-int(timeline.spans(i)["ready"].min(initial=0)) for i in indices), default=0)
+    early = max((-_earliest(timeline, i) for i in indices), default=0)
     tracks = [_Track(timeline, index, early) for index in indices]
     lines = [json.dumps(event) for track in tracks for event in track.names()]
     for track in tracks:
@@ -51,6 +52,15 @@ def render(timeline: Timeline) -> str:
     }
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
     return head + ",\n".join(lines) + "\n]}\n"
+
+
+def _earliest(timeline: Timeline, index: int) -> int:
+    """When a class begins with the iteration; 0 at the latest."""
+    starts = (
+        timeline.spans(index)["ready"].min(initial=0),
+        timeline.host_spans(index)[:, 1].min(initial=0),
+    )
+    return int(min(starts))
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,13 @@ class _Track:
         self.spans = timeline.spans(index)
         for column in ("ready", "start", "end"):
             self.spans[column] += early
+        self.hosts = timeline.host_spans(index)
+        self.hosts[:, 1:] += early
         self.threads: dict[int, str] = {}
         self.thread_of = self._spread()
+        self.host_thread = len(timeline.lanes) * _PLACES
+        if len(self.hosts):
+            self.threads[self.host_thread] = "host"
 
     def _spread(self) -> np.ndarray:
         """A thread for every span: its lane and the first place that is free."""
@@ -124,6 +139,16 @@ class _Track:
                     f'{{"ph": "X", {at}, "ts": {_us(ready)}, "dur": {_us(start - ready)}, '
                     f'"name": "waiting", "cat": "waiting"}}'
                 )
+
+        for op, start, end in self.hosts.tolist():
+            row = self.program.ops[op]
+            step = label(PHASE_NAMES[row["phase"]], int(row["microbatch"]), int(row["chunk"]))
+            name = json.dumps(f"issues {NAMES[row['name']]} {step}".removesuffix(" -"))
+            yield (
+                f'{{"ph": "X", "pid": {self.index}, "tid": {self.host_thread}, '
+                f'"ts": {_us(start)}, "dur": {_us(end - start)}, "name": {name}, '
+                f'"cat": "host", "args": {{"op": {op}}}}}'
+            )
 
     def _sources(self) -> list[int]:
         """Provenance of every span, index into prices.sources."""

@@ -46,6 +46,8 @@ def _head(found: Figures) -> str:
         rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
         rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
         rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
+        if found.host is not None:
+            rows.append(("host", f"{found.host:.1%} of the critical path: GPUs wait for Python"))
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
@@ -61,7 +63,8 @@ def _basis(found: Figures) -> str:
     if not total:
         return "nothing takes time"
     shares = [f"{ns / total:.0%} {kind}" for kind, ns in kinds.items() if ns]
-    return f"{', '.join(shares)}; no contention, host never late"
+    late = "host never late" if found.host is None else "hosts as late as in the slices"
+    return f"{', '.join(shares)}; no contention, {late}"
 
 
 def _value(value: Value, write: object) -> str:
