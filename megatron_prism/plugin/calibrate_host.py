@@ -1,7 +1,8 @@
 """How long does NCCL keep the host for a call?  Part of ``prism calibrate`` on GPUs.
 
 Calls go to the process group itself: what ``torch.distributed`` does in Python before is in the
-segments of slices, which are recorded from inside the group's methods.
+segments of slices, which are recorded from inside the group's methods.  Between two calls a small
+model takes a step, as in a job: a call right after another finds all it needs in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch._C import _distributed_c10d as c10d
 __all__ = ["host_calls"]
 
 _BYTES = 1 << 18
-_REPEATS, _CALLS = 7, 40
+_REPEATS, _CALLS = 7, 20
+_WIDTH = 256  # of the model between calls
 
 
 def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
-    """Rows {op, asynchronous, ns}: medians of ``_REPEATS`` times ``_CALLS`` calls of this rank.
+    """Rows {op, asynchronous, ns}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this rank.
 
     Every rank of the default group (``size`` of them) must call it.
     """
@@ -30,7 +32,7 @@ def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
     part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
     whole, other = (torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
                     for _ in range(2))  # fmt: skip
-    rows = []
+    rows, between = [], _step("cuda")
     for asynchronous in (False, True):
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [whole]),
@@ -46,12 +48,12 @@ def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
             ),
         }
         for name, call in calls.items():
-            rows.append({"op": name, "asynchronous": asynchronous, "ns": _host_ns(call)})
+            rows.append({"op": name, "asynchronous": asynchronous, "ns": _host_ns(call, between)})
     ring = [
         dist.P2POp(dist.isend, whole, (rank + 1) % size),
         dist.P2POp(dist.irecv, other, (rank - 1) % size),
     ]
-    both = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1])
+    both = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
     rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
     return rows
 
@@ -63,15 +65,27 @@ def _with(kind: Any, asynchronous: bool, method: Any, *args: Any) -> Callable[[]
     return lambda: method(*args, options)
 
 
-def _host_ns(call: Callable[[], Any]) -> int:
-    """ns of the host for one call."""
+def _step(device: str) -> Callable[[], None]:
+    """Forward and backward of a small model: some thirty kernels of a few us each."""
+    nn, width = torch.nn, _WIDTH
+    layer = (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+    model = nn.Sequential(*layer, nn.Linear(width, width), nn.LayerNorm(width)).to(device)
+    given = torch.ones(_WIDTH, _WIDTH, device=device)
+    return lambda: model(given).sum().backward()
+
+
+def _host_ns(call: Callable[[], Any], between: Callable[[], Any]) -> int:
+    """ns of the host for one call, with ``between`` before each."""
     found = []
     for _ in range(_REPEATS + 1):  # the first makes connections
         torch.cuda.synchronize()
-        begin = time.perf_counter_ns()
+        spent = 0
         for _ in range(_CALLS):
+            between()
+            begin = time.perf_counter_ns()
             work = call()
-        found.append((time.perf_counter_ns() - begin) / _CALLS)
+            spent += time.perf_counter_ns() - begin
+        found.append(spent / _CALLS)
         if work is not None:  # synchronous calls of NCCL's group return none
             work.wait()
     return round(statistics.median(found[1:]))
