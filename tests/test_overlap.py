@@ -66,7 +66,7 @@ def test_closed_forms(call_ms, compute, call, expected):
 def test_it_is_said():
     _, prices = found(BESIDE, 500, 1.5, 1.5)
     assert len(prices.used()) == 2
-    assert all("overlap: measured (4 x X)" in said for said in prices.used())
+    assert all("overlap (overlap: 4 x X; " in said for said in prices.used())
     assert prices.used()[0].startswith("measured: segments")  # and what it was before
 
 

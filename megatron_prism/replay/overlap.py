@@ -111,7 +111,8 @@ def _said(source: np.ndarray, chosen: np.ndarray, who: str, sources: list[str]) 
     """Sources in which the chosen entries say that an overlap slowed them; extends ``sources``."""
     found = source.copy()
     for code in np.unique(source[chosen]).tolist():
-        text = f"{sources[code]}; slowed where computing and calls overlap: measured ({who})"
+        what, _, more = sources[code].partition(" (")
+        text = f"{what}, slower where calls and computing overlap (overlap: {who}; {more or ')'}"
         if text not in sources:
             sources.append(text)
         found[chosen & (source == code)] = sources.index(text)
