@@ -144,6 +144,7 @@ class Program:
     allocations : ALLOCATION [m], ascending in ``before``
     samples     : int64 [iterations, compute ops] ns: each iteration that was only timed, if any;
                   what a program *is* does not depend on them, and the text form leaves them out
+    hosts       : int64 [iterations] ns that the host issued segments in each of them, if known
     """
 
     rank: int
@@ -152,6 +153,7 @@ class Program:
     splits: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     allocations: np.ndarray = field(default_factory=lambda: np.empty(0, ALLOCATION))
     samples: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    hosts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:

@@ -113,6 +113,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
         arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
         if program.samples.size:
             arrays[f"samples{i}"] = program.samples
+        if program.hosts.size:
+            arrays[f"hosts{i}"] = program.hosts
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
@@ -200,8 +202,11 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             segments = int((ops["name"] == CODE["compute"]).sum())
             if samples.size and (samples.dtype != np.int64 or samples.shape[1:] != (segments,)):
                 raise ProgramError(f"{path}: samples of program {i} are not its own", fix=FIX)
+            hosts = arrays.get(f"hosts{i}", _NO_SAMPLES.ravel())
+            if hosts.size and (hosts.dtype != np.int64 or hosts.shape != samples.shape[:1]):
+                raise ProgramError(f"{path}: host times of program {i} are not its own", fix=FIX)
             strings = tuple(one["strings"])
-            programs.append(Program(one["rank"], ops, strings, splits, allocations, samples))
+            programs.append(Program(one["rank"], ops, strings, splits, allocations, samples, hosts))
         groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
         return Programs(
             World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]

@@ -1,6 +1,7 @@
 """The host's time apart from the kernels': traces, programs, prices, replays."""
 
 import json
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -289,3 +290,77 @@ def test_a_trace_shows_what_the_host_issues_when():
                      ("issues compute 0F", 120, 20), ("issues all_reduce 0F", 140, 20)]  # fmt: skip
     plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
     assert '"host"' not in perfetto.render(replayed(plain))
+
+
+def hosted(ranks):
+    return f"""prism-program 1
+world size={ranks} tp={ranks}
+program rank=0 ranks=0-{ranks - 1}
+0F compute ns=10us host=1ms
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
+    from megatron_prism.costs.variability import Variability
+    from megatron_prism.stochastic.bounds import bounds
+    from megatron_prism.stochastic.sampler import Sampler
+
+    made = graph.build(parse(hosted(ranks)))
+    sampler = Sampler(made, costs.price(made, machine("h200")), 1)
+    assert sampler.hosted
+    still = Variability("none", 0.0, 0.0, 0.0, 0.0, "test")
+    varied = Variability("host", 0.0, 0.0, 0.0, 0.0, "test", host=0.05)
+    alone = sampler.draw(still, 10)
+    assert np.ptp(alone) == 0
+    count = 20_000
+    times = sampler.draw(varied, count)[:, 0]
+    # a segment of 1 ms and a call, of the slowest of ``ranks`` hosts: the maximum of lognormals
+    level = np.array([0.05, 0.5, 0.95])
+
+    scores = np.array([NormalDist().inv_cdf(q ** (1 / ranks)) for q in level])
+    expected = (alone[0, 0] - 1e6 - CALL_NS) + (1e6 + CALL_NS) * np.exp(0.05 * scores)
+    assert np.quantile(times, level) == pytest.approx(expected, rel=0.004)
+    low, high = (getattr(bounds(sampler, varied, 0.95), side) for side in ("low", "high"))
+    assert low <= np.quantile(times, 0.95) <= high
+    again = Sampler(made, costs.price(made, machine("h200")), 1).draw(varied, count)[:, 0]
+    assert (times == again).all()
+
+
+def test_a_drawn_iteration_has_its_hosts_draw():
+    from megatron_prism.costs.variability import Variability
+    from megatron_prism.stochastic.drawn import drawn
+
+    programs = parse(hosted(2))
+    varied = Variability("host", 0.0, 0.0, 0.0, 0.0, "test", host=0.3)
+    found = drawn(programs, lambda world: costs.price(world, machine("h200")), varied, [0], 5)
+    again = timeline.replay(found.graph, found.prices, 1)
+    assert again.iteration_ns == pytest.approx(found.ns, abs=10)
+
+
+def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
+    import dataclasses
+
+    from megatron_prism import programs
+    from megatron_prism.costs.fitted import fitted
+    from megatron_prism.costs.variability import variability
+    from megatron_prism.errors import ProgramError
+
+    rng = np.random.default_rng(3)
+    made = parse(hosted(2))
+    one = made.programs[0]
+    hosts = np.rint(1e6 * np.exp(0.04 * rng.standard_normal(200))).astype(np.int64)
+    samples = np.full((200, 1), 10_000) + rng.integers(0, 300, (200, 1))
+    one = dataclasses.replace(one, samples=samples, hosts=hosts)
+    made = dataclasses.replace(made, programs=(one,))
+    programs.save(made, tmp_path / "x.prism")
+    back = programs.load(tmp_path / "x.prism")
+    assert back.programs[0].hosts.tolist() == hosts.tolist()
+    found = fitted(back, variability("public"))
+    assert found.host == pytest.approx(0.04, rel=0.15)
+    assert "host:" in found.source
+    bad = dataclasses.replace(made, programs=(dataclasses.replace(one, hosts=hosts[:5]),))
+    programs.save(bad, tmp_path / "y.prism")
+    with pytest.raises(ProgramError, match="not its own"):
+        programs.load(tmp_path / "y.prism")

@@ -14,7 +14,7 @@ from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
 from megatron_prism.stochastic import Sampler, study, whatifs
 from megatron_prism.stochastic.predict import p95
-from megatron_prism.stochastic.sampler import replica_of
+from megatron_prism.stochastic.replicas import replica_of
 from megatron_prism.world import World
 
 

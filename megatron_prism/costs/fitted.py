@@ -2,11 +2,12 @@
 
 In : Programs with ``samples``, and a Variability for what slices cannot say.  Out: Variability.
 
-Temporal: an iteration of a rank over the rank's mean (``step``), and its segments over their own
-means once that is taken out (``segment``).  Spatial: ranks that run the same ops on GPUs of their
-own (``gpu``); nothing if every rank of the world was captured, because then each rank's own times
-are its GPU's.  Calls and the network come from the other Variability: a captured rank's peers are
-virtual.  Means of few iterations stand for the truth, so deviations are widened by n / (n - 1).
+Temporal: an iteration of a rank over the rank's mean (``step``), its segments over their own means
+once that is taken out (``segment``), and what its host takes over its mean (``host``).  Spatial:
+ranks that run the same ops on GPUs of their own (``gpu``); nothing if every rank of the world was
+captured, because then each rank's own times are its GPU's.  Calls and the network come from the
+other Variability: a captured rank's peers are virtual.  Means of few iterations stand for the
+truth, so deviations are widened by n / (n - 1).
 
 Where slices tell the host's time from the kernels', only segments count in which the device did not
 wait for the host: gaps vary with the host, and prices have the host's time apart.
@@ -59,9 +60,15 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     parts = [_segments(one) for one in timed]
     segments = _centred(fit(np.concatenate(parts), "a segment's factor"))
     gpu, how = _between(programs, timed, other)
+    hosts = [_widened(one.hosts / one.hosts.mean(), len(one.hosts))
+             for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
+    shapes = {"step": steps, "segment": segments}
+    if hosts:
+        shapes["host"] = _centred(fit(np.concatenate(hosts), "a host's factor", _ENOUGH))
     said = (
         f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
-        f"ranks (step: {steps}; segment: {segments}; gpu: {how}); calls and network: {other.name}"
+        f"ranks ({'; '.join(f'{part}: {shape}' for part, shape in shapes.items())}; gpu: {how}); "
+        f"calls and network: {other.name}"
     )
     left = 1 - float(np.mean([share for _, share in found]))
     if left > 0.005:
@@ -73,8 +80,9 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         gpu=gpu,
         step=steps.spread,
         segment=segments.spread,
+        host=shapes["host"].spread if hosts else other.host,
         slow_gpu=(0.0, 1.0),
-        shapes={**other.shapes, "step": steps, "segment": segments},
+        shapes={**other.shapes, **shapes},
     )
 
 

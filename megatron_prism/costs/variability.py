@@ -24,9 +24,9 @@ from megatron_prism.errors import UsageError
 __all__ = ["PARTS", "Variability", "variability"]
 
 FOLDER = Path(__file__).with_name("variability")
-PARTS = ("gpu", "step", "segment", "call", "network")
+PARTS = ("gpu", "step", "segment", "host", "call", "network")
 CHANCES = ("slow_gpu", "slow_network")
-_OPTIONAL = {"segment", *CHANCES}
+_OPTIONAL = {"segment", "host", *CHANCES}
 _STEPS = 4001  # of the table of a product's quantiles
 
 
@@ -39,6 +39,7 @@ class Variability:
     call    : of a call; one draw for all that take part (shared)
     network : of all calls of an iteration together, a regime (shared)
     segment : of single compute segments
+    host    : of a rank's host from iteration to iteration, where slices know its time
     slow_gpu, slow_network : (chance, factor) of a GPU (for the whole run) or the network (for an
               iteration) to be that much slower on top
     shapes  : part -> its distribution, where samples say more than a spread
@@ -52,6 +53,7 @@ class Variability:
     network: float
     source: str
     segment: float = 0.0
+    host: float = 0.0
     slow_gpu: tuple[float, float] = (0.0, 1.0)
     slow_network: tuple[float, float] = (0.0, 1.0)
     shapes: Mapping[str, Distribution] = field(default_factory=dict)

@@ -79,11 +79,13 @@ def typical(recordings: Sequence[Recording], own_ns: int = 0) -> tuple[Program, 
         if times.size:
             program = replace(program, samples=times.astype(np.int64))
         if traced and times.size:
-            _apart(program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0), own_ns)
+            program = _apart(
+                program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0), own_ns
+            )
     return program, max(1, len(quick))
 
 
-def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -> None:
+def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -> Program:
     """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
     names = program.ops["name"]
     compute = np.flatnonzero(names == CODE["compute"])
@@ -97,6 +99,7 @@ def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.clip(busy[1], 0, issued).astype(np.int64)
     program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)
+    return replace(program, hosts=each.sum(axis=1).astype(np.int64))
 
 
 def stamp() -> Any:

@@ -5,6 +5,7 @@ that take part, one network regime per iteration.
     quantiles.py   quantiles of draws, with intervals that cover
     calls.py       how much single calls vary, from a calibration's samples
     paths.py       a replica's longest path for many draws at once
+    replicas.py    which ranks are one copy of the model
     sampler.py     draws of iterations of the whole world
     bounds.py      the same within analytic bounds, in milliseconds
     predict.py     quantiles, what moves them, where a slow GPU hurts

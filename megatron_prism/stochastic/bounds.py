@@ -65,12 +65,14 @@ def _at(curve: tuple[np.ndarray, np.ndarray], score: float) -> float:
 def _high(sampler: Sampler, spread: Variability, level: float) -> float:
     kinds = _kinds(sampler, spread)
     still = all(_still(one) for _, one, _, _ in kinds)
-    third = (1 - level) / (2 if still else 3)
+    hosted = sampler.hosted and not _still(spread.of("host"))
+    part = (1 - level) / (2 + hosted + (not still))
     ranks = sampler.replicas * sum(sampler.members)
-    compute = _at(spread.curve("gpu", "step"), _score(third, ranks))
-    network = _at(spread.curve("network"), _score(third))
+    compute = _at(spread.curve("gpu", "step"), _score(part, ranks))
+    network = _at(spread.curve("network"), _score(part))
+    hosts = _at(spread.curve("host"), _score(part, ranks)) if hosted else 1.0
     if still:
-        return sampler.steady(compute, network)
+        return sampler.steady(compute, network, hosts)
     found = []
     for score in _TRIES:
         over, excess = 0.0, {True: 1.0, False: 1.0}
@@ -80,8 +82,8 @@ def _high(sampler: Sampler, spread: Variability, level: float) -> float:
             over += (network if call else compute) * total * by * _beyond(one, score)
         # any replica may be the slowest: the sum over all of them
         over *= sampler.replicas
-        path = sampler.steady(compute * excess[False], network * excess[True])
-        found.append(path + over / third)
+        path = sampler.steady(compute * excess[False], network * excess[True], hosts)
+        found.append(path + over / part)
     return min(found)
 
 
@@ -90,7 +92,7 @@ def _kinds(sampler: Sampler, spread: Variability) -> list[tuple[bool, Distributi
     kind of node that takes time."""
     found = []
     for number, one in enumerate(sampler.shapes(spread)):
-        hosts = sampler.paths.row > len(sampler.members)  # they do not vary
+        hosts = sampler.paths.row > len(sampler.members)  # they have no factors of their own
         total = float(sampler.paths.lasts[(sampler.kind == number) & ~hosts].sum())
         if total:
             by = spread.calls_by if number > 1 else 1.0
@@ -117,6 +119,7 @@ def _low(sampler: Sampler, spread: Variability, level: float) -> float:
     least = [1.0, 1.0]  # of segments, of calls
     for call, one, by, _ in _kinds(sampler, spread):
         least[call] = min(least[call], 1 + by * (float(one.at(_RARE)[0]) - 1))
+    hosts = min(1.0, float(spread.of("host").at(_RARE)[0]))
     members = np.array(sampler.members, dtype=float)
     scores = np.linspace(-9, 9, 1801)
     logs = np.log(np.maximum(probabilities(scores), 1e-300))
@@ -128,6 +131,6 @@ def _low(sampler: Sampler, spread: Variability, level: float) -> float:
         above = 1 - (1 - level) ** share  # the network is above this quantile of its own
         score = float(scores[some >= (1 - level) ** (1 - share)].max(initial=-9.0))
         quiet = float(np.interp(above, probabilities(scores), scores))
-        reached = sampler.steady(_at(rank, score) * least[0], _at(network, quiet) * least[1])
+        reached = sampler.steady(_at(rank, score) * least[0], _at(network, quiet) * least[1], hosts)
         found = max(found, reached)
     return found

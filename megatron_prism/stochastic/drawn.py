@@ -27,7 +27,8 @@ from megatron_prism.replay import dag as dags
 from megatron_prism.replay import whatif
 from megatron_prism.stochastic.calls import CallSpread
 from megatron_prism.stochastic.quantiles import needed
-from megatron_prism.stochastic.sampler import Sampler, replica_of
+from megatron_prism.stochastic.replicas import replica_of
+from megatron_prism.stochastic.sampler import Sampler
 
 __all__ = ["Drawn", "drawn", "read_draw"]
 
@@ -114,9 +115,9 @@ def _apart(
 
 def _factors(
     sampler: Sampler, spread: Variability, count: int, iteration: int, replica: int
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """(per class float64 [ops], float64 [rendezvous]): what ``sampler.draw`` multiplied with in
-    that iteration of that replica."""
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """(per class float64 [ops], float64 [rendezvous], of each class's host): what ``sampler.draw``
+    multiplied with in that iteration of that replica."""
     paths, classes = sampler.paths, len(sampler.members)
     nodes = sampler.at(spread, count, iteration, replica)
     where, kind = paths.node, sampler.node_kind
@@ -129,14 +130,17 @@ def _factors(
         mine = (paths.row == index) & (kind[where] == dags.COMPUTE)
         found[sampler.op[where[mine]]] = nodes[mine]
         segments.append(found)
-    return segments, meetings
+    hosts = np.ones(classes)
+    issued = paths.row > classes
+    hosts[paths.row[issued] - classes - 1] = nodes[issued]
+    return segments, meetings, hosts
 
 
 def _prices(
     world: WorldGraph,
     prices: Prices,
     sampler: Sampler,
-    factors: dict[int, tuple[list[np.ndarray], np.ndarray]],
+    factors: dict[int, tuple[list[np.ndarray], np.ndarray, np.ndarray]],
     slowest: int,
     said: str,
 ) -> Prices:
@@ -158,9 +162,16 @@ def _prices(
         zip(meet.classes[firsts].tolist(), meet.ops[firsts].tolist(), strict=True)
     ):
         times[place] = factors[replicas[owner]][1][old_of[before[owner]][op]]
+    issuing = [factors[replica][2][old] for replica, old in zip(replicas, before, strict=True)]
+    lead, host = (
+        tuple(np.rint(ns * by).astype(np.int64) for ns, by in zip(column, issuing, strict=False))
+        for column in (prices.lead, prices.host)
+    )
     return dataclasses.replace(
         prices,
         compute=tuple(compute),
+        lead=lead,
+        host=host,
         meetings=np.rint(prices.meetings * times).astype(np.int64),
         sources=tuple(f"drawn ({said}), of {source}" for source in prices.sources),
     )

@@ -30,8 +30,8 @@ class Paths:
     """Nodes in an order in which predecessors come first.
 
     lasts : float64 [n] ns
-    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings,
-            one more for the host's time, which takes none
+    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings;
+            that, one and its class for the host's time
     node  : int64 [n], the node of the Dag
     slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
     sink  : bool [n], nobody waits for it
@@ -66,10 +66,10 @@ class Paths:
         rows, replicas, count = factors.shape
         width, long = _lanes(count)
         blocks = -(-replicas * long // LANES)
-        padded = np.ones((rows + 1, blocks * LANES))  # the last for the host's time
-        own = padded[:rows, : replicas * long].reshape(rows, replicas, long)
+        padded = np.ones((rows, blocks * LANES))
+        own = padded[:, : replicas * long].reshape(rows, replicas, long)
         own[:, :, :count] = factors
-        lanes = np.ascontiguousarray(padded.reshape(rows + 1, blocks, LANES).swapaxes(0, 1))
+        lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
         whole = _with_shared(table, width) if share.any() else table
         found = np.zeros((blocks, LANES))
         slots = int(self.slot.max(initial=0)) + 1
@@ -181,9 +181,7 @@ def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
     owner = dag.owner[order].astype(np.int64)
     return Paths(
         lasts=durations[order].astype(np.float64),
-        row=np.where(
-            dag.kind[order] >= dags.LEAD, classes + 1, np.where(owner >= 0, owner, classes)
-        ),
+        row=np.where(owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= dags.LEAD)),
         node=order,
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
         start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),

@@ -90,7 +90,8 @@ def predict(
     count, affordable = worth(sampler, samples), _affordable(sampler)
     few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), busiest(sampler)
     tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
-    work = count * sampler.replicas + (len(PARTS) * sampler.replicas * few) + len(chosen) * tried
+    parts = [part for part in PARTS if part != "host" or sampler.hosted and spread.host]
+    work = count * sampler.replicas + (len(parts) * sampler.replicas * few) + len(chosen) * tried
     done = 0
 
     def more(draws: int) -> None:
@@ -103,7 +104,7 @@ def predict(
     times = np.sort(each.max(axis=1))
     halved = {
         part: p95(sampler.draw(spread.scaled(part, 0.5), few, progress=more).max(axis=1))
-        for part in PARTS
+        for part in parts
     }
     slow = {
         index: p95(with_slow(sampler, spread, each[:tried], {0: {index: (1, slow_by)}}, more))

@@ -15,7 +15,6 @@ nothing else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,23 +31,26 @@ from megatron_prism.replay import dag as dags
 from megatron_prism.replay import timeline
 from megatron_prism.stochastic import paths
 from megatron_prism.stochastic.calls import CallSpread
+from megatron_prism.stochastic.replicas import replica_of, replicas
 
-__all__ = ["Sampler", "Slow", "replica_of"]
+__all__ = ["Sampler", "Slow"]
 
 Slow = Mapping[int, tuple[int, float]]  # class -> (how many of its ranks, factor)
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
-_CLUSTER, _NETWORK, _TABLE = 1 << 40, (1 << 40) + 1, (1 << 40) + 2  # streams beside the replicas'
+# streams beside the replicas'
+_CLUSTER, _NETWORK, _TABLE, _HOSTS = ((1 << 40) + i for i in range(4))
 
 
 @dataclass(frozen=True)
 class _Factors:
     """Values at standard normal scores: of a rank's computing in an iteration, of its GPU alone, of
-    its step alone, of the network."""
+    its step alone, of the network, of its host in an iteration."""
 
     rank: tuple[np.ndarray, np.ndarray]
     gpu: tuple[np.ndarray, np.ndarray]
     step: tuple[np.ndarray, np.ndarray]
     network: tuple[np.ndarray, np.ndarray]
+    host: tuple[np.ndarray, np.ndarray]
 
 
 class Sampler:
@@ -70,7 +72,7 @@ class Sampler:
     ) -> None:
         self.graph, self.prices, self.seed = graph, prices, seed
         self.calls, self.regime = calls, seed if regime is None else regime
-        self.replicas, self.members = _replicas(graph)
+        self.replicas, self.members = replicas(graph)
         made = dags.build(graph, 1)
         if len(made.order) < len(made):
             raise PrismError("the job hangs, so it has no iteration time", fix="prism check")
@@ -80,10 +82,16 @@ class Sampler:
         self.crossing = self._crossing()
         self.kind = self._kinds()
 
-    def steady(self, compute: float = 1.0, calls: float = 1.0) -> float:
-        """The longest path if all computing and all calls take these factors, ns."""
-        factors = np.full((len(self.members) + 1, 1, 1), compute)
-        factors[-1] = calls
+    @property
+    def hosted(self) -> bool:
+        """Whether the host's time is apart for any class."""
+        return bool((self.paths.row > len(self.members)).any())
+
+    def steady(self, compute: float = 1.0, calls: float = 1.0, hosts: float = 1.0) -> float:
+        """The longest path if all computing, all calls and all hosts take these factors, ns."""
+        factors = np.full((2 * len(self.members) + 1, 1, 1), hosts)
+        factors[: len(self.members)] = compute
+        factors[len(self.members)] = calls
         none = np.zeros(len(self.paths.lasts))
         return float(self._run(factors, none, self._still(), (0, 0))[0, 0])
 
@@ -115,12 +123,15 @@ class Sampler:
         together = max(1, _AT_ONCE // max(1, count))
         for first in range(0, len(which), together):
             part = which[first : first + together]
-            factors = np.empty((len(self.members) + 1, len(part), count))
+            classes = len(self.members)
+            factors = np.empty((2 * classes + 1, len(part), count))
             for place, replica in enumerate(part):
-                factors[:-1, place] = self._computing(shapes.rank, count, replica, slow or {})
+                factors[:classes, place] = self._computing(shapes.rank, count, replica, slow or {})
+                factors[classes + 1 :, place] = self._issuing(shapes.host, count, replica)
                 for index, part_of in (calm or {}).items():
-                    factors[index, place] = 1 + part_of * (factors[index, place] - 1)
-                factors[-1, place] = network
+                    for row in (index, classes + 1 + index):
+                        factors[row, place] = 1 + part_of * (factors[row, place] - 1)
+                factors[classes, place] = network
             times = self._run(factors, shares, table, (part[0] * 1_000_003, 0))
             found[:, first : first + len(part)] = times.T
             if progress is not None:
@@ -135,7 +146,8 @@ class Sampler:
         table, share = self._tables(spread, None)
         place = (replica - first) * count + iteration
         ranks = self._computing(shapes.rank, count, replica, {})[:, iteration]
-        rows = np.append(ranks, (self._network(shapes, count)[iteration], 1.0))  # 1: the host's
+        hosts = self._issuing(shapes.host, count, replica)[:, iteration]
+        rows = np.concatenate([ranks, self._network(shapes, count)[iteration, None], hosts])
         seeds = first * 1_000_003, 0
         own = self.paths.own(share, table, self.kind, self.crossing, seeds, place, count)
         return rows[self.paths.row] * own
@@ -151,8 +163,12 @@ class Sampler:
         together = max(1, _AT_ONCE // count)
         for first in range(0, self.replicas, together):
             width = min(together, self.replicas - first)
-            factors = np.empty((len(self.members) + 1, width, count))
-            factors[-1] = network
+            classes = len(self.members)
+            factors = np.empty((2 * classes + 1, width, count))
+            factors[classes] = network
+            for place in range(width):
+                seed = (cluster + 1) * 104_729 + first + place
+                factors[classes + 1 :, place] = self._issuing(shapes.host, count, seed)
             for index, members in enumerate(self.members):
                 gpus = np.interp(rng.standard_normal((width, members)), *shapes.gpu)
                 worst = np.zeros((width, count))
@@ -187,6 +203,18 @@ class Sampler:
             found[index] = worst
         return found
 
+    def _issuing(
+        self, curve: tuple[np.ndarray, np.ndarray], count: int, replica: int
+    ) -> np.ndarray:
+        """float64 [classes, count]: the factor of the slowest member's host."""
+        found = np.ones((len(self.members), count))
+        if not self.hosted or np.ptp(curve[1]) == 0:
+            return found
+        for index, members in enumerate(self.members):
+            rng = np.random.default_rng([self.seed, _HOSTS, replica, index])
+            found[index] = np.interp(largest(rng, members, (count,)), *curve)
+        return found
+
     def _tables(
         self, spread: Variability, share: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -201,7 +229,7 @@ class Sampler:
             ]
             self._table = shapes, np.concatenate(parts)
         own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
-        hosts = self.paths.row > len(self.members)  # of whose spread nothing is known
+        hosts = self.paths.row > len(self.members)  # they vary as a whole
         own = own * ((self.paths.lasts > 0) & ~hosts)
         return self._table[1], own * (1.0 if share is None else share)
 
@@ -257,29 +285,5 @@ def _shapes(spread: Variability) -> _Factors:
         spread.curve("gpu"),
         spread.curve("step"),
         spread.curve("network"),
+        spread.curve("host"),
     )
-
-
-def _together(graph: WorldGraph) -> int:
-    """Ranks of a stage that make up one replica."""
-    world = graph.programs.world
-    etp = world.tp if world.etp is None else world.etp
-    return math.lcm(world.tp * world.cp, etp * world.ep)
-
-
-def _replicas(graph: WorldGraph) -> tuple[int, tuple[int, ...]]:
-    """(independent replicas, members of each class in one)."""
-    world = graph.programs.world
-    count = max(1, world.size // (world.pp * _together(graph)))
-    if any(ranks % count for ranks in graph.classes.counts):
-        count = 1  # not alike: the whole world waits for all of itself
-    return count, tuple(ranks // count for ranks in graph.classes.counts)
-
-
-def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
-    """The replica that each rank is in."""
-    world = graph.programs.world
-    if _replicas(graph)[0] == 1:
-        return np.zeros(len(ranks), dtype=np.int64)
-    tp, cp, dp = (np.asarray(world._along(axis, ranks)) for axis in ("tp", "cp", "dp"))
-    return (tp + world.tp * (cp + world.cp * dp)) // _together(graph)

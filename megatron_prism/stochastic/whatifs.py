@@ -19,7 +19,8 @@ from megatron_prism.graph import WorldGraph, build
 from megatron_prism.ops import NAMES
 from megatron_prism.replay.scale import data_parallel
 from megatron_prism.stochastic.predict import busiest, p95, with_slow
-from megatron_prism.stochastic.sampler import Sampler, replica_of
+from megatron_prism.stochastic.replicas import replica_of
+from megatron_prism.stochastic.sampler import Sampler
 
 __all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "hot_node", "placement", "scale",
            "study", "tornado"]  # fmt: skip
@@ -154,7 +155,7 @@ def tornado(
         jobs.append((what, job))
 
     for part in PARTS:
-        if spread.of(part).spread > 0:
+        if spread.of(part).spread > 0 and (part != "host" or sampler.hosted):
             add(f"{part} spread", lambda by, part=part: run(spread.scaled(part, by)))  # type: ignore[misc]
     if spread.of("call").spread > 0 or sampler.calls is not None:
         for label, mask in list(kinds(sampler).items())[:_KINDS]:
