@@ -108,7 +108,7 @@ def _on_programs(
     dumps: Any, found: Any, settings: dict[str, str], place: Path, confirm: bool
 ) -> Any:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
-    from megatron_prism import placement
+    from megatron_prism import explain, placement
 
     recipe, path = None, settings.get("programs")
     if "recipe" in settings:
@@ -117,6 +117,7 @@ def _on_programs(
         tier = [f"prism.tier={settings['tier']}"] if "tier" in settings else []
         recipe = recipes.load(settings["recipe"], tier)
     programs = _job(recipe, path, place)
+    found = explain.explain(dumps, found, programs)
     placed = placement.place(dumps, found, programs)
     named = {c.rank for c in found.culprits}
     shown = [p for p in placed.places if p.rank in named]

@@ -10,6 +10,7 @@ is settled by ranks of the same stage that are placed already.  Several places: 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -19,9 +20,10 @@ from megatron_prism.ops import Op
 from megatron_prism.outstanding import State
 from megatron_prism.programs import Programs
 
-__all__ = ["Overlay", "Place"]
+__all__ = ["Overlay", "Place", "as_dumped", "key", "seen"]
 
 _STRETCH = 256  # calls of the history that are compared
+_DTYPES = {word: name for name, word in flight_export.DTYPE_WORDS.items()}
 _UNSIZED = ("all_to_all", "barrier")  # their sizes differ from iteration to iteration
 
 
@@ -52,15 +54,27 @@ class Place:
         return f"rank {self.rank}: {when}last issued {what}"
 
 
-def _key(op: Op) -> tuple[object, ...]:
+def key(op: Op) -> tuple[object, ...]:
     size = -1 if op.name in _UNSIZED else max(op.num_in, op.num_out)
     return op.name, flight_export.DTYPE_WORDS.get(op.dtype, "Float"), size
 
 
-def _seen(entry: Entry) -> tuple[object, ...]:
+def seen(entry: Entry) -> tuple[object, ...]:
     sizes = [n for side in entry.numbers for n in side]
     size = -1 if entry.op in _UNSIZED else max(sizes, default=-1)
     return entry.op, next(iter(entry.dtypes), ""), size
+
+
+def as_dumped(op: Op, entry: Entry) -> Op:
+    """The op as the dump has it: another operation, dtype or size."""
+    sizes = [sum(side) if side else -1 for side in entry.numbers]
+    rooted = entry.op in ("broadcast", "reduce", "gather", "scatter")
+    reduces = entry.op in ("all_reduce", "reduce_scatter", "reduce")
+    return dataclasses.replace(
+        op, name=entry.op, num_in=sizes[0], num_out=sizes[1], splits=None,
+        dtype=_DTYPES.get(next(iter(entry.dtypes), ""), op.dtype),
+        root=(max(op.root, 0) if rooted else -1), reduce=(op.reduce or "sum") if reduces else "",
+    )  # fmt: skip
 
 
 class _Fifo:
@@ -98,9 +112,9 @@ class Overlay:
         for index, op in enumerate(ops):
             if op.group:
                 group = (op.group, op.name in ("send", "recv"))
-                keys[group].append(_key(op))
+                keys[group].append(key(op))
                 steps.append((index, {g: len(k) for g, k in keys.items()}))
-        self.orders[number] = [(op.group, *_key(op)) for op in ops if op.group]
+        self.orders[number] = [(op.group, *key(op)) for op in ops if op.group]
         self.fifos[number] = {g: _Fifo(k) for g, k in keys.items()}
         self.steps[number] = steps
 
@@ -112,17 +126,21 @@ class Overlay:
         return {rank: self._place(rank, self._settle(rank, found, offsets))
                 for rank, found in fits.items()}  # fmt: skip
 
+    def fits(self, rank: int) -> list[int]:
+        """Steps of its program after which its dump may have been taken."""
+        return self._fits(rank, self.state.dumps[rank])
+
     def _fits(self, rank: int, dump: Dump) -> list[int]:
         """Steps of the program of ``rank`` after which its dump may have been taken."""
         number = int(self.programs.program_of[rank])
         fifos, steps = self.fifos[number], self.steps[number]
-        seen: dict[tuple[str, bool], list[tuple[object, ...]]] = defaultdict(list)
+        calls: dict[tuple[str, bool], list[tuple[object, ...]]] = defaultdict(list)
         order: list[tuple[object, ...]] = []
         for e in dump.entries:
             if e.op != "coalesced" and (e.desc, e.pair) in fifos:
-                seen[e.desc, e.pair].append(_seen(e))
-                order.append((e.desc, *_seen(e)))
-        allowed = {g: fifos[g].counts(s) for g, s in seen.items()}
+                calls[e.desc, e.pair].append(seen(e))
+                order.append((e.desc, *seen(e)))
+        allowed = {g: fifos[g].counts(s) for g, s in calls.items()}
         found = [
             step
             for step, (_, counts) in enumerate(steps)
@@ -136,6 +154,19 @@ class Overlay:
         lengths = {step: self._stretch(number, step, order[-_STRETCH:]) for step in found}
         most = max(lengths.values(), default=0)
         return [step for step, length in lengths.items() if length == most > 0]
+
+    def first_open(self, rank: int, step: int) -> int:
+        """The op of the oldest outstanding call of a dump taken after ``step``: as many calls back
+        as are outstanding; calls of a rank with itself are in no dump."""
+        number, left = int(self.programs.program_of[rank]), len(self.state.outstanding[rank])
+        known = {g.desc for g in self.state.groups.values() if rank in g.ranks}
+        ops = self.programs.programs[number]
+        for back in range(step, -1, -1):
+            index = self.steps[number][back][0]
+            left -= ops[index].group in known
+            if left <= 0:
+                return index
+        return self.steps[number][0][0]
 
     def _stretch(self, number: int, step: int, order: list[tuple[object, ...]]) -> int:
         """How many of the last calls are those of the program up to ``step``, going backwards."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism import flight_export, quiescence
+from megatron_prism import quiescence
 from megatron_prism.classes import memberships
 from megatron_prism.diagnosis import Blamed, Diagnosis
 from megatron_prism.errors import UsageError
 from megatron_prism.flight_dump import DumpSet, Entry
-from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, Op
+from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.outstanding import State
-from megatron_prism.overlay import Overlay, Place
+from megatron_prism.overlay import Overlay, Place, as_dumped
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
@@ -29,7 +29,6 @@ __all__ = ["Place", "Placed", "place"]
 
 _TALK = IS_COLLECTIVE | IS_PAIR
 _CALLS_OTHERWISE = ("operation", "dtype", "shape", "coalescing")
-_DTYPES = {word: name for name, word in flight_export.DTYPE_WORDS.items()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class _Trial:
                 faults[rank] = quiescence.Fault(host=at.index + 1)
             elif culprit.kind == "device stuck" and placed and self.state.head(rank):
                 assert at is not None
-                self.stops[rank] = self._first_open(rank, at)
+                self.stops[rank] = self.overlay.first_open(rank, at.issued - 1)
                 faults[rank] = quiescence.Fault(device=self.stops[rank])
             elif culprit.kind == "missing dump" and (index := self._awaited(rank)) is not None:
                 self.stops[rank] = index
@@ -132,7 +131,7 @@ class _Trial:
             gone = ops.pop(index)
             ops = [op for op in ops if op.name != "wait" or op.handle != gone.handle]
         elif culprit.kind in _CALLS_OTHERWISE and (entry := self._entry(culprit.rank)) is not None:
-            ops[index] = _as_dumped(ops[index], entry)
+            ops[index] = as_dumped(ops[index], entry)
         else:
             return False
         self.stops[culprit.rank], self.changed[culprit.rank] = index, ops
@@ -143,12 +142,6 @@ class _Trial:
             if (e.desc, e.seq, e.pair) == (self.verdict.group, self.verdict.seq, False):
                 return e if e.op in CODE else None
         return None
-
-    def _first_open(self, rank: int, at: Place) -> int:
-        """The op of the oldest outstanding call: as many calls back as are outstanding."""
-        number = int(self.programs.program_of[rank])
-        waiting = len(self.state.outstanding[rank])
-        return self.overlay.steps[number][max(0, at.issued - waiting)][0]
 
     def _awaited(self, rank: int) -> int | None:
         """The op of ``rank`` that is the verdict's call, counted by a member with a known place."""
@@ -170,16 +163,3 @@ class _Trial:
             if 0 < count <= len(fifo):
                 return int(fifo[count - 1])
         return None
-
-
-def _as_dumped(op: Op, entry: Entry) -> Op:
-    """The op as the dump has it: another operation, dtype or size."""
-    sizes = [sum(side) if side else -1 for side in entry.numbers]
-    rooted = entry.op in ("broadcast", "reduce", "gather", "scatter")
-    reduces = entry.op in ("all_reduce", "reduce_scatter", "reduce")
-    assert entry.op in NAMES
-    return dataclasses.replace(
-        op, name=entry.op, num_in=sizes[0], num_out=sizes[1], splits=None,
-        dtype=_DTYPES.get(next(iter(entry.dtypes), ""), op.dtype),
-        root=(max(op.root, 0) if rooted else -1), reduce=(op.reduce or "sum") if reduces else "",
-    )  # fmt: skip

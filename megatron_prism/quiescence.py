@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,9 +62,16 @@ class Standstill:
         return self.issued == lengths and all(all(d) for d in self.done)
 
 
-def run(programs: Programs, faults: Mapping[int, Fault] | None = None) -> Standstill:
-    """Run all ranks until nobody can go on."""
-    return _Run(programs, dict(faults or {})).to_the_end()
+def run(
+    programs: Programs,
+    faults: Mapping[int, Fault] | None = None,
+    plans: dict[int, Any] | None = None,
+) -> Standstill:
+    """Run all ranks until nobody can go on.
+
+    plans : kept between runs that share programs: by the place of a program, those of the first run
+    """
+    return _Run(programs, dict(faults or {}), plans).to_the_end()
 
 
 @dataclass
@@ -78,10 +86,16 @@ class _Plan:
 
 
 class _Run:
-    def __init__(self, programs: Programs, faults: dict[int, Fault]) -> None:
+    def __init__(
+        self, programs: Programs, faults: dict[int, Fault], plans: dict[int, Any] | None = None
+    ) -> None:
         self.programs, self.faults = programs, faults
         self.groups = memberships(programs)
-        self.plans = [_plan(p) for p in programs.programs]
+        known = {} if plans is None else plans
+        first = not known
+        self.plans = [known[i] if i in known else _plan(p) for i, p in enumerate(programs.programs)]
+        if first:
+            known.update(enumerate(self.plans))
         of, n = programs.program_of, programs.world.size
         self.plan = [self.plans[of[r]] for r in range(n)]
         self.left = [list(p.needs) for p in self.plan]

@@ -8,13 +8,23 @@ import json
 import os
 import pathlib
 import random
+import re
 
 import hang_cases
 import pytest
 from hang_cases import KINDS, judged, named
 from test_graph import FAULTS, TP, healthy, with_rank
 
-from megatron_prism import cli, flight_export, graph, hang, quiescence
+from megatron_prism import (
+    cli,
+    explain,
+    flight_export,
+    flight_recorder,
+    graph,
+    hang,
+    quiescence,
+)
+from megatron_prism.flight_dump import DumpSet
 from megatron_prism.program_parse import parse
 from megatron_prism.world import World
 
@@ -117,6 +127,39 @@ def test_labelled_dumps_of_real_jobs(name, culprits, verdict, capsys):
     assert {row["rank"] for row in found["culprits"]} == culprits
     assert found["verdict"] == verdict
     assert culprits.isdisjoint(row["rank"] for row in found["victims"])
+
+
+# -- from dumps and programs ----------------------------------------------------------------------
+def explained(kind, seed):
+    programs, faults, culprits = hang_cases.draw(kind, WORLD, seed)
+    state = quiescence.run(programs, faults)
+    values = flight_export.dumps_of(state, active_only=True, stacks=False)
+    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in values})
+    found = hang.of_dumps(dumps)
+    assert found.culprits == ()
+    return explain.explain(dumps, found, healthy(WORLD)), culprits
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [("dtype", 18), ("shape", 32), ("operation", 15), ("swap", 52), ("message_shape", 61),
+     ("drop", 165)],
+)  # fmt: skip
+def test_outstanding_calls_and_the_programs_leave_one_rank(kind, seed):
+    found, culprits = explained(kind, seed)
+    assert (named(found), found.confidence, found.exit_code) == (culprits, "likely", 1)
+    assert culprits.isdisjoint(v.rank for v in found.victims)
+    assert "single faults tried on the programs" in found.evidence[-1]
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("lost", 88), ("gpu_hang", 78)])
+def test_where_several_ranks_could_have_done_it_none_is_named(kind, seed):
+    """A message that was not sent, or one too many; whose device does not get to a call."""
+    found, culprits = explained(kind, seed)
+    assert (found.culprits, found.exit_code) == ((), 3)
+    ranks = set(map(int, re.search(r"of ranks ([\d,]+)$", found.evidence[-1])[1].split(",")))
+    assert culprits < ranks
+    assert len(ranks) == 2
 
 
 # -- from programs --------------------------------------------------------------------------------

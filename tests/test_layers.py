@@ -45,7 +45,7 @@ ROWS = [
     "allocator",
     "allocator_trace",
     "memory hang stochastic",  # the analyses never import each other
-    "memory_baseline hang_world placement",
+    "memory_baseline hang_world placement explain",
     "report",
     "recipe_layers",
     "recipe_checks",

@@ -1,0 +1,73 @@
+"""How often is a verdict exact?  Single faults drawn by seed, judged by what their dumps hold.
+
+``python benchmarks/hang_scores.py [FIRST [LAST]]``: seeds FIRST to LAST (0 to 199), worlds of 16 to
+512 ranks (``tests/hang_cases.py``).  Prints, per kind and in all, how many culprits are exact and
+how many innocents are named: with history and timing, with outstanding calls only (Megatron's
+default), and with these and the programs of the job (``megatron_prism/explain.py``; about 15
+minutes on one core); and how often the culprit is at least among the ranks that remain.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
+
+import hang_cases  # noqa: E402
+from test_graph import healthy  # noqa: E402
+
+from megatron_prism import explain, flight_export, flight_recorder, hang, quiescence  # noqa: E402
+from megatron_prism.flight_dump import DumpSet  # noqa: E402
+from megatron_prism.world import World  # noqa: E402
+
+ACTIVE = {"active_only": True, "stacks": False}
+
+
+def dumps_of(state, **how):
+    values = flight_export.dumps_of(state, **how)
+    return DumpSet({rank: flight_recorder.of_value(value, rank) for rank, value in values})
+
+
+def left(found) -> set[int]:
+    """The ranks of which a single fault would leave these dumps."""
+    text = re.search(r"leave these dumps, of ranks ([\d,:-]+)$", found.evidence[-1])
+    return set(World(1 << 20).select(text[1])) if text else set()
+
+
+def scored(found, culprits, finished) -> str:
+    named = hang_cases.named(found)
+    if named == culprits or finished and found.verdict == "healthy":
+        return "exact"
+    if named:
+        return "innocent"
+    return "among" if culprits <= left(found) else "open"
+
+
+def main() -> None:
+    first, last = (int(w) for w in (*sys.argv[1:3], "0", "199")[:2]) if len(sys.argv) > 2 else (
+        int(sys.argv[1]) if len(sys.argv) > 1 else 0, 199)  # fmt: skip
+    table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        kind, world = rng.choice(list(hang_cases.KINDS)), rng.choice(hang_cases.WORLDS)
+        programs, faults, culprits = hang_cases.draw(kind, world, seed)
+        state = quiescence.run(programs, faults)
+        full = hang.of_dumps(dumps_of(state, timing=True))
+        dumps = dumps_of(state, **ACTIVE)
+        found = hang.of_dumps(dumps)
+        more = explain.explain(dumps, found, healthy(world)) if not state.finished else found
+        for name, verdict in (("history", full), ("active only", found), ("and programs", more)):
+            table[name][kind][scored(verdict, culprits, state.finished)] += 1
+        print(seed, kind, world.size, {n: dict(t[kind]) for n, t in table.items()}, flush=True)
+    for name, kinds in table.items():
+        print(f"{name}: {dict(sum(kinds.values(), Counter()))}")
+        for kind, counts in sorted(kinds.items()):
+            print(f"    {kind:14} {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()
