@@ -1,5 +1,6 @@
 """The host's time apart from the kernels': traces, programs, prices, replays."""
 
+import dataclasses
 import json
 from statistics import NormalDist
 
@@ -276,6 +277,13 @@ def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
     plain = replayed(WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", ""))
     assert figures(plain).host is None
     assert "host never late" in render(plain)
+    assert "a host varies" not in render(found)
+    one = found.graph.programs.programs[0]
+    hosts = np.array([90_000, 110_000])
+    varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
+    made = graph.build(varied)
+    again = timeline.replay(made, costs.price(made, machine("h200")), 1)
+    assert "a host varies by 14% from iteration to iteration" in render(again)
 
 
 def test_a_trace_shows_what_the_host_issues_when():
@@ -340,8 +348,6 @@ def test_a_drawn_iteration_has_its_hosts_draw():
 
 
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
-    import dataclasses
-
     from megatron_prism import programs
     from megatron_prism.costs.fitted import fitted
     from megatron_prism.costs.variability import variability

@@ -84,6 +84,8 @@ class Figures:
     ``costs.ERRORS`` says; measured parts count as exact
     host            : part of 1 of the critical path in which a host issues work; None if the
     slices do not say how long that takes
+    host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
+    largest of the slices'; None if none has two iterations
     """
 
     sizes: str
@@ -97,6 +99,7 @@ class Figures:
     exposed: float
     bubble: float
     host: float | None
+    host_spread: float | None
     tokens_per_s: Value
     flops_per_gpu: Value
     mfu: Value
@@ -146,6 +149,7 @@ def figures(timeline: Timeline) -> Figures:
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
         bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
         host=_host(timeline, path),
+        host_spread=_host_spread(timeline),
         **_rates(timeline),
         classes=classes,
         path=path,
@@ -164,6 +168,11 @@ def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
         return None
     hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
     return hosts / (timeline.iteration_ns or 1)
+
+
+def _host_spread(timeline: Timeline) -> float | None:
+    hosts = [one.hosts for one in timeline.graph.programs.programs if len(one.hosts) > 1]
+    return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
 
 def _error(source: str) -> float:

@@ -14,6 +14,7 @@ __all__ = ["format_flops", "render"]
 _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
+_VARIES = 0.03  # of a host's time: from here on a single number misleads
 _SHORT = 100  # characters of a provenance that fits in a line
 
 
@@ -48,6 +49,9 @@ def _head(found: Figures) -> str:
         rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
         if found.host is not None:
             rows.append(("host", f"{found.host:.1%} of the critical path: GPUs wait for Python"))
+        if found.host and (found.host_spread or 0) >= _VARIES:
+            varies = f"a host varies by {found.host_spread:.0%} from iteration to iteration"
+            rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
     rows.append(("tokens/s", _value(found.tokens_per_s, lambda v: f"{v:,.0f}")))
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
