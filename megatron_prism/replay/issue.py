@@ -101,15 +101,18 @@ class _Reader:
         rows = zip(columns.names, columns.streams, columns.batches, strict=True)
         for i, (name, stream, batch) in enumerate(rows):
             if name == _COMPUTE:
-                self._hosts(i, LEAD)
-                node = self._add(i, self._queue(stream))
-                streams[stream] = [node]
+                if self.hosted:
+                    node = self._segment(i, stream)
+                else:
+                    node = self._add(i, self._queue(stream))
+                    streams[stream] = [node]
                 self.node[base + i] = node
-                self._hosts(i, HOST)
             elif _TALKS[name]:
                 together = [i] if batch < 0 else members[batch]
                 if together[0] == i:  # the rest of a batch was issued with its first
-                    self._hosts(i, HOST)
+                    if self.hosted:
+                        held = [self.host] if self.host >= 0 else []
+                        self.host = self._add(i, held, HOST)
                     self._call(stream, together, base)
             elif name == _WAIT:
                 queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
@@ -127,10 +130,16 @@ class _Reader:
         self.before.append(before)
         return len(self.op) - 1
 
-    def _hosts(self, op: int, kind: int) -> None:
-        """The host spends time on ``op``: what it issues from here on starts later."""
-        if self.hosted:
-            self.host = self._add(op, [self.host] if self.host >= 0 else [], kind)
+    def _segment(self, op: int, stream: int) -> int:
+        """The node of a segment between the two in which the host issues it."""
+        lead = len(self.op)
+        queue = self.streams.get(stream, _EMPTY)
+        self.op += (op, op, op)
+        self.kind += (LEAD, COMPUTE, HOST)
+        self.before += ([self.host] if self.host >= 0 else [], [*queue, lead], [lead])
+        self.streams[stream] = [lead + 1]
+        self.host = lead + 2
+        return lead + 1
 
     def _queue(self, stream: int) -> list[int]:
         """What the next op on ``stream`` waits for; not to be changed."""
