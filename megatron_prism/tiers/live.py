@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_prism.tiers import shapes
+
 __all__ = ["LiveBytes", "Peak", "workspaces"]
 
 # What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
@@ -28,6 +30,7 @@ WORKSPACE_BYTES = 32 << 20
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
+_FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
 workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
 
 
@@ -39,6 +42,20 @@ class Peak:
     labels: dict[str, Any] = field(default_factory=dict)
 
 
+class _Gone(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that knows its storage's address: a quarter of ``weakref.finalize``."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _is_view(func: Any) -> bool:
+    """Whether all that an operator returns is a view of what it is given."""
+    infos = [result.alias_info for result in func._schema.returns]
+    seen = bool(infos) and all(info is not None and not info.is_write for info in infos)
+    return seen and func._schema.name not in _FRESH
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``).
 
@@ -47,12 +64,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, device: str = "meta", cublas: bool = False) -> None:
         super().__init__()
-        self.device_type, self.cublas = device, cublas
+        self.device_type, self.meta, self.cublas = device, device == "meta", cublas
         self.now = 0
         self.high = Peak()
         self.labels: dict[str, Any] = {}
         self.meter: Any = None  # told of every call while a slice is captured
-        self._alive: dict[int, tuple[int, int]] = {}  # address -> (bytes, running number)
+        # address -> (bytes, running number, what tells when it goes)
+        self._alive: dict[int, tuple[int, int, Any]] = {}
+        self._views: dict[Any, bool] = {}  # operator -> is its result a view
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
@@ -82,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         """(running number, bytes, address, whose if known) of every storage that is alive now."""
         return [
             (number, size, key, self._notes.get(number, ""))
-            for key, (size, number) in self._alive.items()
+            for key, (size, number, _) in self._alive.items()
         ]
 
     @contextlib.contextmanager
@@ -98,8 +117,8 @@ class LiveBytes(TorchDispatchMode):
             self._mark()
 
     # -- counting ---------------------------------------------------------------------------------
-    def _free(self, key: int) -> None:
-        size, number = self._alive.pop(key)
+    def _free(self, gone: _Gone) -> None:
+        size, number, _ = self._alive.pop(gone.key)
         self.now -= size
         self._notes.pop(number, None)
         if self._silent is not None and self._silent.pop(number, None) is not None:
@@ -109,25 +128,28 @@ class LiveBytes(TorchDispatchMode):
 
     def track(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` if it is on the device and not yet counted."""
-        if tensor.device.type != self.device_type:
+        if not (tensor.is_meta if self.meta else tensor.device.type == self.device_type):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
-        known, number = self._alive.get(key, (-1, self._count))
-        if known == size:
-            return
-        if known < 0:
-            weakref.finalize(storage, self._free, key).atexit = False
+        before = self._alive.get(key)
+        if before is None:
+            known, number, gone = 0, self._count, _Gone(storage, self._free)
+            gone.key = key
             self._count += 1
-            known = 0
-        self._alive[key] = (size, number)
-        self.now += size - known
-        if self._silent is not None and not known:
-            self._silent[number] = size
         else:
+            known, number, gone = before
+            if known == size:
+                return
+        self._alive[key] = (size, number, gone)
+        self.now += size - known
+        if self._silent is not None and before is None:
+            self._silent[number] = size
+        elif self.meter is not None:
             self._tell(number, size - known)
-        self._mark()
+        if self.now > self.high.bytes:
+            self._mark()
 
     def _tell(self, number: int, change: int) -> None:
         if self.meter is not None and change:
@@ -137,7 +159,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _mark(self) -> None:
         if self._silent is None and self.now > self.high.bytes:
-            self.high = Peak(self.now, dict(self.labels))
+            self.high = Peak(
+                self.now, self.labels
+            )  # which nobody changes: ``scope`` makes new ones
 
     def _handle(self) -> None:
         """A product is asked for: its thread's cuBLAS handle takes a workspace, once."""
@@ -150,9 +174,16 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.cublas and func in _PRODUCTS:
             self._handle()
-        out = func(*args, **(kwargs or {}))
+        out = shapes.quick(func, args, kwargs) if self.cublas else None
+        if out is None:
+            out = func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None:
             self.meter.kernel(func, args, kwargs, out)
+        view = self._views.get(func)
+        if view is None:
+            view = self._views[func] = _is_view(func)
+        if view:
+            return out
         if isinstance(out, torch.Tensor):
             self.track(out)
         elif isinstance(out, (tuple, list)):
