@@ -124,7 +124,10 @@ class _Writer:
             (n, g) for n, g in state.groups.items() if g.group_of[rank] >= 0
         ):
             number = str(names[name, int(group.group_of[rank])])
-            ranks = str(group.group(rank).tolist())
+            key = (name, int(group.group_of[rank]))
+            if key not in state.said:
+                state.said[key] = str(group.group(rank).tolist())
+            ranks = state.said[key]
             self.config[number] = {"name": number, "desc": name, "ranks": ranks}
             self.status[str(place)] = {
                 f"last_{w}_collective": -1 for w in ("enqueued", "started", "completed")
@@ -141,7 +144,9 @@ class _Writer:
             inside.setdefault(int(batches[index]), []).append(index)
         for index in range(self.state.issued[self.rank]):
             if _TALK[names[index]]:
-                op = self.program[index]
+                key = (int(self.state.programs.program_of[self.rank]), index)
+                op = self.state.said.get(key) or self.program[index]
+                self.state.said[key] = op
                 if op.group in self.ids:
                     found.append(self._entry(op, index, len(found), launched))
                     if op.batch >= 0 and inside[op.batch][-1] == index:

@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,21 @@ def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:
 
 def _group(name: str, config: dict[Any, Any]) -> Group:
     ranks = config.get("ranks", [])
-    if isinstance(ranks, str):
-        ranks = re.findall(r"-?\d{1,9}", ranks)
+    if isinstance(ranks, str):  # thousands of dumps say the same of their largest groups
+        return _group_of_text(name, str(config.get("desc", ""))[:200], ranks)
+    return _made(name, str(config.get("desc", ""))[:200], ranks)
+
+
+@lru_cache(maxsize=4096)
+def _group_of_text(name: str, desc: str, ranks: str) -> Group:
+    return _made(name, desc, re.findall(r"-?\d{1,9}", ranks))
+
+
+def _made(name: str, desc: str, ranks: Any) -> Group:
     members = tuple(integer(r, f"a rank of group {name:.20}") for r in typed(ranks, list, "ranks"))
     if len(set(members)) != len(members) or any(r < 0 for r in members):
         raise DumpError(f"group {name:.20} has members that cannot be")
-    return Group(name, str(config.get("desc", ""))[:200], members)
+    return Group(name, desc, members)
 
 
 def _status(row: dict[Any, Any]) -> Status:

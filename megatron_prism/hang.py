@@ -167,9 +167,9 @@ class _Judge:
         found: dict[int, Entry] = {}
         for rank in state.outstanding:
             (why, others), head = state.waits(rank), state.head(rank)
-            lost = [r for r in others if r not in state.dumps]
-            if head is None or not why:
+            if head is None or not why or not (head.pair or why == "left no dump"):
                 continue
+            lost = [r for r in others if r not in state.dumps]
             for r in lost:  # a call of all members says more than a message, an old one than a new
                 if r not in found or (head.pair, _age(head)) < (found[r].pair, _age(found[r])):
                     found[r] = head
@@ -274,7 +274,7 @@ class _Judge:
                 continue
             why, others = state.waits(rank)
             victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
-            if len(chain) < 10 and (rank in cycle or blamed & set(others)):
+            if len(chain) < 10 and (rank in cycle or not blamed.isdisjoint(others)):
                 shown = format_ranks(sorted(others))
                 chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
         first = self.first or next(filter(None, map(state.head, sorted(state.outstanding))), None)

@@ -8,7 +8,7 @@ so what one of them did tells what the other should have done.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from megatron_prism.flight_dump import DumpSet, Entry, Group
@@ -54,6 +54,7 @@ class State:
         self.enqueued: dict[tuple[str, int], int] = {}
         self.completed: dict[tuple[str, int], int] = {}
         self.outstanding: dict[int, list[Entry]] = {}
+        self._waited: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
         self._opened: dict[int, frozenset[tuple[str, bool, int]]] = {}
         self._collect_groups()
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
@@ -71,10 +72,17 @@ class State:
 
     def _collect_groups(self) -> None:
         seen: dict[str, Counter[Group]] = defaultdict(Counter)
+        same: Counter[tuple[str, int]] = (
+            Counter()
+        )  # mostly one object: hashing its ranks takes long
+        objects: dict[int, Group] = {}
         for dump in self.dumps.values():
             for name, group in dump.groups.items():
                 if group.ranks:
-                    seen[name][group] += 1
+                    same[name, id(group)] += 1
+                    objects[id(group)] = group
+        for (name, number), count in same.items():
+            seen[name][objects[number]] += count
         listed = set(seen)
         for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
             for entry in dump.entries:
@@ -114,12 +122,21 @@ class State:
             and (e.pair or e.seq > self.completed.get((e.group, rank), -1))
         ]
         has = {e.group for e in found}
-        for name, group in self.groups.items():
+        for name in self._of_rank[rank]:
             last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
-            if name in has or name in self.pairs or rank not in group.ranks:
+            if name in has or name in self.pairs:
                 continue
             waits = range(max(done, last - _MOST, 0) + 1, last + 1)
-            found += [_unnamed(group, seq) for seq in waits]
+            found += [_unnamed(self.groups[name], seq) for seq in waits]
+        return found
+
+    @cached_property
+    def _of_rank(self) -> dict[int, list[str]]:
+        """rank -> its groups."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, group in self.groups.items():
+            for rank in group.ranks:
+                found[rank].append(name)
         return found
 
     @cached_property
@@ -196,7 +213,7 @@ class State:
                 votes[any(key in mine for key in keys[keys.index(wanted) :])] += 1
         return votes[True] > votes[False]
 
-    def waits(self, rank: int) -> tuple[str, list[int]]:
+    def waits(self, rank: int) -> tuple[str, Sequence[int]]:
         """(why, for whom) the oldest outstanding call of ``rank`` waits."""
         head = self.head(rank)
         if head is None:
@@ -209,16 +226,22 @@ class State:
             first = self.head(peer)
             behind = first is not None and first.record < mate.record
             return ("has it queued behind another call", [peer]) if behind else ("", [])
-        others = [r for r in self.groups[head.group].ranks if r != rank]
-        absent = [r for r in others if r in self.dumps and not self.arrived(r, head)]
+        key = (head.group, head.seq)  # all who stand there wait for the same ranks
+        if key not in self._waited:
+            self._waited[key] = self._absent(head)
+        return self._waited[key]
+
+    def _absent(self, head: Entry) -> tuple[str, tuple[int, ...]]:
+        ranks = self.groups[head.group].ranks
+        absent = [r for r in ranks if r in self.dumps and not self.arrived(r, head)]
         if absent:
-            return "has not come", absent
-        lost = [r for r in others if r not in self.dumps]
+            return "has not come", tuple(absent)
+        lost = [r for r in ranks if r not in self.dumps]
         if lost:
-            return "left no dump", lost
-        behind = [r for r in others if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
+            return "left no dump", tuple(lost)
+        behind = [r for r in ranks if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
                   (head.group, head.seq, False)]  # fmt: skip
-        return ("has it queued behind another call", behind) if behind else ("", [])
+        return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
 
     def lacks(self) -> tuple[str, ...]:
         """What the dumps do not hold, and which variable to set next time."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class Standstill:
     issued: list[int]
     done: list[bytearray]
     ready: list[bytearray]
+    said: dict[object, Any] = field(default_factory=dict)  # what an export needs many times
 
     @property
     def finished(self) -> bool:
