@@ -53,6 +53,10 @@ def test_kernels_belong_to_the_segment_that_launched_them():
     found = busy_ns(trace, bounds((0, 20), (25, 40), (50, 60)))
     assert found[0].tolist() == [52 * US, (50 + 2 * 2) * US, 0]  # the last is of no segment
     assert found[1].tolist() == [0, 5 * US, 10 * US]  # no launch: as long as the segment
+    # who launched the 7 us is not known, so the third segment may have kernels that nobody saw
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("ts") != 90]
+    assert busy_ns(trace, bounds((0, 20), (25, 40), (50, 60)))[0].tolist()[2] == -1
+    assert busy_ns({"traceEvents": []}, bounds((0, 20)))[0].tolist() == [-1]
 
 
 def test_kernels_side_by_side_count_once():
@@ -66,11 +70,24 @@ def test_a_kernel_that_starts_at_once_found_the_device_idle():
 
 
 def test_segments_that_do_not_wait_for_the_host_keep_their_own_time():
-    elapsed = np.array([1030, 5000, 777]) * US
-    none = np.zeros(3, dtype=np.int64)
-    # 3 % slower clocks in what was not traced hold for the late one as well
-    found = device_ns(elapsed, np.stack([np.array([1000, 1000, 0]) * US, none, none]))
-    assert found.tolist() == [1030 * US, 1030 * US, 777 * US]
+    elapsed = np.array([1030, 5000, 777, 777]) * US
+    none = np.zeros(4, dtype=np.int64)
+    # 3 % slower clocks in what was not traced hold for the late one as well; the third has no
+    # kernels, of the fourth that is not known
+    found = device_ns(elapsed, np.stack([np.array([1000, 1000, 0, -1e-3]) * US, none, none]))
+    assert found.tolist() == [1030 * US, 1030 * US, 0, 777 * US]
+
+
+def test_the_host_between_two_calls_is_counted_once():
+    """An idle device, which waits for the host, does one thing after the other: 20 us of a kernel,
+    and 300 us of Python that launches nothing."""
+    trace = traced([(0, 5, 20)])
+    busy = busy_ns(trace, bounds((0, 10), (10, 310)))
+    ns, host, lead = device_ns(np.array([25, 300]) * US, busy), [10 * US, 300 * US], busy[1]
+    text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n"
+    for each in zip(ns.tolist(), host, lead.tolist(), strict=True):
+        text += "0F compute ns={} host={} lead={}\n- host_wait note=device\n".format(*each)
+    assert replayed(text).iteration_ns == pytest.approx((20 + 300) * US, abs=5 * US)
 
 
 def test_what_an_idle_device_waits_for_the_first_launch_is_no_kernels_time():

@@ -23,6 +23,7 @@ _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
+_STRANGE = 0.01  # of the kernels' time, of which nobody knows who launched it
 _LATE = 0.05  # a segment that takes so much longer than its kernels waits for the host
 
 
@@ -49,9 +50,10 @@ class Tracer:
 
 
 def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int64 [3, segments]: what the host launched in each segment, back to back; how long it took
-    the host until the first launch (as long as the segment where there is none); whether the device
-    had nothing to do by then (1) or was behind (0).
+    """int64 [3, segments]: what the host launched in each segment, back to back (-1: nothing, but
+    the trace does not say who launched all kernels); how long it took the host until
+    the first launch (as long as the segment where there is none); whether the device had nothing to
+    do by then (1) or was behind (0).
 
     trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
     """
@@ -66,10 +68,14 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
             kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
     kernels.sort()
     rows = np.array([(b, e, launched[c]) for b, e, c in kernels if c in launched], dtype=np.int64)
+    whole = sum(e - b for b, e, _ in kernels)
+    strange = whole - sum(e - b for b, e, c in kernels if c in launched)
+    nothing = 0 if whole and strange <= _STRANGE * whole else -1
     limits = np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
     found = np.zeros((3, len(bounds)), dtype=np.int64)
     found[1] = limits[:, 1] - limits[:, 0]
     if not rows.size or not bounds:
+        found[0] = nothing
         return found
     segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
     inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
@@ -91,6 +97,7 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     taken[first] = usual
     added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
     np.add.at(found[0], segment, taken + added)
+    found[0, np.bincount(segment, minlength=len(bounds)) == 0] = nothing
     np.minimum.at(found[1], segment, rows[:, 2] - limits[segment, 0])
     found[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
     return found
@@ -100,11 +107,12 @@ def device_ns(elapsed: np.ndarray, traced: np.ndarray) -> np.ndarray:
     """int64 [segments]: what each takes if the host is always ahead.
 
     elapsed : between the CUDA events around it, in iterations that were not traced
-    traced  : by ``busy_ns``; 0 in its first row where nothing was traced
+    traced  : by ``busy_ns``
 
     A segment that takes hardly longer than its kernels keeps its own time, which is that of the
     clocks of an undisturbed iteration, without the moment in which an idle device waited for its
-    first launch; the kernels of the others are brought to those clocks.
+    first launch; the kernels of the others are brought to those clocks.  A segment without kernels
+    takes the device nothing: what passed between its events was the host's time, counted there.
     """
     busy = traced[0]
     elapsed = elapsed - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * elapsed), 0)
@@ -112,7 +120,7 @@ def device_ns(elapsed: np.ndarray, traced: np.ndarray) -> np.ndarray:
     ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
     known = elapsed[ahead].sum() > _LATE * elapsed.sum()
     late = np.minimum(elapsed, np.rint(busy * (ratio if known else 1.0)))
-    return np.rint(np.where(ahead | (busy == 0), elapsed, late)).astype(np.int64)
+    return np.rint(np.where(ahead | (busy < 0), elapsed, late)).astype(np.int64)
 
 
 def _ns(microseconds: float) -> int:
