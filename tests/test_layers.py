@@ -62,9 +62,9 @@ NOUNS = ROW["slices"]
 
 # Capture half: each may import the nouns and what stands before it.
 CAPTURE = ["virtual", "tiers", "slicer", "plugin"]
-# the flags read recipes, the main job is one, pacing replays the world,
+# the flags read recipes, the main job is one, pacing replays the world or a draw of it,
 # the ballast prices communicators
-ALSO = {"plugin": {"recipe", "recipe_schema", "graph", "costs", "replay"}}
+ALSO = {"plugin": {"recipe", "recipe_schema", "graph", "costs", "replay", "stochastic"}}
 # Across the halves only inside a function, so that the command line starts without torch.
 INSIDE_FUNCTIONS = {
     ("cli", "plugin"),

@@ -19,13 +19,15 @@ import numpy as np
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.machine import machine, machines, named_in
-from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.plugin import draw
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay import timeline, whatif
 from megatron_prism.replay.release import Releases, kept
+from megatron_prism.stochastic import read_draw
 
 __all__ = ["CALIBRATION", "Pace", "expected", "nccl_blocks"]
 
@@ -51,18 +53,13 @@ class Pace:
         program = programs.programs[int(programs.program_of[options.rank])]
         for ranks, factor in slow_ranks(options):
             programs = whatif.slow(programs, ranks, factor)
-        for rank in options.ranks:
-            programs = whatif.apart(programs, [rank], f"local rank {rank}")
-        world = graph.build(programs)
-        findings = world.check()
-        if findings:
-            raise PrismError(
-                f"the slices in {folder} do not fit together: {findings[0].kind}",
-                fix=f"prism check {folder}",
-            )
+        hardware, path = machine(_machine_of(device)), folder / CALIBRATION
         self._calibration = _calibration(folder)
-        prices = costs.price(world, machine(_machine_of(device)), self._calibration)
-        prices = whatif.slowed(world, prices)
+
+        def pricing(world: graph.WorldGraph) -> costs.Prices:
+            return whatif.slowed(world, costs.price(world, hardware, self._calibration))
+
+        world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
@@ -112,6 +109,7 @@ class Pace:
             "peers": "modelled: slices that were measured alone, after the local rank's stamps",
             "calls": self.sources,
             "slow": self.options.slow,
+            "drawn": self.drawn,
             "interactions": len(self.table),
             "terms": len(self.table.cause),
             "loose": self.table.loose,
@@ -149,10 +147,12 @@ class Pace:
 def check(options: Any) -> None:
     """UsageError where pacing makes no sense."""
     if options.pace is None:
+        flag = "--prism-draw" if options.draw else "--prism-slow"
         raise UsageError(
-            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
+            f"{flag} is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
         )
     slow_ranks(options)
+    read_draw(options.draw or "0")
     if options.tier != "cuda":
         raise UsageError(
             f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
