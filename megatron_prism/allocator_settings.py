@@ -92,7 +92,7 @@ class Settings:
 
 
 def _whole(key: str, value: str, least: int) -> int:
-    if not value.isdigit() or int(value) < least:
+    if not value.isdecimal() or len(value) > 18 or int(value) < least:
         raise UsageError(f"{key} cannot be {value}", fix=f"{key}:{max(least, 128)}")
     return int(value)
 
@@ -120,7 +120,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
 
 
 def _power(key: str, value: str) -> int:
-    if not value.isdigit() or int(value).bit_count() != 1:
+    if not value.isdecimal() or len(value) > 18 or int(value).bit_count() != 1:
         raise UsageError(
             f"{key}: {value} is no power of two", fix=f"{key}:4, or {key}:[256:1,512:2,>:4]"
         )

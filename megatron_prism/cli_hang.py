@@ -210,7 +210,7 @@ def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:
             found.append(parse(value))
         elif key == "plan" and value:
             found += load_plan(value)
-        elif key == "seed" and value.isdigit():
+        elif key == "seed" and value.isdecimal() and len(value) < 19:
             seed = int(value)
         elif key == "truth" and value:
             truth = Path(value)

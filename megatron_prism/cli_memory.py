@@ -6,6 +6,7 @@ In : programs that were captured, baselines.  Out: a page of text, JSON or GitHu
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -205,7 +206,7 @@ def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str
 
 def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
     top = settings.get("top", "12")
-    if not top.isdigit():
+    if not re.fullmatch(r"[0-9]{1,9}", top):
         raise UsageError(f"top={top} is no number", fix="top=12")
     made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     chosen = settings.get("class")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_prism import guards
 from megatron_prism.errors import UsageError
 from megatron_prism.fault_plan import FIX, Fault, parse
 
@@ -32,8 +33,8 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
     import yaml
 
     try:
-        rows = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        rows = yaml.safe_load(guards.read_yaml_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read the plan {path}: {error}", fix="a YAML list") from error
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")

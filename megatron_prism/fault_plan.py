@@ -62,9 +62,10 @@ class Fault:
         """The ranks it happens to; ``any:2`` are two drawn by ``seed``."""
         text = self.select["rank"]
         if text.startswith("any"):
-            count = int(text.partition(":")[2] or 1)
-            if count > world.size:
-                raise UsageError(f"{self}: {count} of {world.size} ranks", fix=FIX)
+            drawn_by = re.fullmatch(r"any(:[0-9]{1,9})?", text)
+            count = int((drawn_by and drawn_by[1] or ":1")[1:])
+            if drawn_by is None or not 0 < count <= world.size:
+                raise UsageError(f"{self}: {text} of {world.size} ranks", fix="rank=any:1")
             drawn = random.Random(f"{seed}:{self}").sample(range(world.size), count)
             return tuple(sorted(drawn))
         return world.select(text)
@@ -152,7 +153,7 @@ def _select(text: str, where: str) -> dict[str, str]:
         else:
             found[key] = value
     for key in ("iter", "mb", "chunk", "nth"):
-        if not found.get(key, "0").isdigit():
+        if not re.fullmatch(r"[0-9]{1,18}", found.get(key, "0")):
             raise UsageError(f"{text!r}: {key}={found[key]} is no number", fix=f"{key}=1")
     if "rank" not in found:
         raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_prism import allocator
+from megatron_prism import allocator, guards
 from megatron_prism.artefact import write_whole
 from megatron_prism.costs import communicators
 from megatron_prism.errors import UsageError
@@ -150,13 +150,13 @@ def load(path: str | os.PathLike[str]) -> Baseline:
     """What ``save`` wrote.  UsageError for anything else."""
     fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = guards.read_json(path)
     except OSError as error:
         raise UsageError(
             f"cannot read the baseline {path}: {error.strerror}",
             fix=f"prism memory record PROGRAMS -o {path}",
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is no JSON: {error}", fix=fix) from error
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
-from megatron_prism import recipe_schema
+from megatron_prism import guards, recipe_schema
 from megatron_prism.errors import RecipeError
 from megatron_prism.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
 
@@ -110,12 +110,12 @@ def keys(section: type = Recipe, prefix: str = "") -> list[str]:
 
 def _read(file: Path) -> DictConfig:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = guards.read_yaml_text(file)
         for number, line in enumerate(text.splitlines(), 1):
             if match := _LINE.match(line):
                 _refuse_odd(match["value"], f"{file}, line {number}")
         config = OmegaConf.create(text)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RecipeError(
             f"cannot read {file}: {error}", fix="give the path of a YAML file"
         ) from None
@@ -136,8 +136,8 @@ def _override(token: str) -> DictConfig:
         raise RecipeError(f"{token!r}: {why}", fix=fix)
     _refuse_odd(match["value"], f"override {token!r}")
     try:
-        return OmegaConf.from_dotlist([token])
-    except (YAMLError, errors.OmegaConfBaseException) as error:
+        return OmegaConf.from_dotlist([guards.flat(token)])
+    except (ValueError, YAMLError, errors.OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise RecipeError(
             f"override {token!r}: {reason}", fix="quote the value for YAML and for the shell"

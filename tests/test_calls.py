@@ -115,6 +115,8 @@ def test_messages_of_both_ways_take_samples_of_exchanges(tmp_path):
         ([1e6, 0, 2e6, 1e6, 1e6], PrismError, "durations are above 0"),
         (["x"], UsageError, "are no list of up to"),
         ("many", UsageError, "are no list of up to"),
+        ([1e6, float("nan"), 2e6, 1e6, 1e6], UsageError, "are no list of up to"),
+        ([10**400] * 8, UsageError, "are no list of up to"),
     ],
 )
 def test_samples_that_cannot_be(tmp_path, samples, error, says):

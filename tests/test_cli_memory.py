@@ -272,6 +272,7 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
         (("record", "{job}", "-o", "x.json", "alloc=backend:x"), "not modelled"),
         (("explain", "{job}", "class=pp=7"), "there is no class pp=7"),
         (("explain", "{job}", "top=x"), "top=x is no number"),
+        (("explain", "{job}", "top=²"), "top=² is no number"),
         (("explain", "none"), "cannot read none"),
         (("forget", "{job}"), "invalid choice"),
     ],

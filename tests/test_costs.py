@@ -80,6 +80,10 @@ def row(**more):
         ([row(ns=float("nan"))], "NaN"),
         ([{"op": "all_reduce"}], "ranks"),
         ([5], "no calibration"),
+        ([row(ns=10**30)], "takes 1000000000000000000000000000000 ns"),
+        ([row(op=7)], "7 among 2"),
+        ([row(ranks=0)], "among 0"),
+        ({"op": "all_reduce"}, "collectives is no list of rows"),
     ],
 )
 def test_calibrations_that_cannot_be(tmp_path, rows, says):
@@ -88,6 +92,40 @@ def test_calibrations_that_cannot_be(tmp_path, rows, says):
     with pytest.raises(UsageError, match="no calibration of ours") as caught:
         read_calibration(path)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"host": "abc"}, "host is no list of rows"),
+        ({"overlap": "abc"}, "overlap is no list of rows"),
+        ({"host": [{"op": "all_reduce"}]}, "'asynchronous' is missing"),
+        ({"host": [{"op": "all_reduce", "asynchronous": "no", "ns": 5}]}, "asynchronous 'no'"),
+        ({"host": [{"op": ["x"], "asynchronous": True, "ns": 5}]}, "['x']"),
+        ({"format": "1"}, "format '1'"),
+    ],
+)
+def test_a_calibrations_other_rows_are_checked_too(tmp_path, more, says):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"format": 1, "source": "here", "collectives": [], **more}))
+    with pytest.raises(UsageError) as caught:
+        read_calibration(path)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["machine=", "calibration="])
+def test_files_that_nest_without_end_are_refused(tmp_path, words, capsys):
+    """Python's parser gives up with a RecursionError, which is no error of the user's."""
+    path, world = tmp_path / "deep.json", tmp_path / "w.txt"
+    path.write_text("[" * 100_000)
+    world.write_text("prism-program 1\nworld size=1\nprogram ranks=0\n0F compute ns=1ms\n")
+    assert cli.main(["replay", str(world), f"{words}{path}"]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
+
+
+def test_an_endless_calibration_is_not_read_to_its_end():
+    with pytest.raises(UsageError, match="more than 268,435,456 bytes"):
+        read_calibration("/dev/zero")
 
 
 def test_the_same_measurement_twice_is_one(tmp_path):

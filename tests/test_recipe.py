@@ -187,6 +187,10 @@ def test_a_slip_in_an_override_says_what_to_type(override, says):
         ("", "is missing"),
         ("parallel:\n  world_size: 1\n  tp: 010  # eight?\n", "line 3: YAML reads 010"),
         ("model: {}\nmodel: {}\n", "is no YAML"),
+        ("[" * 100_000, "nested too deeply"),  # the parser in C ends the process
+        ("- " * 10_000, "nested too deeply"),
+        ("model: {num_layers: " + "9" * 5000 + "}", "cannot read"),
+        ("#" * (1 << 20) + "#", "more than 1,048,576 bytes"),
     ],
 )
 def test_a_bad_file_is_explained(tmp_path, text, says):

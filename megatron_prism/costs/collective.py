@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import os
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
+from megatron_prism import guards
 from megatron_prism.costs import nccl
 from megatron_prism.costs.machine import Machine
 from megatron_prism.costs.overlap import Overlap, read_rows
@@ -25,6 +25,7 @@ from megatron_prism.errors import UsageError
 __all__ = ["Calibration", "Shape", "modelled", "read_calibration"]
 
 FORMAT = 1
+_MOST = 1 << 50  # bytes or ns of a call; more is no measurement
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,17 @@ class Calibration:
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """What ``prism calibrate`` wrote.  UsageError for anything else."""
     try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = guards.read_json(path)
         if stored.get("format") != FORMAT:
-            raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
+            raise ValueError(f"format {stored.get('format')!r}, this release reads {FORMAT}")
         points: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-        for row in stored["collectives"]:
+        for row in _rows(stored, "collectives"):
             ranks = int(row["ranks"])
             key = (row["op"], ranks, int(row.get("per_node", ranks)))
             point = (int(row["bytes"]), int(row["ns"]))
-            if min(point) <= 0:
+            if not isinstance(key[0], str) or min(key[1:]) < 1:
+                raise ValueError(f"{key[0]!r} among {ranks}, {key[2]} of them per node")
+            if not 0 < min(point) <= max(point) < _MOST:
                 raise ValueError(f"{key[0]} of {point[0]} bytes takes {point[1]} ns")
             points.setdefault(key, []).append(point)
         table = {key: tuple(sorted(set(values))) for key, values in points.items()}
@@ -104,20 +107,36 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
-        host = {
-            (str(row["op"]), bool(row["asynchronous"])): int(row["ns"])
-            for row in stored.get("host", ())
-        }
-        if any(not 0 < ns < 1 << 40 for ns in host.values()):
-            raise ValueError("the host's time for a call is not above 0")
-        overlap = read_rows(stored.get("overlap", ()))
-        return Calibration(table, str(stored["source"]), host, overlap)
+        overlap = read_rows(_rows(stored, "overlap"))
+        return Calibration(table, str(stored["source"]), _host(_rows(stored, "host")), overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(
-            f"{path} is no calibration of ours: {error}", fix="write it again: prism calibrate"
+            f"{path} is no calibration of ours: {what}", fix="write it again: prism calibrate"
         ) from error
+
+
+def _rows(stored: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of that name, none in files of earlier releases."""
+    rows = stored.get(name, [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{name} is no list of rows")
+    return rows
+
+
+def _host(rows: list[dict[str, Any]]) -> dict[tuple[str, bool], int]:
+    """(collective, asynchronous) -> ns of the host."""
+    found = {}
+    for row in rows:
+        name, asynchronous, ns = row["op"], row["asynchronous"], int(row["ns"])
+        if not isinstance(name, str) or not isinstance(asynchronous, bool):
+            raise ValueError(f"a call of the host is {name!r}, asynchronous {asynchronous!r}")
+        if not 0 < ns < 1 << 40:
+            raise ValueError(f"the host takes {ns} ns for {name}")
+        found[name, asynchronous] = ns
+    return found
 
 
 def modelled(name: str, shape: Shape, num_bytes: int, machine: Machine) -> int:

@@ -13,7 +13,6 @@ together.  Between hosts nothing was measured: such groups are taken as their pa
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prism import guards
 from megatron_prism.errors import UsageError
 from megatron_prism.membership import WORLD_GROUP, of_family, of_lists
 from megatron_prism.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
@@ -206,7 +206,7 @@ def read(name: str | os.PathLike[str]) -> Calibration:
     """
     path = shipped().get(str(name), Path(name))
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = guards.read_json(path)
         if stored.get("format") != FORMAT:
             raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
         return _calibration(stored)
@@ -215,7 +215,7 @@ def read(name: str | os.PathLike[str]) -> Calibration:
             f"there is no calibration {name}: {error.strerror}",
             fix=f"use {', '.join(shipped())}, or what benchmarks/device_memory.py wrote",
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} is no calibration of device memory: {error}",
             fix="python benchmarks/device_memory.py -o FILE.json writes one",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from megatron_prism import guards
 from megatron_prism.errors import UsageError
 
 __all__ = ["read", "shipped"]
@@ -32,10 +32,11 @@ def read(
     known = shipped(folder)
     path = known.get(str(name), Path(name))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = guards.read_json(path)
     except OSError as error:
         raise UsageError(
-            f"there is no {what} {name}", fix=f"use {', '.join(known)}, or a JSON file"
+            f"there is no {what} {name}: {error.strerror}",
+            fix=f"use {', '.join(known)}, or a JSON file",
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} is no JSON: {error}", fix=f"see costs/{folder.name}/") from error

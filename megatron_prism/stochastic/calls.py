@@ -10,16 +10,15 @@ Samples are of one sitting, seconds long: regimes that last longer (``network``)
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_prism import guards
 from megatron_prism.costs import Prices
 from megatron_prism.costs.distribution import Distribution, fit
 from megatron_prism.costs.machine import Machine
@@ -31,6 +30,7 @@ from megatron_prism.ops import NAMES
 __all__ = ["CallSpread", "call_spread"]
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
+_MOST_NS = 1 << 50  # of a call: two weeks; NaN is not below it
 _MOST = 4096  # samples of a cell that are looked at
 _ENOUGH = 24  # samples of a call that may stand for themselves: one outlier widens fewer by far
 Cell = tuple[str, int, int]  # collective, ranks, of them per node
@@ -82,14 +82,14 @@ def call_spread(
 def _cells(path: str | os.PathLike[str]) -> dict[Cell, dict[int, Sequence[float]]]:
     """cell -> message bytes -> samples in ns; the file has been read as a calibration before."""
     found: dict[Cell, dict[int, Sequence[float]]] = {}
-    for row in json.loads(Path(path).read_text(encoding="utf-8"))["collectives"]:
+    for row in guards.read_json(path)["collectives"]:
         samples = row.get("samples")
         if samples is None:
             continue
         if not _numbers(samples):
             raise UsageError(
                 f"{path}: samples of {row['op']} of {row['bytes']} bytes are no list of up to "
-                f"{_MOST:,} numbers",
+                f"{_MOST:,} times in ns",
                 fix="write it again: prism calibrate",
             )
         cell = row["op"], int(row["ranks"]), int(row.get("per_node", row["ranks"]))
@@ -101,7 +101,7 @@ def _numbers(samples: Any) -> bool:
     return (
         isinstance(samples, list)
         and len(samples) <= _MOST
-        and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in samples)
+        and all(type(one) in (int, float) and abs(one) < _MOST_NS for one in samples)
     )
 
 

@@ -200,6 +200,12 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=oom@rank=1"], "how much memory"),
         (["truth=x"], "truth names them"),
         (["plan=/nonexistent"], "cannot read the plan"),
+        (["plan=/bin/sh"], "cannot read the plan /bin/sh: 'utf-8' codec"),
+        (["fault=drop@rank=any:0"], "any:0 of 16 ranks"),
+        (["fault=drop@rank=any:17"], "any:17 of 16 ranks"),
+        (["fault=drop@rank=any:x"], "any:x of 16 ranks"),
+        (["fault=drop@rank=1,nth=²"], "nth=² is no number"),
+        (["fault=nan@rank=1", "seed=²"], "not understood"),
         (["-o", "x"], "without a fault"),
     ],
 )
