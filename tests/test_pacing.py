@@ -5,7 +5,10 @@ The device is a stand-in that writes down what it is told; the kernels run in te
 
 import contextlib
 import dataclasses
+import errno
 import gc
+import os
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -28,7 +31,7 @@ from megatron_prism.plugin.pace import (
 from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
-from megatron_prism.virtual import pace_report
+from megatron_prism.virtual import pace_report, pace_shared, work
 from megatron_prism.virtual.pace_shared import Shared, layout, seats
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.work import Done
@@ -209,6 +212,48 @@ def test_tensors_of_a_dropped_handle_stay_until_the_device_is_done(device):
     assert [ref() is None for ref in gone] == [True, True, False]
 
 
+def test_a_device_that_does_not_answer_is_not_done(device, monkeypatch):
+    pacer = pacer_of(device, Call("all_gather", "TP", 0))
+    tensor = torch.zeros(4)
+    gone = weakref.ref(tensor)
+    answer = answering(device)
+
+    def fails(event):
+        raise PrismError("the CUDA driver refused to look at an event")
+
+    device.query = fails
+    monkeypatch.setattr(work, "_unfinished", [])
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # an error in __del__
+    pacer.record(TP, "all_gather", answer, (tensor, tensor, opts(True)), {})
+    del tensor
+    gc.collect()
+    assert gone() is not None
+
+
+def test_a_future_of_a_paced_call_is_ordered_too(device):
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    work = pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
+    assert work.get_future().wait() == [SMALL]
+    assert device.log[-1] == "main waits for s1"
+
+
+def test_the_kernel_reads_no_memory_of_the_host(device):
+    """Calls of gloo groups have their tensors there."""
+    group = SimpleNamespace(
+        desc="PP", _n=4, _p=1, _mixed=None, sequence=0, _ring=lambda tensor: None,
+        world=SimpleNamespace(observer=None), _count=lambda *words: None,
+    )  # fmt: skip
+    answer = answering(device)
+    answer.__name__ = "send"
+    pacer = Pacer([Call("send", "PP", 0)] * 2, device, device, cuda=True)
+    pacer.begin()
+    pacer.record(group, "send", answer, ([SMALL], 1, 0), {})
+    assert device.log[1:] == ["s1: answer", "s1: hold 0 in 0 x1"]
+    with pacer.batch():
+        pacer.record(group, "send", answer, ([SMALL], 1, 0), {})
+    assert device.log[-3:] == ["s2: arrive 0", "s2: answer", "s2: hold 0 in 0 x1"]
+
+
 def test_a_batch_of_messages_is_one_launch(device):
     calls = [Call("send", "PP", 0, 8), Call("recv", "PP", 0, 8)]
     pacer = pacer_of(device, *calls)
@@ -246,6 +291,10 @@ def test_cuda_graphs_are_refused(device):
     device.is_capturing = True
     with pytest.raises(UnsupportedError, match="CUDA graph"):
         pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
+    pacer = pacer_of(device, Call("send", "PP", 0))
+    with pytest.raises(UnsupportedError, match="CUDA graph"), pacer.batch():
+        pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
+    assert not device.log
 
 
 def test_calls_without_virtual_peers_are_left_alone(device):
@@ -430,8 +479,6 @@ def test_local_ranks_share_memory_that_has_no_name():
     first = Shared(store, 0, 2, places, "t")
     name = store["prism/pace/file"].split()[0]
     assert Path(name).stat().st_size == places["size"][0]
-    with pytest.raises(PrismError, match="another table"):
-        Shared(store, 1, 2, places, "other")
     second = Shared(store, 1, 2, places, "t")
     assert not Path(name).exists()
     second.leave(6)
@@ -439,6 +486,26 @@ def test_local_ranks_share_memory_that_has_no_name():
     assert first.array("gone").tolist() == [7]
     assert first.array("here").shape == (4, 5)
     assert (first.array("seen") == 0).all()
+
+
+def test_local_ranks_that_cannot_share_leave_no_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(pace_shared, "_FOLDER", tmp_path)
+    store, places = Store(), layout(4, 3, 5, 2)
+    Shared(store, 0, 2, places, "t")
+    with pytest.raises(PrismError, match="another table"):
+        Shared(store, 1, 2, layout(4, 9, 9, 2), "other")
+    assert not list(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    store = Store()
+    with pytest.raises(UsageError, match=r"No space left.*") as raised:
+        Shared(store, 0, 2, places, "t")
+    assert "--shm-size" in raised.value.fix
+    assert not store
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_rank_that_strays_is_told_to_the_others(device):

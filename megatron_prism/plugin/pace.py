@@ -76,7 +76,7 @@ class Pace:
         import torch
 
         from megatron_prism.virtual.pace_kernel import Launcher
-        from megatron_prism.virtual.pace_shared import Shared, layout
+        from megatron_prism.virtual.pace_shared import Shared, layout, meet
         from megatron_prism.virtual.pace_source import RING
         from megatron_prism.virtual.pacing import Pacer
         from megatron_prism.virtual.streams import Streams
@@ -89,6 +89,7 @@ class Pace:
         shared = None
         if processes > 1:
             places = layout(RING, len(table), len(table.of), processes)
+            meet(store, processes, "memory")  # whoever fails before leaves no file behind
             shared = Shared(store, process, processes, places, _digest(table))
         launcher = Launcher(table, launches, device, shared)
         launcher.meet()

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_prism.errors import PrismError, UsageError
 
-__all__ = ["AREA", "Shared", "layout", "seats"]
+__all__ = ["AREA", "Shared", "layout", "meet", "seats"]
 
 AREA = 8  # words of each process with which clocks are compared
 _FOLDER = Path("/dev/shm")
@@ -63,6 +63,32 @@ def seats(table: Any, launches: list[list[int]], process: int) -> dict[str, np.n
     return {name: np.array(values, dtype=np.int32) for name, values in found.items()}
 
 
+def meet(store: Any, processes: int, where: str) -> None:
+    """Go on when every local process has come here."""
+    key = f"prism/pace/{where}"
+    if store.add(key, 1) == processes:
+        store.set(f"{key}/all", "1")
+    store.wait([f"{key}/all"])
+
+
+def _made(size: int) -> tuple[int, str]:
+    """(descriptor, name) of a new file of ``size`` bytes, all of them there.
+
+    UsageError if there is no room: a file with holes would end the process when it is written to.
+    """
+    handle, name = tempfile.mkstemp(prefix="prism-", dir=_FOLDER)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        os.close(handle)
+        os.unlink(name)
+        raise UsageError(
+            f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}",
+            fix="make it larger (docker run --shm-size), or run each rank alone, without torchrun",
+        ) from error
+    return handle, name
+
+
 class Shared:
     """This process's view of the memory.
 
@@ -89,30 +115,27 @@ class Shared:
                 fix="run each rank alone, without torchrun",
             )
         if process == 0:
-            handle, name = tempfile.mkstemp(prefix="prism-", dir=_FOLDER)
-            os.truncate(name, size)
+            handle, name = _made(size)
             store.set("prism/pace/file", f"{name} {table}")
         else:
-            name, theirs = store.get("prism/pace/file").decode().split()
-            if theirs != table:
-                raise PrismError(
-                    f"local rank {process} has another table of releases than local rank 0",
-                    fix="give all local ranks the same slices and the same flags",
-                )
+            name = store.get("prism/pace/file").decode().split()[0]
             handle = os.open(name, os.O_RDWR)
-        self._map = mmap.mmap(handle, size)
-        os.close(handle)
         if store.add("prism/pace/open", 1) == processes:
             os.unlink(name)
+        if store.get("prism/pace/file").decode().split()[1] != table:
+            os.close(handle)
+            raise PrismError(
+                f"local rank {process} has another table of releases than local rank 0",
+                fix="give all local ranks the same slices and the same flags",
+            )
+        self._map = mmap.mmap(handle, size)
+        os.close(handle)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.gone = np.frombuffer(self._map, np.int32, 1, places["gone"][0])
 
     def meet(self, where: str) -> None:
         """Go on when every local process has come here."""
-        key = f"prism/pace/{where}"
-        if self._store.add(key, 1) == self.processes:
-            self._store.set(f"{key}/all", "1")
-        self._store.wait([f"{key}/all"])
+        meet(self._store, self.processes, where)
 
     def map(self, driver: Any) -> dict[str, int]:
         """name -> the device's address."""

@@ -145,15 +145,15 @@ class Pacer:
         call = self._expected(group, op) if self.active else None
         if call is None or call.launch < 0:
             return answer(group, *args, **kwargs)
-        if self._batch is not None:
-            return self._batch.add(group, call, answer, args, kwargs)
-        self.now_issued[call.launch] = begin = perf_counter_ns()
         if self.streams.capturing():
             raise UnsupportedError(
                 f"{op} of {call.group} goes into a CUDA graph, which would answer every "
                 "iteration as the first",
                 fix="drop the job's CUDA graph flags, or --prism-pace",
             )
+        if self._batch is not None:
+            return self._batch.add(group, call, answer, args, kwargs)
+        self.now_issued[call.launch] = begin = perf_counter_ns()
         stream = self.streams.current()
         if op == "barrier":
             made = self._in_order(group, stream, call, answer, args, kwargs)
@@ -206,7 +206,10 @@ class Pacer:
         if group._mixed is not None and op != "send":  # real ranks bring data of their own
             return None
         move: Move | None = find(group, *args, **kwargs)
-        if move is None or (move.outs and move.outs[0].is_cuda != self._cuda):
+        if move is None:
+            return None
+        tensors = args[0] if op == "send" else move.outs
+        if tensors and tensors[0].is_cuda != self._cuda:  # the kernel reaches no host's memory
             return None
         group.sequence += 1
         group._count(group.desc, group._n, op, move.payload)

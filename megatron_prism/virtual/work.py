@@ -40,9 +40,8 @@ class Done(dist.Work):
     def __del__(self) -> None:
         # a handle that nobody waits for: its tensors stay until the device is done with them
         if self._held is not None and not sys.is_finalizing():
+            _unfinished.append((self._end, self._held))  # first: asking the device may fail
             _unfinished[:] = [one for one in _unfinished if not one[0].query()]
-            if not self._end.query():
-                _unfinished.append((self._end, self._held))
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()
@@ -69,6 +68,7 @@ class Done(dist.Work):
         return list(self._outs)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self.synchronize()  # a future of CUDA tensors is behind the current stream
         devices = [self._outs[0].device] if self._outs and self._outs[0].is_cuda else []
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(list(self._outs))
