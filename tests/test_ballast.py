@@ -185,6 +185,25 @@ def test_peaks_by_phase_and_a_snapshot(tmp_path):
         )
 
 
+def test_parts_of_a_job_have_peaks_of_their_own(tmp_path):
+    """Evaluation counts in no train step; the optimizer step counts in its own too."""
+    cuda = FakeCuda()
+    proof = Proof()
+    proof.memory = watch = MemoryWatch(tmp_path / "x.pickle", cuda=cuda)
+    for number in (1, 2, 3):
+        which = "first iteration" if number == 1 else "steady iteration"
+        with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=3), proof.part(which):
+            with proof.step({"phase": "forward", "microbatch": 0}):
+                cuda.peak = 10 * number
+            with proof.phase("optimizer"), proof.part("optimizer step"):
+                cuda.peak = 25
+        with proof.part("evaluation"), proof.step({"phase": "forward", "microbatch": 0}):
+            cuda.peak = 70
+    assert watch.parts == {"first iteration": 25, "steady iteration": 30, "optimizer step": 25,
+                           "evaluation": 70}  # fmt: skip
+    assert max(max(phases.values()) for phases in watch.iterations) == 30
+
+
 def test_a_snapshot_is_written_when_memory_runs_out(tmp_path):
     proof = Proof()
     proof.memory = watch = MemoryWatch(tmp_path / "x.pickle", cuda=FakeCuda())

@@ -82,6 +82,19 @@ host = torch.empty(1000); assert live.current() == now
 w(torch.empty(8, 16, device="cuda")).sum().backward(); gc.collect()
 assert live.current() == now                    # once each
 assert torch.cuda.max_memory_allocated() == live.peak()
+now = live.current()
+with live.part("iteration"):
+    a = torch.empty(1000, device="cuda")            # 4,000 B
+    with live.part("step"):
+        live.reset_peak()
+        b = torch.empty(500, device="cuda"); del b
+    del a
+    c = torch.empty(10, device="cuda")
+with live.part("evaluation"):
+    d = torch.empty(250, device="cuda"); del d
+found = {"step": now + 6000, "iteration": now + 6000, "evaluation": now + 1040}
+assert live.parts == found, live.parts
+assert live.peak() == now + 6000, (live.peak(), now)
 """
 
 

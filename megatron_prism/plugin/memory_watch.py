@@ -32,6 +32,7 @@ class MemoryWatch:
 
     path       : where the snapshot goes
     iterations : phase -> peak of allocated bytes, of every train step
+    parts      : part of the job (``part``) -> the same over all of it
     allocated, reserved : peaks of the whole run, which resetting would lose
     cuda       : torch.cuda, or what tests put in its place
     """
@@ -39,6 +40,8 @@ class MemoryWatch:
     def __init__(self, path: Path, force: bool = False, cuda: Any = torch.cuda) -> None:
         self.path, self.force, self.cuda = path, force, cuda
         self.iterations: list[dict[str, int]] = []
+        self.parts: dict[str, int] = {}
+        self._inside: list[str] = []  # parts that run now, the innermost last
         self.allocated = self.reserved = 0
 
     def iteration(self, number: int, wanted: int) -> None:
@@ -57,14 +60,31 @@ class MemoryWatch:
         finally:
             self._note(phase)
 
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
+        self._note("between")
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._note("between")
+            self._inside.pop()
+
     def _note(self, phase: str) -> None:
         allocated = self.cuda.max_memory_allocated()
         self.allocated = max(self.allocated, allocated)
         self.reserved = max(self.reserved, self.cuda.max_memory_reserved())
         self.cuda.reset_peak_memory_stats()
-        if self.iterations:
+        for name in self._inside:
+            self.parts[name] = max(self.parts.get(name, 0), allocated)
+        if self.iterations and (self._steps() or not self._inside):
             last = self.iterations[-1]
             last[phase] = max(last.get(phase, 0), allocated)
+
+    def _steps(self) -> bool:
+        """Whether a train step runs."""
+        return any("iteration" in name for name in self._inside)
 
     def finish(self) -> None:
         """Write the snapshot."""

@@ -19,7 +19,10 @@ import torch
 from megatron_prism.errors import NotTrainedError, PrismError
 from megatron_prism.plugin.memory_watch import explain
 
-__all__ = ["Iteration", "Proof"]
+__all__ = ["PARTS", "Iteration", "Proof"]
+
+# Of which memory's peak is kept apart; a job without evaluation has none of it.
+PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
 
 
 @dataclass
@@ -115,6 +118,15 @@ class Proof:
                     scopes.enter_context(source.scope(phase=phase, **labels))
             yield
         self.labels = before  # not after an error, which these labels then explain
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is one of PARTS: those who follow memory keep its peak apart."""
+        with contextlib.ExitStack() as followers:
+            for source in (self.peak_source, self.memory):
+                if source is not None:
+                    followers.enter_context(source.part(name))
+            yield
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""

@@ -119,7 +119,7 @@ def _label_optimizer(optimizer: Any, proof: Any) -> None:
     original = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with proof.phase("optimizer"):
+        with proof.phase("optimizer"), proof.part("optimizer step"):
             return original(*args, **kwargs)
 
     optimizer.step = step
@@ -134,7 +134,9 @@ def _prove(module: ModuleType, context: Context) -> None:
             optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
             _label_optimizer(optimizer, proof)
             wanted = _get_args().train_iters or 0
-            with proof.iteration(optimizer, args[2] if len(args) > 2 else None, wanted):
+            model = args[2] if len(args) > 2 else None
+            which = "steady iteration" if proof.iterations else "first iteration"
+            with proof.iteration(optimizer, model, wanted), proof.part(which):
                 result = original(*args, **kwargs)
                 proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
             return result
@@ -148,7 +150,15 @@ def _prove(module: ModuleType, context: Context) -> None:
 
         return call
 
+    def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with proof.part("evaluation"):
+                return original(*args, **kwargs)
+
+        return call
+
     _wrap(module, "train_step", step)
+    _wrap(module, "evaluate", evaluate)
     _wrap(module, "pretrain", whole)
 
 
@@ -162,7 +172,8 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
             if len(context.local_ranks) == torch.distributed.get_world_size():
-                return original(iteration, *args, **kwargs)
+                with context.proof.part("checkpoint"):
+                    return original(iteration, *args, **kwargs)
             if not told and context.leads:
                 why = "those of an emulated job are meaningless"
                 sys.stderr.write(f"prism: checkpoints are not written: {why}\n")

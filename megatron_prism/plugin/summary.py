@@ -17,12 +17,17 @@ from typing import Any
 
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin.flags import Options
-from megatron_prism.plugin.proof import Proof
+from megatron_prism.plugin.proof import PARTS, Proof
 from megatron_prism.units import format_bytes
 
 __all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
 
 FORMAT = 1  # version of the JSON below
+
+
+def parts_of(found: dict[str, int]) -> dict[str, int | None]:
+    """Every part of a job and its peak; None where it did not run."""
+    return {name: found.get(name) for name in PARTS}
 
 
 def check_free(out: Path, force: bool) -> None:
@@ -123,6 +128,7 @@ class Reporter:
             return {
                 "allocated_peak": high.bytes,
                 "at": high.labels,
+                "by_part": parts_of(self.tier.live.parts),
                 "reserved_peak": None,
                 "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
             }
@@ -142,11 +148,13 @@ class Reporter:
                 "device_used": total - free,
                 "ballast": held,
                 "by_phase": watch.iterations if watch else None,
+                "by_part": parts_of(watch.parts) if watch else None,
                 "provenance": "measured here: the caching allocator; device_used lacks virtual "
                 f"ranks' NCCL{ballast}",
             }
         return {
             "allocated_peak": None,
+            "by_part": None,
             "reserved_peak": None,
             "provenance": "unknown: the cpu tier does not tell host from device memory",
         }
@@ -168,6 +176,10 @@ class Reporter:
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])
             lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+            parts = {name: size for name, size in (memory["by_part"] or {}).items() if size}
+            if parts:
+                shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+                lines.append(f"            {shown}")
         if summary["recording"] is not None:
             counts = summary["recording"]
             lines.append(

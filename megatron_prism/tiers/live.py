@@ -67,6 +67,8 @@ class LiveBytes(TorchDispatchMode):
         self.device_type, self.meta, self.cublas = device, device == "meta", cublas
         self.now = 0
         self.high = Peak()
+        self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
+        self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
         self.labels: dict[str, Any] = {}
         self.meter: Any = None  # told of every call while a slice is captured
         # address -> (bytes, running number, what tells when it goes)
@@ -86,6 +88,17 @@ class LiveBytes(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
         self.high = Peak(self.now, dict(self.labels))
+        self._seen = self.now
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
+        outer, self._running, self._seen = self._running, self.now, self.now
+        try:
+            yield
+        finally:
+            self.parts[name] = max(self.parts.get(name, 0), self._running)
+            self._running = max(outer, self._running)
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
@@ -148,7 +161,7 @@ class LiveBytes(TorchDispatchMode):
             self._silent[number] = size
         elif self.meter is not None:
             self._tell(number, size - known)
-        if self.now > self.high.bytes:
+        if self.now > self._seen:
             self._mark()
 
     def _tell(self, number: int, change: int) -> None:
@@ -158,10 +171,14 @@ class LiveBytes(TorchDispatchMode):
                 self._notes[number] = note
 
     def _mark(self) -> None:
-        if self._silent is None and self.now > self.high.bytes:
+        if self._silent is not None:
+            return
+        self._running = max(self._running, self.now)
+        if self.now > self.high.bytes:
             self.high = Peak(
                 self.now, self.labels
             )  # which nobody changes: ``scope`` makes new ones
+        self._seen = min(self._running, self.high.bytes)
 
     def _handle(self) -> None:
         """A product is asked for: its thread's cuBLAS handle takes a workspace, once."""
