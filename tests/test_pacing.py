@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import gc
+import json
 import os
 import sys
 import time
@@ -22,12 +23,8 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import flags, pace, pace_capture, summary
-from megatron_prism.plugin.pace import (
-    check,
-    expected,
-    nccl_blocks,
-    slow_ranks,
-)
+from megatron_prism.plugin.pace import check, slow_ranks
+from megatron_prism.plugin.pace_calls import expected, nccl_blocks
 from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
@@ -428,6 +425,20 @@ def test_slices_of_another_device_are_refused(tmp_path):
             assert "captured here" in raised.value.fix
         else:  # slices made by hand name no device
             assert pace._programs(folder, options, source).world == options.world
+
+
+def test_a_calibration_of_another_gpu_is_refused(tmp_path):
+    assert pace.calibration(tmp_path, "NVIDIA H200") is None
+    path = tmp_path / pace.CALIBRATION
+    stored = {"format": 1, "source": "2 x NVIDIA H100 80GB HBM3, today", "collectives": []}
+    path.write_text(json.dumps(stored))
+    assert pace.calibration(tmp_path, "NVIDIA H100 80GB HBM3").source == stored["source"]
+    with pytest.raises(UsageError, match="measured on h100, and this is 'NVIDIA H200'") as raised:
+        pace.calibration(tmp_path, "NVIDIA H200")
+    assert str(path) in raised.value.fix
+    path.write_text("{")
+    with pytest.raises(UsageError, match="is no calibration"):  # before anything is captured
+        check(options_of("--prism-pace", str(tmp_path)))
 
 
 def test_a_capture_that_fails_names_its_log(tmp_path):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,17 @@ from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.machine import machine, machines, named_in
 from megatron_prism.errors import UsageError
-from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.plugin import draw
+from megatron_prism.plugin.pace_calls import calls_of, expected
 from megatron_prism.plugin.stock_capture import source_of
-from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay import timeline, whatif
 from megatron_prism.replay.release import Releases, kept
 from megatron_prism.stochastic import read_draw
 
-__all__ = ["CALIBRATION", "Pace", "expected", "nccl_blocks"]
+__all__ = ["CALIBRATION", "Pace"]
 
 CALIBRATION = "calibration.json"
-_LARGE = 1 << 18  # bytes: answering takes a few us from here on
 
 
 class Pace:
@@ -54,7 +51,7 @@ class Pace:
         for ranks, factor in slow_ranks(options):
             programs = whatif.slow(programs, ranks, factor)
         hardware, path = machine(_machine_of(device)), folder / CALIBRATION
-        self._calibration = _calibration(folder)
+        self._calibration = calibration(folder, device)
 
         def pricing(world: graph.WorldGraph) -> costs.Prices:
             return whatif.slowed(world, costs.price(world, hardware, self._calibration))
@@ -171,6 +168,7 @@ def check(options: Any) -> None:
             "one: their GPUs share no memory",
             fix="name ranks of one host with --prism-ranks, or run each rank alone",
         )
+    calibration(options.pace)  # one that is damaged is said before captures
 
 
 def _digest(table: Releases) -> str:
@@ -200,68 +198,6 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
     return found
 
 
-def expected(
-    program: Program,
-    table: Releases,
-    process: int,
-    group_sizes: Mapping[str, int],
-    calibration: Calibration | None = None,
-) -> tuple[list[Any], list[list[int]]]:
-    """(every call of the program in order, per launch the interactions that it ends).
-
-    ``calibration`` knows how long NCCL keeps the host for a call.
-    """
-    from megatron_prism.virtual.pacing import Call
-
-    ops = program.ops
-    mine = table.member == process
-    interaction = dict(zip(table.op[mine].tolist(), table.of[mine].tolist(), strict=True))
-    sizes = np.maximum(program.bytes_in, program.bytes_out)
-    launches: list[list[int]] = []
-    batches: dict[int, int] = {}
-    calls = []
-    for i in calls_of(program):
-        launch, batch = -1, int(ops["batch"][i])
-        if i in interaction:
-            launch = batches.get(batch, -1)
-            if launch < 0:
-                launch = len(launches)
-                launches.append([])
-                if batch >= 0:
-                    batches[batch] = launch
-            launches[launch].append(interaction[i])
-        group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
-        blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
-        large = sizes[i] >= _LARGE and name != "send"
-        host = 0
-        if calibration is not None and launch >= 0:
-            later = batch >= 0 or bool(ops["handle"][i] >= 0)
-            host = calibration.host_ns("message" if batch >= 0 else name, later, 0)
-        calls.append(Call(name, group, launch, blocks, large, host))
-    return calls, launches
-
-
-def calls_of(program: Program) -> list[int]:
-    """Its communications, as indices of its ops."""
-    names = program.ops["name"]
-    found: list[int] = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names]).tolist()
-    return found
-
-
-def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
-    """How many thread blocks NCCL runs for a call, and so how many SMs it takes from computing.
-
-    Fits what the profiler saw on 4 x H200 over NVLink (NCCL 2.28.9, NVLS off, 2026-11-21): 24 for
-    collectives from 1 MiB on, one per 4 KiB of each rank's share below; 8 for a message of 64 KiB
-    and more, 16 from 256 MiB; 4 to 32 for an all-to-all of 4.
-    """
-    if op in ("send", "recv"):
-        return 16 if num_bytes >= 1 << 28 else max(1, min(8, num_bytes >> 13))
-    if op == "all_to_all":
-        return max(size, min(32, num_bytes >> 13))
-    return max(1, min(24, num_bytes // (size << 12)))
-
-
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if not folder.is_dir():
         raise UsageError(
@@ -285,9 +221,20 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     return made
 
 
-def _calibration(folder: Path) -> Calibration | None:
+def calibration(folder: Path, device: str = "") -> Calibration | None:
+    """The calibration in ``folder``, if there is one; UsageError if it is of another GPU than
+    ``device``."""
     file = folder / CALIBRATION
-    return read_calibration(file) if file.exists() else None
+    if not file.exists():
+        return None
+    found = read_calibration(file)
+    there, here = named_in(found.source), named_in(device)
+    if there and here and there.partition("_")[0] != here.partition("_")[0]:
+        raise UsageError(
+            f"--prism-pace: {file} was measured on {there}, and this is {device!r}: {found.source}",
+            fix=f"prism calibrate -o {file}, here; without the file calls are modelled",
+        )
+    return found
 
 
 def _machine_of(device: str) -> str:
