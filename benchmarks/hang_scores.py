@@ -1,10 +1,11 @@
 """How often is a verdict exact?  Single faults drawn by seed, judged by what their dumps hold.
 
-``python benchmarks/hang_scores.py [FIRST [LAST]]``: seeds FIRST to LAST (0 to 199), worlds of 16 to
+``python benchmarks/hang_scores.py [FIRST LAST]``: seeds FIRST to LAST (0 to 199), worlds of 16 to
 512 ranks (``tests/hang_cases.py``).  Prints, per kind and in all, how many culprits are exact and
 how many innocents are named: with history and timing, with outstanding calls only (Megatron's
 default), and with these and the programs of the job (``megatron_prism/explain.py``; about 15
 minutes on one core); and how often the culprit is at least among the ranks that remain.
+``python benchmarks/hang_scores.py 8192``: how long each kind takes on 8,192 ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -47,9 +49,24 @@ def scored(found, culprits, finished) -> str:
     return "among" if culprits <= left(found) else "open"
 
 
+def large(size: int) -> None:
+    """How long a verdict on a world of ``size`` ranks takes after everybody stands still."""
+    for kind in hang_cases.KINDS:
+        programs, faults, culprits = hang_cases.draw(
+            kind, World(size, tp=8, pp=16, cp=2, ep=8), seed=7
+        )
+        state = quiescence.run(programs, faults)
+        dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
+        found = hang.of_dumps(dumps)
+        took = time.perf_counter() - begin
+        print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
+
+
 def main() -> None:
-    first, last = (int(w) for w in (*sys.argv[1:3], "0", "199")[:2]) if len(sys.argv) > 2 else (
-        int(sys.argv[1]) if len(sys.argv) > 1 else 0, 199)  # fmt: skip
+    words = [int(word) for word in sys.argv[1:]]
+    if words[:1] == [8192]:
+        return large(8192)
+    first, last = (*words, 0, 199)[:2] if len(words) == 2 else (0, 199)
     table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for seed in range(first, last + 1):
         rng = random.Random(seed)

@@ -219,7 +219,7 @@ class _Judge:
         self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
         if odds:
             self.first = odds[0].entry
-        state, cycle = self.state, self._cycle()
+        state, cycle = self.state, self.state.circle()
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -228,26 +228,6 @@ class _Judge:
                               "network or NCCL"]  # fmt: skip
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
-
-    def _cycle(self) -> list[int]:
-        """The smallest circle of ranks in which each waits for the next."""
-        state = self.state
-        edges = {r: [o for o in state.waits(r)[1] if o in state.dumps] for r in state.outstanding}
-        best: list[int] = []
-        for start in list(edges)[:2048]:
-            paths, seen = [[start]], {start}
-            while paths and (not best or len(paths[0]) < len(best)):
-                path = paths.pop(0)
-                for other in edges[path[-1]]:
-                    if other == start:
-                        best, paths = path, []
-                        break
-                    if other not in seen:
-                        seen.add(other)
-                        paths.append([*path, other])
-            if len(best) == 2:
-                break
-        return best
 
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:

@@ -7,7 +7,7 @@ so what one of them did tells what the other should have done.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from megatron_prism.selectors import format_ranks
 __all__ = ["State", "call_text"]
 
 _PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+_EDGES = 1_000_000  # waits that are looked at for the smallest circle
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
 
 
@@ -122,7 +123,7 @@ class State:
             and (e.pair or e.seq > self.completed.get((e.group, rank), -1))
         ]
         has = {e.group for e in found}
-        for name in self._of_rank[rank]:
+        for name in self.groups_of[rank]:
             last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
             if name in has or name in self.pairs:
                 continue
@@ -131,7 +132,7 @@ class State:
         return found
 
     @cached_property
-    def _of_rank(self) -> dict[int, list[str]]:
+    def groups_of(self) -> dict[int, list[str]]:
         """rank -> its groups."""
         found: dict[int, list[str]] = defaultdict(list)
         for name, group in self.groups.items():
@@ -242,6 +243,30 @@ class State:
         behind = [r for r in ranks if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
                   (head.group, head.seq, False)]  # fmt: skip
         return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
+
+    def circle(self) -> list[int]:
+        """The smallest circle of ranks in which each waits for the next."""
+        edges = {r: self.waits(r)[1] for r in self.outstanding}
+        best: list[int] = []
+        left = _EDGES
+        for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
+            back, queue = {start: start}, deque([(start, 1)])
+            while queue and left > 0 and not (best and queue[0][1] >= len(best)):
+                rank, length = queue.popleft()
+                left -= len(edges[rank])
+                if start in edges[rank]:
+                    best = [rank]
+                    while best[-1] != start:
+                        best.append(back[best[-1]])
+                    best.reverse()
+                    break
+                for other in edges[rank]:
+                    if other not in back and other in edges:
+                        back[other] = rank
+                        queue.append((other, length + 1))
+            if len(best) == 2 or left <= 0:
+                break
+        return best
 
     def lacks(self) -> tuple[str, ...]:
         """What the dumps do not hold, and which variable to set next time."""

@@ -215,8 +215,8 @@ def _issued(state: State, rank: int) -> _Issued:
                 (e.op, state.step(rank, e)),
             )
     counts = {
-        group.desc: state.enqueued[name, rank]
-        for name, group in state.groups.items()
+        state.groups[name].desc: state.enqueued[name, rank]
+        for name in state.groups_of[rank]
         if (name, rank) in state.enqueued and name not in state.pairs
     }
     return _Issued(tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())))
