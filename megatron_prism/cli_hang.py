@@ -41,11 +41,14 @@ def hang(args: argparse.Namespace) -> int:
     Exit status: 0 nobody waits, 1 a fault, 3 several explanations remain (never 0).  Dumps are read
     without executing anything in them.
     """
-    if args.dumps is None and args.programs is None:
+    if not (args.dumps or args.programs) or args.dumps == "":
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
     if args.dumps is None and (args.job or args.recipe):
         raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
                          fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
+    if args.dumps is None and args.confirm:
+        raise UsageError("--confirm runs real code to the place where dumps say that it stood",
+                         fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
     outputs = (args.markdown, args.html, args.trace)
     check_outputs([path for path in outputs if path], args.force)
     if args.dumps is not None:
@@ -87,11 +90,17 @@ def _of_dumps(args: argparse.Namespace) -> Any:
     words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
     settings = dict(word.partition("=")[::2] for word in words)
-    known = {"programs", "recipe"} | ({"tier"} if args.confirm else set())
-    if set(settings) - known or len(words) > (3 if args.confirm else 1) or args.out:
+    if args.out:
+        raise UsageError(f"-o {args.out} does not go with --dumps", fix="--markdown FILE, --json")
+    if set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings):
         raise UsageError(
             f"{' '.join(words)} does not go with --dumps",
             fix="programs=DIR or recipe=NAME: the job that left the dumps",
+        )
+    if len(settings) > 1 and not args.confirm:
+        raise UsageError(
+            f"{' '.join(words)}: only --confirm needs more than the programs or the recipe",
+            fix=f"{words[-1]}, or add --confirm",
         )
     if args.confirm and "recipe" not in settings:
         raise UsageError("--confirm runs the suspect's real code, of which job?",

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_prism import cli_settings, units
-from megatron_prism.artefact import whole_file
+from megatron_prism import cli_settings
+from megatron_prism.artefact import check_writable, whole_file
 from megatron_prism.cli_output import console, print_json, progress
+from megatron_prism.cli_predict_settings import name_of, plan, refuse_unused, settings_of
 from megatron_prism.cli_predict_text import show, show_case, show_comparison, show_run, show_study
-from megatron_prism.errors import PrismError, UnitError, UsageError
+from megatron_prism.errors import PrismError, UsageError
 
 __all__ = ["predict"]
 
-_MOST_SAMPLES = 5_000_000
 _STRIDE = 0x9E3779B1  # between the seeds of layouts that are compared
-_RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -54,9 +52,12 @@ def predict(args: argparse.Namespace) -> int:
 
     PRISM's published use cases: large, calls, hot-node, slow-rank, kernels (recipes/README.md).
     """
-    settings = _settings(args.settings)
-    if args.html is not None and os.path.lexists(args.html) and not args.force:
-        raise UsageError(f"{args.html} exists and is not overwritten", fix="--force")
+    settings = settings_of(args.settings)
+    if args.html is not None:
+        _check_page(Path(args.html), args.force)
+    if not args.programs:
+        raise UsageError("predict what?", fix="prism predict DIR")
+    refuse_unused(settings, bool(args.against))
     if args.against:
         return _against(args, settings)
     if settings["case"] is not None:
@@ -127,6 +128,15 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     return _Job(made, pricing, prices, spread, calls, said, hardware.gpus_per_node)
 
 
+def _check_page(path: Path, force: bool) -> None:
+    """UsageError for a page that could not be written, before the minutes and not after."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path} exists and is not overwritten", fix="--force")
+    check_writable(path.absolute().parent, "--html FILE")
+
+
 def _programs(path: str) -> Any:
     """What is in ``path``; a shipped recipe of that name is captured now, for this once."""
     from megatron_prism import recipe as recipes
@@ -146,20 +156,18 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     from megatron_prism import stochastic
     from megatron_prism.report import comparison
 
-    if given := [key for key in _RUN if settings.get(key) is not None]:
-        raise UsageError(
-            f"{', '.join(given)} with --against", fix="predict each layout's run alone"
-        )
     names = [args.programs, *args.against]
-    if len(set(names)) < len(names):
+    asked = [_with(name, settings) for name in names]
+    same = {(os.path.realpath(path), *map(str, own.items())) for path, own in asked}
+    if len(same) < len(names):
         raise UsageError("a layout is compared with itself", fix="name each once")
-    jobs = {name: _job(*_with(name, settings)) for name in names}
+    jobs = {name: _job(*one) for name, one in zip(names, asked, strict=True)}
     seed, samplers = settings["seed"], {}
     for place, (name, job) in enumerate(jobs.items()):
         own = stochastic.Sampler(job.graph, job.prices, seed + place * _STRIDE, job.calls, seed)
         samplers[name] = own, job.spread
     with progress("drawing iterations") as told:
-        found = stochastic.compare(samplers, settings["samples"], progress=told)
+        found = stochastic.compare(samplers, settings.get("samples"), progress=told)
     if args.html is not None:
         with whole_file(args.html, force=args.force) as file:
             file.write(comparison.render(found).encode())
@@ -175,10 +183,10 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
 
 def _with(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(path, settings) of ``DIR`` or ``DIR,machine=b200``: what differs for this layout alone."""
-    if os.path.exists(name) or "," not in name:
-        return name, settings
-    path, *words = name.split(",")
-    keys = dict.fromkeys(("machine", "calibration", "variability"), str)
+    path, *words = [name] if os.path.exists(name) else name.split(",")
+    if not path or "" in words:
+        raise UsageError(f"--against {name!r} names no layout", fix="--against DIR,machine=b200")
+    keys = dict.fromkeys(("machine", "calibration", "variability"), name_of)
     return path, {**settings, **cli_settings.read(words, keys, "predict --against")}
 
 
@@ -207,23 +215,23 @@ def _answers(args: argparse.Namespace, settings: dict[str, Any], job: _Job) -> t
     from megatron_prism import stochastic
     from megatron_prism.report import distribution
 
-    plan, run, study = _plan(settings), None, None
+    asked, run, study = plan(settings), None, None
     with progress("drawing iterations") as told:
         result = stochastic.predict(
             job.graph,
             job.prices,
             job.spread,
-            samples=settings["samples"],
+            samples=settings.get("samples"),
             seed=settings["seed"],
-            slow_by=settings["slow"],
+            slow_by=settings.get("slow", 1.2),
             calls=job.calls,
             progress=told,
         )
     given = job.graph, job.prices, settings["seed"], job.calls
-    if plan is not None:
+    if asked is not None:
         with progress("drawing clusters") as told:
             sampler = stochastic.Sampler(*given)
-            run = stochastic.predict_run(sampler, job.spread, plan, progress=told)
+            run = stochastic.predict_run(sampler, job.spread, asked, progress=told)
     if args.html is not None:
         with progress("what if") as told, whole_file(args.html, force=args.force) as file:
             sampler = stochastic.Sampler(*given)
@@ -240,53 +248,6 @@ def _spread(name: str, programs: Any) -> Any:
     if name == "fitted":
         return fitted(programs, variability("public"))
     return variability(name)
-
-
-def _duration(text: str) -> float:
-    """ns; ``30d`` as well."""
-    days = text.strip().removesuffix("d")
-    try:
-        ns = float(days) * 24 * 3600e9 if days != text.strip() else float(units.parse_ns(text))
-    except ValueError:
-        ns = math.nan
-    if not math.isfinite(ns):
-        raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
-    return ns
-
-
-def _plan(settings: dict[str, Any]) -> Any:
-    """The run that was asked for, if one was."""
-    from megatron_prism.stochastic.whole_run import Plan
-
-    given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
-    if not given:
-        return None
-    if "iterations" not in given:
-        raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
-    interval = given.get("checkpoint")
-    return Plan(
-        given["iterations"],
-        given.get("deadline"),
-        given.get("mtbf"),
-        None if interval == "best" else interval,
-        given.get("checkpoint_cost", 0.0),
-        given.get("restart", 0.0),
-    )
-
-
-def _settings(words: Sequence[str]) -> dict[str, Any]:
-    defaults = {"machine": None, "calibration": None, "variability": "public"}
-    defaults |= {"samples": None, "seed": 0, "slow": 1.2, "case": None}
-    keys = {
-        **dict.fromkeys(("machine", "calibration", "variability", "case"), str),
-        "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
-        "seed": cli_settings.count(0, 1 << 62, "seed=2"),
-        "slow": cli_settings.number("slow=1.2"),
-        **dict.fromkeys(("deadline", "mtbf", "checkpoint_cost", "restart"), _duration),
-        "iterations": cli_settings.count(1, 1 << 40, "iterations=500000"),
-        "checkpoint": lambda text: text if text == "best" else _duration(text),
-    }
-    return {**defaults, **cli_settings.read(words, keys, "predict")}
 
 
 def _plain(result: Any) -> dict[str, Any]:

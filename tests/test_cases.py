@@ -108,6 +108,8 @@ def test_what_is_refused(world, capsys):
         (["case=nobody"], "there is no case nobody"),
         (["case=large", "--html", "x.html"], "a case has no page"),
         (["--against", f"{world},speed=3"], "does not understand speed=3"),
+        (["case=large", "samples=10"], "samples: case=large has its own"),
+        (["case=calls", "iterations=3", "slow=2"], "slow, iterations: case=calls has its own"),
     ):
         assert cli.main(["predict", world, *words]) == 2
         assert says in capsys.readouterr().err

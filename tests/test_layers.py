@@ -52,7 +52,7 @@ ROWS = [
     "recipe_schema",
     "recipe testing",
     "cli_output cli_settings",
-    "cli_memory_text cli_predict_text",
+    "cli_memory_text cli_predict_text cli_predict_settings",
     "cli_world cli_programs cli_hang cli_schedule cli_replay cli_predict cli_memory",
     "cli pytest_plugin _attach",
     "__main__",

@@ -34,7 +34,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-fault-seed": {
         "type": int,
-        "default": 0,
+        "default": None,
         "metavar": "N",
         "help": "draws the ranks of rank=any:K (default 0)",
     },
@@ -98,20 +98,27 @@ def options(
     if args.prism_sanitize and (programs is None or not strict):
         raise UsageError("--prism-sanitize compares with the programs of the world",
                          fix="--prism-world DIR (prism capture)")  # fmt: skip
-    if args.prism_fault_dry_run and not faults:
-        raise UsageError("--prism-fault-dry-run without a fault", fix="--prism-fault drop@rank=0")
+    seed = args.prism_fault_seed or 0
+    for given, flag in ((args.prism_fault_dry_run, "--prism-fault-dry-run"),
+                        (args.prism_fault_seed is not None, "--prism-fault-seed")):  # fmt: skip
+        if given and not faults:
+            raise UsageError(f"{flag} without a fault", fix="--prism-fault drop@rank=0")
     truth = Path(args.prism_fault_truth) if args.prism_fault_truth else None
     if truth is not None:
         if not faults or args.prism_fault_dry_run:
             raise UsageError("--prism-fault-truth says what was injected, and nothing is",
                              fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
         if not truth.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {truth}: {truth.parent} is no folder", fix="mkdir")
+            raise UsageError(
+                f"cannot write {truth}: {truth.parent} is no folder", fix=f"mkdir -p {truth.parent}"
+            )
         check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
+        if truth.is_dir():
+            raise UsageError(f"{truth} is a folder", fix=f"--prism-fault-truth {truth / 'truth'}")
         if truth.exists() and not args.prism_force:
             raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
     for fault in faults:
-        virtual = set(fault.ranks(world, args.prism_fault_seed)) - set(local)
+        virtual = set(fault.ranks(world, seed)) - set(local)
         if virtual and fault.only_time:
             _check_paced(fault, args)
         elif virtual and fault.kind == "env":
@@ -130,7 +137,7 @@ def options(
         )
     if not (faults or strict):
         return None
-    return HangOptions(faults, args.prism_fault_seed, args.prism_fault_dry_run, programs, strict,
+    return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
                        args.prism_sanitize, policy, truth)  # fmt: skip
 
 

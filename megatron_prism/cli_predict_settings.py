@@ -1,0 +1,87 @@
+"""Which words does ``prism predict`` take, and which of them have an effect together?
+
+In : the words.  Out: settings, a Plan of a whole run, or the UsageError that says what to leave
+out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_prism import cli_settings, units
+from megatron_prism.errors import UnitError, UsageError
+
+__all__ = ["name_of", "plan", "refuse_unused", "settings_of"]
+
+_MOST_SAMPLES = 5_000_000
+_RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
+_DEFAULTS = {"machine": None, "calibration": None, "variability": "public", "case": None}
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
+    keys = {
+        **dict.fromkeys(("machine", "calibration", "variability", "case"), name_of),
+        "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
+        "seed": cli_settings.count(0, 1 << 62, "seed=2"),
+        "slow": cli_settings.number("slow=1.2"),
+        **dict.fromkeys(("deadline", "mtbf", "checkpoint_cost", "restart"), _duration),
+        "iterations": cli_settings.count(1, 1 << 40, "iterations=500000"),
+        "checkpoint": lambda text: text if text == "best" else _duration(text),
+    }
+    return {**_DEFAULTS, "seed": 0, **cli_settings.read(words, keys, "predict")}
+
+
+def refuse_unused(settings: dict[str, Any], against: bool) -> None:
+    """UsageError for keys that the comparison or the case that was asked for does not look at."""
+    alone = ("slow", *_RUN)
+    if against and (given := [key for key in ("case", *alone) if settings.get(key) is not None]):
+        raise UsageError(
+            f"{', '.join(given)} with --against", fix="predict each layout alone for that"
+        )
+    case = settings["case"]
+    if case is not None and (given := [k for k in ("samples", *alone) if k in settings]):
+        raise UsageError(
+            f"{', '.join(given)}: case={case} has its own", fix=f"case={case} alone, or without it"
+        )
+
+
+def plan(settings: dict[str, Any]) -> Any:
+    """The run that was asked for, if one was."""
+    from megatron_prism.stochastic.whole_run import Plan
+
+    given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
+    if not given:
+        return None
+    if "iterations" not in given:
+        raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
+    interval = given.get("checkpoint")
+    return Plan(
+        given["iterations"],
+        given.get("deadline"),
+        given.get("mtbf"),
+        None if interval == "best" else interval,
+        given.get("checkpoint_cost", 0.0),
+        given.get("restart", 0.0),
+    )
+
+
+def name_of(text: str) -> str:
+    """A name or a path; UnitError for nothing."""
+    if not text:
+        raise UnitError("nothing is named", fix="machine=h200, variability=fitted")
+    return text
+
+
+def _duration(text: str) -> float:
+    """ns; ``30d`` as well."""
+    days = text.strip().removesuffix("d")
+    try:
+        ns = float(days) * 24 * 3600e9 if days != text.strip() else float(units.parse_ns(text))
+    except ValueError:
+        ns = math.nan
+    if not math.isfinite(ns):
+        raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
+    return ns
