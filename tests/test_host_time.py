@@ -387,3 +387,15 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     programs.save(bad, tmp_path / "y.prism")
     with pytest.raises(ProgramError, match="not its own"):
         programs.load(tmp_path / "y.prism")
+
+
+def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
+    from megatron_prism.costs.fitted import _of_device
+
+    elapsed = np.arange(1000, 1100)  # an idle device, and a first launch that takes its time
+    traced = np.stack([elapsed - 50, np.full(100, 400), np.ones(100)])
+    text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n"
+    for ns in device_ns(elapsed, traced).tolist():
+        text += f"0F compute ns={ns} host=900 lead=400\n"
+    one = dataclasses.replace(parse(text).programs[0], samples=np.stack([elapsed, elapsed]))
+    assert _of_device(one)[1] == 1.0

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_prism import graph
+from megatron_prism import graph, programs
 from megatron_prism.errors import ProgramError
+from megatron_prism.ops import CODE
 from megatron_prism.program_parse import parse
 from megatron_prism.replay import reschedule
 
@@ -50,6 +51,24 @@ def test_what_does_not_repeat_is_refused():
     assert caught.value.fix == "microbatches=20"
     same = seams.schedules(pp=2, microbatches=4)
     assert reschedule.microbatches(same, 4) is same
+
+
+@pytest.mark.parametrize("wanted", [5, 12])
+def test_times_of_single_iterations_are_those_of_the_segments(wanted, tmp_path):
+    given = seams.schedules(pp=2, microbatches=8)
+    timed = []
+    for one in given.programs:
+        ops = one.ops.copy()
+        where = np.flatnonzero(ops["name"] == CODE["compute"])
+        ops["ns"][where] = 1000 + np.arange(len(where))
+        samples = np.stack([ops["ns"][where], 2 * ops["ns"][where]]).astype(np.int64)
+        timed.append(dataclasses.replace(one, ops=ops, samples=samples))
+    made = reschedule.microbatches(dataclasses.replace(given, programs=tuple(timed)), wanted)
+    for one in made.programs:
+        ns = one.ops["ns"][one.ops["name"] == CODE["compute"]]
+        assert (one.samples == [ns, 2 * ns]).all()
+    programs.save(made, tmp_path / "x.prism")
+    assert programs.load(tmp_path / "x.prism") == made
 
 
 TEXT = """prism-program 1

@@ -92,7 +92,7 @@ def _of_device(program: Program) -> tuple[Program, float]:
     compute = program.ops["name"] == CODE["compute"]
     ns, host = program.ops["ns"][compute], program.ops["host"][compute]
     typical = np.median(program.samples, axis=0)
-    kept = (host < 0) | (ns >= (1 - _WAITS) * typical)
+    kept = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)  # both are rounded
     share = float(typical[kept].sum() / max(1.0, typical.sum()))
     if share < _WAITS:
         return program, 1.0

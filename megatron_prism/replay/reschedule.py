@@ -141,7 +141,16 @@ class _Periods:
         memory = memory[(memory["before"] <= len(kept)) | (memory["before"] > end)]
         late = memory["before"] > end
         memory["before"][late] += more * length
-        return dataclasses.replace(self.program, ops=made, allocations=memory)
+        return dataclasses.replace(
+            self.program, ops=made, allocations=memory, samples=self._samples(source)
+        )
+
+    def _samples(self, source: np.ndarray) -> np.ndarray:
+        """Times of single iterations, those of a repeated segment being its own."""
+        compute = self.program.ops["name"] == CODE["compute"]
+        if not self.program.samples.size:
+            return self.program.samples
+        return self.program.samples[:, (np.cumsum(compute) - 1)[source[compute[source]]]]
 
 
 def _issuers(ops: np.ndarray) -> np.ndarray:
