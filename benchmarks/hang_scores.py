@@ -65,7 +65,8 @@ def large(size: int) -> None:
 def main() -> None:
     words = [int(word) for word in sys.argv[1:]]
     if words[:1] == [8192]:
-        return large(8192)
+        large(8192)
+        return
     first, last = (*words, 0, 199)[:2] if len(words) == 2 else (0, 199)
     table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for seed in range(first, last + 1):
