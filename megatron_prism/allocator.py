@@ -75,7 +75,7 @@ class _OutOfMemory(Exception):
 
 
 def replay(
-    events: Iterable[tuple[int, int]], settings: Settings | None = None, limit: int | None = None
+    events: Iterable[tuple[int, ...]], settings: Settings | None = None, limit: int | None = None
 ) -> Replayed:
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
@@ -84,11 +84,11 @@ def replay(
     """
     machine = Machine(settings or Settings(), limit)
     sizes: dict[int, int] = {}
-    for number, (storage, change) in enumerate(events):
+    for number, (storage, change, *stream) in enumerate(events):
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
             try:
-                machine.malloc(storage, change)
+                machine.malloc(storage, change, *stream)
             except _OutOfMemory:
                 state = machine.state
                 size = machine.settings.rounded(change)

@@ -292,6 +292,7 @@ def analyse(
     return tuple(sorted(found, key=lambda one: int(re.match(r"\d+", one.ranks)[0])))
 
 
-def _changes(program: Program) -> Iterable[tuple[int, int]]:
+def _changes(program: Program) -> Iterable[tuple[int, int, int]]:
     events = program.allocations
-    return zip(events["storage"].tolist(), events["bytes"].tolist(), strict=True)
+    streams = program.streams.tolist() or [0] * len(events)
+    return zip(events["storage"].tolist(), events["bytes"].tolist(), streams, strict=True)

@@ -43,6 +43,7 @@ class Builder:
         self._splits: dict[Any, int] = {}
         self._rows: list[tuple[int, ...]] = []
         self._allocations: list[tuple[int, int, int, int]] = []
+        self._streams: list[int] = []  # of each allocation
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,10 +119,11 @@ class Builder:
         row = self._rows[index]
         self._rows[index] = (*row[:_HANDLE], -1, *row[_HANDLE + 1 :])
 
-    def memory(self, storage: int, num_bytes: int, note: str = "") -> None:
-        """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op; it is
-        what ``note`` says."""
+    def memory(self, storage: int, num_bytes: int, note: str = "", stream: int = 0) -> None:
+        """Storage ``storage`` came to be (bytes > 0) or went (bytes < 0) before the next op, on
+        stream ``stream`` (0: the main one); it is what ``note`` says."""
         self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
+        self._streams.append(stream)
 
     def build(self, rank: int) -> Program:
         """The program of ``rank``."""
@@ -131,6 +133,7 @@ class Builder:
             tuple(self._strings),
             tuple(self._splits),
             np.array(self._allocations, dtype=ALLOCATION),
+            streams=np.array(self._streams if any(self._streams) else [], dtype=np.int16),
         )
 
 
@@ -145,6 +148,8 @@ class Program:
     samples     : int64 [iterations, compute ops] ns: each iteration that was only timed, if any;
                   what a program *is* does not depend on them, and the text form leaves them out
     hosts       : int64 [iterations] ns that the host issued segments in each of them, if known
+    streams     : int16 [allocations]: the stream that each was made on, 0 the main one; none if all
+                  were made there; the text form leaves them out, too
     """
 
     rank: int
@@ -154,6 +159,7 @@ class Program:
     allocations: np.ndarray = field(default_factory=lambda: np.empty(0, ALLOCATION))
     samples: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
     hosts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    streams: np.ndarray = field(default_factory=lambda: np.empty(0, np.int16))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:

@@ -115,6 +115,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
             arrays[f"samples{i}"] = program.samples
         if program.hosts.size:
             arrays[f"hosts{i}"] = program.hosts
+        if program.streams.size:
+            arrays[f"streams{i}"] = program.streams
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
@@ -205,8 +207,11 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             hosts = arrays.get(f"hosts{i}", _NO_SAMPLES.ravel())
             if hosts.size and (hosts.dtype != np.int64 or hosts.shape != samples.shape[:1]):
                 raise ProgramError(f"{path}: host times of program {i} are not its own", fix=FIX)
-            strings = tuple(one["strings"])
-            programs.append(Program(one["rank"], ops, strings, splits, allocations, samples, hosts))
+            streams = arrays.get(f"streams{i}", _NO_SAMPLES.ravel().astype(np.int16))
+            if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):
+                raise ProgramError(f"{path}: streams of program {i} are not its own", fix=FIX)
+            columns = (ops, tuple(one["strings"]), splits, allocations, samples, hosts, streams)
+            programs.append(Program(one["rank"], *columns))
         groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
         return Programs(
             World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]

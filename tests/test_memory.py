@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism import memory
-from megatron_prism.errors import UsageError
+from megatron_prism import programs as stored
+from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.program import Builder
 from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
@@ -253,3 +254,26 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     assert memory.overflow(program, limit + missing) is None
     assert not any(c.fails for c in memory_baseline.compare(now, now, limit=limit + missing))
     assert memory.overflow(made.of(0), limit) is None
+
+
+def test_every_stream_has_a_pool_of_its_own(tmp_path):
+    """What the main stream gave back serves no other; the file keeps who asked."""
+    builder = Builder()
+    builder.memory(0, 40 << 20, "a @core/a.py:1")
+    builder.add("compute", ns=1)
+    builder.memory(0, -(40 << 20))
+    builder.memory(1, 40 << 20, "b @core/b.py:1", stream=1)
+    builder.add("compute", ns=1)
+    made = builder.build(0)
+    assert made.streams.tolist() == [0, 0, 1]
+    world = Programs.one_per_rank([made], World(1))
+    (found,) = memory.analyse(world)
+    assert (found.peak.num_bytes, found.reserved) == (40 << 20, 80 << 20)
+    path = stored.save(world, tmp_path / "w.prism")
+    assert memory.analyse(stored.load(path))[0].reserved == 80 << 20
+    alone = dataclasses.replace(made, streams=made.streams[:0])
+    assert memory.analyse(Programs.one_per_rank([alone], World(1)))[0].reserved == 40 << 20
+    odd = dataclasses.replace(made, streams=made.streams[:2])
+    path = stored.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
+    with pytest.raises(ProgramError, match="streams of program 0 are not its own"):
+        stored.load(path)

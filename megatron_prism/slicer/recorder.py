@@ -73,7 +73,7 @@ class Recorder:
             standing = self.owners.standing()
             for storage, num_bytes, key, note in self._alive():
                 self._builder.memory(storage, num_bytes, standing.get(key, note))
-            self.meter.memory = self._builder.memory
+            self.meter.memory = self._memory
         self._open()
 
     def own_ns(self) -> int:
@@ -84,6 +84,10 @@ class Recorder:
             self.record(None, "barrier", lambda group: done, (), {})
         hosts = self.stop().hosts[1:-1]
         return round(statistics.median(end - begin for begin, end in hosts))
+
+    def _memory(self, storage: int, num_bytes: int, note: str) -> None:
+        stream = self._stream()
+        self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
 
     def owned_by(self, models: Any, optimizer: Any) -> None:
         """Whose memory it is: the rank's model chunks and its optimizer.  From here on storages are
