@@ -85,12 +85,15 @@ static __device__ i64 shift(Table* t, i64 time) {
 static __device__ __forceinline__ void fence(Table* t) {
   if (t->shared) __threadfence_system(); else __threadfence();
 }
-// False: it did not come, or nobody waits for that iteration any more.
+// False: it did not come, or nobody waits for that iteration any more.  Who waited in vain says so
+// to all, so a rank that died costs one TIMEOUT an iteration.
 static __device__ bool there(const Call& c, volatile int* word, int then, i64 begin) {
   Table* t = c.t;
   while (*word != then + 1) {
+    if (now() - begin > TIMEOUT && *t->gone <= c.iteration) {
+      atomicCAS(t->stuck, 0, c.launch + 1); *t->gone = c.iteration + 1;
+    }
     if (*t->gone > then) return false;
-    if (now() - begin > TIMEOUT) { atomicCAS(t->stuck, 0, c.launch + 1); return false; }
     __nanosleep(100);
   }
   fence(t);

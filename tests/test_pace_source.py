@@ -1,0 +1,159 @@
+"""The pacing kernel's own source, run by one thread on a CPU whose clock the test owns.
+
+What needs many threads (moving, warps) is in tests/gpu; here: when calls end, and what becomes of
+those that wait for a local rank that died.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from megatron_prism.replay.release import Releases
+from megatron_prism.virtual.pace_source import CLOCK, RING, SOURCE, TABLE
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+TIMEOUT = 1_000_000  # ns
+PRELUDE = r"""
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+struct Place { unsigned x; };
+static const Place threadIdx{0}, blockIdx{0}, blockDim{1}, gridDim{1};
+extern "C" { long long ticks = 0; }
+static void __syncthreads() {}
+static void __threadfence() {}
+static void __threadfence_system() {}
+static void __nanosleep(int ns) { ticks += ns; }
+template <typename T> static T __shfl_sync(unsigned, T value, int) { return value; }
+template <typename T> static T __shfl_xor_sync(unsigned, T value, int) { return value; }
+static float __uint_as_float(unsigned word) { float f; memcpy(&f, &word, 4); return f; }
+typedef unsigned long long u64;
+static void atomicCAS(int* at, int old, int to) { if (*at == old) *at = to; }
+static void atomicMax(u64* at, u64 to) { if (*at < to) *at = to; }
+"""
+
+
+class Table(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in TABLE] + [
+        (name, ctypes.c_int) for name in ("interactions", "launches", "seats", "shared")
+    ]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [("table", ctypes.c_void_p), ("to", ctypes.c_void_p), ("source", ctypes.c_void_p),
+                ("size", ctypes.c_longlong), ("period", ctypes.c_longlong),
+                ("read", ctypes.c_void_p), ("seen", ctypes.c_longlong)]  # fmt: skip
+    _fields_ += [(name, ctypes.c_int) for name in
+                 ("launch", "iteration", "first", "fresh", "kind", "scale")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernels as functions; one thread does the work of a warp."""
+    source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
+    source = re.sub(r'asm volatile\("mov.u64 .*?\);', "t = ticks += 10;", source)
+    source = re.sub(r"asm( volatile)?\s*\(.*?\);", ";", source, flags=re.DOTALL)
+    source = source.replace("k += 32", "k += 1")
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernel.cpp").write_text(PRELUDE + source)
+    words = ["g++", "-shared", "-fPIC", "-O1", "-w", "-o", "kernel.so", "kernel.cpp"]
+    subprocess.run(words, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+class Device:
+    """One local rank's device; ``shared``: arrays of another that it shares."""
+
+    def __init__(self, library, table, process, shared=None):
+        from megatron_prism.virtual.pace_kernel import _columns
+
+        self.library, self.launches = library, [[j] for j in table.of[table.member == process]]
+        self.columns = _columns(table, self.launches, process)
+        if shared is not None:
+            for name in ("end", "tag", "here", "seen", "gone"):
+                self.columns[name] = shared.columns[name]
+        addresses = [self.columns[name].ctypes.data for name in TABLE]
+        several = len(table.local) > 1
+        counts = (len(table), len(self.launches), self.columns["here"].shape[1], several)
+        self.table = Table(*addresses, *counts)
+        self.ticks = ctypes.c_longlong.in_dll(library, "ticks")
+
+    def call(self, launch, iteration, arrive=False):
+        """How long it takes, ns."""
+        begin = self.ticks.value
+        kinds = [(-1, 0), (0, 0)] if arrive else [(0, 1)]
+        for kind, fresh in kinds:
+            self.library.prism_call(Call(ctypes.addressof(self.table), launch=launch, fresh=fresh,
+                                         iteration=iteration, kind=kind, scale=1))  # fmt: skip
+        return self.ticks.value - begin
+
+
+def table_of(member, of, local, seed=3):
+    """Random terms among as many interactions as ``of`` names."""
+    rng, count = np.random.default_rng(seed), max(of) + 1
+    start, cause, back, weight = [0], [], [], []
+    for j in range(count):
+        for _ in range(int(rng.integers(0, 5))):
+            earlier = j > 0 and rng.random() < 0.7
+            cause.append(int(rng.integers(0, j if earlier else count)))
+            back.append(0 if earlier else 1)
+            weight.append(int(rng.integers(0, 100_000)))
+        start.append(len(cause))
+    member, of, cause, back = (np.array(a, np.int32) for a in (member, of, cause, back))
+    own = rng.integers(1_000, 60_000, count)
+    op, start, weight = np.arange(len(of)), np.array(start), np.array(weight, np.int64)
+    return Releases(local, member, op, of, own, 0, start, cause, back, weight)
+
+
+def test_calls_end_when_the_table_says(library):
+    table = table_of([0] * 12, range(12), (0,))
+    device, before = Device(library, table, 0), []
+    for iteration in range(2 * RING):
+        for launch in range(12):
+            device.call(launch, iteration, arrive=launch % 3 == 0)
+        slot = iteration % RING
+        ends = table.ends(device.columns["came"][slot], before)
+        assert (device.columns["end"][slot] == ends).all()
+        assert (device.columns["until"][slot] == ends).all()
+        assert device.ticks.value >= ends.max()
+        before.insert(0, ends)
+    assert device.columns["stuck"][0] == 0
+
+
+def test_a_local_rank_that_died_is_waited_for_once_an_iteration(library):
+    """Its GPU holds nobody for longer than that, however many calls the others have issued."""
+    both = table_of([0, 1] * 6, [j for j in range(6) for _ in range(2)], (0, 1))
+    one = Device(library, both, 0)
+    for iteration in range(2):
+        times = [one.call(launch, iteration) for launch in range(6)]
+        assert TIMEOUT <= times[0] < TIMEOUT + 500_000
+        assert max(times[1:]) < 500_000
+        assert one.columns["gone"][0] == iteration + 1  # the host counts it as not paced
+    assert one.columns["stuck"][0] == 1
+
+
+def test_clocks_are_shifted_to_the_first_device(library):
+    both = table_of([0, 1] * 3, [j for j in range(3) for _ in range(2)], (0, 1))
+    one = Device(library, both, 0)
+    two = Device(library, both, 1, one)
+    two.columns["clocks"][0] = np.array([(7_000_000, 1, 0.0, 50)], CLOCK)[0]
+    assert CLOCK[0][0] == "offset"
+    for process, device in enumerate((one, two)):
+        device.library.prism_call(Call(ctypes.addressof(device.table), kind=-1))
+        seat = int(both.member[:2].tolist().index(process))
+        came = device.columns["came"][0, 0]
+        assert one.columns["here"][0, seat] == came + 7_000_000 * process
+    for device in (one, two):
+        device.library.prism_call(Call(ctypes.addressof(device.table), scale=1))
+    last = one.columns["here"][0, :2].max() + both.own[0]
+    assert one.columns["end"][0, 0] == last
+    assert one.columns["until"][0, 0] == last
+    assert two.columns["until"][0, 0] == last - 7_000_000
