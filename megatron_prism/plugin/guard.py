@@ -20,6 +20,7 @@ from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
 from megatron_prism.slicer.calls import details
 from megatron_prism.slicer.owners import Sites
+from megatron_prism.virtual.frames import frames
 from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, gloo_does, nccl_lets_through
 
 __all__ = ["Guard", "install"]
@@ -243,6 +244,9 @@ class Guard:
             fifo = self.strict.healthy.own(call.group)
             own = fifo[number] if number < len(fifo) else None
         found = [*found, *self._other] if found else found
+        stack = [f"rank {self.rank} stands at", *(f"  {frame}" for frame in frames())]
+        if len(stack) > 1 and not any("stands at" in line for line in found):
+            found = [*found, *stack]
         raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
 
 

@@ -9,7 +9,6 @@ that trains the suspect (``rank_job``); ``confirm`` is the other side.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +18,10 @@ from megatron_prism.ops import Op
 from megatron_prism.plugin.guard import Guard
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.slicer.calls import details
+from megatron_prism.virtual.frames import frames
 
 __all__ = ["Watch", "Witness"]
 
-_FRAMES = 12
 _ITERATION = 2  # the first steady one
 
 
@@ -49,7 +48,7 @@ class Witness(Guard):
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         if self.iteration == _ITERATION:
             if len(self.calls) == self.watch.call:
-                self.frames = _frames(sys._getframe(3))
+                self.frames = frames()
             fields = details(group, op, args, kwargs)
             kept = {k: fields[k] for k in ("dtype", "num_in", "num_out") if k in fields}
             self.calls.append({"name": op, "group": group.desc, "site": site, **kept})
@@ -63,17 +62,3 @@ class Witness(Guard):
         """Plain values: calls, frames at the call in question, what peers would call otherwise."""
         return {"calls": self.calls, "frames": self.frames, "differs": self.differs,
                 "compared": self._compared}  # fmt: skip
-
-
-def _frames(frame: Any) -> list[str]:
-    """``file:line function``, innermost first, Megatron's and the job's own."""
-    found = []
-    while frame is not None and len(found) < _FRAMES:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        megatron = path.rfind("/megatron/")
-        foreign = "site-packages/" in path or "/megatron_prism/" in path or path.startswith("<")
-        if megatron >= 0 or not foreign:
-            short = path[megatron + 1 :] if megatron >= 0 else path
-            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return found

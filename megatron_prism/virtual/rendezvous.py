@@ -9,6 +9,7 @@ raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from megatron_prism.ops import DTYPES, Op
+from megatron_prism.virtual.frames import frames
 
 __all__ = ["Neighbours", "Peers", "Rendezvous", "differences", "gloo_does", "nccl_lets_through"]
 
@@ -253,7 +255,24 @@ class Neighbours:
         there = Op(theirs["op"], call.group, theirs["dtype"], theirs["in"], theirs["out"],
                    theirs["reduce"], root=theirs["root"], site=theirs["site"])  # fmt: skip
         if found := differences(call, there):
-            self.fail(_kind(found), call, number, there, found, other)
+            self.fail(
+                _kind(found), call, number, there, [*found, *self._stacks(base, other)], other
+            )
+
+    def _stacks(self, base: str, other: int) -> list[str]:
+        """Where both stand: both find the difference, so both write it down."""
+        self.store.set(f"{base}stack/{self.rank}", json.dumps(frames()))
+        found = []
+        for rank in (self.rank, other):
+            key = f"{base}stack/{rank}"
+            with contextlib.suppress(Exception):  # of the other; DistStoreError by release
+                self.store.wait([key], timedelta(seconds=min(5.0, self.patience_s)))
+            if _has(self.store, key):
+                found += [
+                    f"rank {rank} stands at",
+                    *(f"  {f}" for f in json.loads(self.store.get(key))),
+                ]
+        return found
 
 
 def _has(store: Any, key: str) -> bool:

@@ -116,8 +116,10 @@ def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
 
 def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
     guard, group = job("drop@rank=1,iter=2,nth=1", sanitize=True)
-    with pytest.raises(HangError, match="divergence: rank 1 is odd"):
+    with pytest.raises(HangError, match="divergence: rank 1 is odd") as caught:
         iterations(guard, group)
+    assert "rank 1 stands at" in caught.value.message
+    assert "iterations" in caught.value.message  # this test's own function, on the stack
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,12 @@ def test_neighbours_compare_before_they_call():
     ranks[1].check(calls[1], "k", {0: 0, 1: 1}, "b.py:2")
     kind, _, number, theirs, found, peer = said[1]
     assert (kind, number, theirs.site, peer) == ("dtype", 0, "a.py:1", 0)
-    assert found == ["dtype: int64 here, int32 there"]
+    assert found[:2] == ["dtype: int64 here, int32 there", "rank 1 stands at"]
+    assert "test_runtime.py" in found[2]
+    store.set("rendezvous/k/0/stack/0", json.dumps(["c.py:3 g"]))  # now rank 0 has said it too
+    ranks[1].counts.clear()
+    ranks[1].check(calls[1], "k", {0: 0, 1: 1}, "b.py:2")
+    assert said[2][4][-2:] == ["rank 0 stands at", "  c.py:3 g"]
 
 
 # -- flags ----------------------------------------------------------------------------------------
