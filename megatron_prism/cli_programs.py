@@ -186,13 +186,14 @@ def check(args: argparse.Namespace) -> int:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure how long calls take among this host's devices, for prism replay.
+    """Measure how long calls take among this host's devices, for prism replay, predict and pacing.
 
     prism calibrate -o h200x4.json [processes=4]
     prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
 
-    The second takes what nccl-tests measured, on any number of hosts; node_gpus=72 says how many
-    GPUs NVLink joins where that is more than a host has.
+    On GPUs also how long NCCL keeps the host for a call, and how much calls and computing slow each
+    other down.  The second line takes what nccl-tests measured, on any number of hosts;
+    node_gpus=72 says how many GPUs NVLink joins where that is more than a host has.
     """
     if args.out is None:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")

@@ -399,3 +399,38 @@ def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
         text += f"0F compute ns={ns} host=900 lead=400\n"
     one = dataclasses.replace(parse(text).programs[0], samples=np.stack([elapsed, elapsed]))
     assert _of_device(one)[1] == 1.0
+
+
+def test_what_ifs_change_the_device_and_leave_the_host():
+    from megatron_prism.replay import whatif
+
+    made = graph.build(parse(WORLD))
+    h200, h100 = machine("h200"), machine("h100")
+    known = Calibration(host={("all_reduce", False): 7_000}, source="x")
+    here = costs.price(made, h200, known)
+    there = whatif.moved(made, h200, h100, known)
+    faster = whatif.faster(made, here, "2", "all_reduce")
+    late = graph.build(whatif.slow(parse(WORLD), [0, 1], 3))
+    slowed = whatif.slowed(late, costs.price(late, h200, known))
+    assert slowed.compute[0][0] == 3 * here.compute[0][0]
+    for prices in (there, faster, slowed):
+        for mine, given in ((prices.lead, here.lead), (prices.host, here.host)):
+            assert mine[0][: len(given[0])].tolist() == given[0].tolist()
+        assert {prices.sources[i] for i in prices.host_source[0]} <= set(here.sources)
+
+
+def test_a_program_that_knows_its_host_meets_one_that_does_not():
+    """The one waits for its host, 100 us and a call, the other has delays in its 90 us."""
+    text = """prism-program 1
+world size=2 tp=2
+program rank=0
+0F compute ns=10us host=100us
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum
+program rank=1
+0F compute ns=90us
+0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1024 reduce=sum
+"""
+    found = replayed(text)
+    assert [found.spans(i)["start"][1] for i in range(2)] == [100 * US + CALL_NS] * 2
+    assert [int(prices.sum()) for prices in found.prices.host] == [100 * US + CALL_NS, 0]
+    assert found.spans(1)["ready"][1] == 90 * US
