@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_prism.artefact import whole_file
 from megatron_prism.errors import ProgramError, WorldError
-from megatron_prism.ops import ALLOCATION, CODE, OP
+from megatron_prism.ops import ALLOCATION, CODE, CODED, OP, TEXTS, limits
 from megatron_prism.program import Program
 from megatron_prism.world import World
 
@@ -153,7 +153,8 @@ def load(path: str | os.PathLike[str]) -> Programs:
         raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
     except IsADirectoryError as error:
         raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
+            RecursionError) as error:  # fmt: skip
         raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error
     return _assemble(path, head, arrays)
 
@@ -211,10 +212,39 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):
                 raise ProgramError(f"{path}: streams of program {i} are not its own", fix=FIX)
             columns = (ops, tuple(one["strings"]), splits, allocations, samples, hosts, streams)
-            programs.append(Program(one["rank"], *columns))
+            made = Program(one["rank"], *columns)
+            if wrong := _wrong(made):
+                raise ProgramError(f"{path} is damaged: program {i} has {wrong}", fix=FIX)
+            programs.append(made)
+        if not all(isinstance(text, str) for pair in head["source"].items() for text in pair):
+            raise TypeError("its source is no text")
         groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
         return Programs(
             World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]
         )
-    except (KeyError, TypeError, WorldError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, WorldError) as error:
         raise ProgramError(f"{path} is damaged: {error}", fix=FIX) from error
+
+
+def _wrong(program: Program) -> str:
+    """The first value that a program cannot have, in words; the text form has the same bounds."""
+    if type(program.rank) is not int or program.rank < 0:
+        return f"rank {program.rank!r}"
+    if not all(isinstance(text, str) for text in program.strings):
+        return "texts that are none"
+    texts, splits = len(program.strings) - 1, len(program.splits) - 1
+    most = dict.fromkeys(TEXTS, texts) | {"splits": splits}
+    bounds = {name: (-1 if name == "splits" else 0, top) for name, top in most.items()}
+    bounds |= {name: (0, len(known) - 1) for name, known in CODED.items()}
+    columns = [
+        (name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()
+    ]
+    columns.append(("note", program.allocations["note"], (0, texts)))
+    columns.append(("before", program.allocations["before"], (0, len(program))))
+    columns.append(("samples", program.samples, limits("ns")))
+    columns.append(("hosts", program.hosts, (0, limits("host")[1])))
+    for name, values, (low, high) in columns:
+        if values.size and not (low <= values.min() and values.max() <= high):
+            odd = values.min() if values.min() < low else values.max()
+            return f"{name} {odd} outside {low} to {high}"
+    return ""

@@ -253,6 +253,40 @@ def test_files_that_are_not_ours(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.prism", "y.npz", "z.npy"]
 
 
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"ops0": {"name": 200}}, "name 200 outside 0 to 17"),
+        ({"ops0": {"group": 9999}}, "group 9999"),
+        ({"ops0": {"host": -5}}, "host -5 outside -1"),
+        ({"ops1": {"lead": 1 << 62}}, "program 1 has lead"),
+        ({"ops0": {"splits": 77}}, "splits 77"),
+        ({"head": {"source": {"a": 1}}}, "source is no text"),
+        ({"head": {"source": [1]}}, "is damaged"),
+        ({"head": {"groups": [1]}}, "is damaged"),
+        ({"head": "[" * 100_000}, "foreign or damaged"),
+    ],
+)
+def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):
+    """They were met later, as an IndexError of whoever looked; the text form refuses them too."""
+    path = tmp_path / "x.prism"
+    programs.save(parse(TEXT), path)
+    with np.load(path) as stored:
+        arrays = {name: stored[name].copy() for name in stored.files}
+    for name, value in odd.items():
+        if name == "head":
+            whole = json.loads(arrays["head"].tobytes())
+            text = value if isinstance(value, str) else json.dumps(whole | value)
+            arrays["head"] = np.frombuffer(text.encode(), dtype=np.uint8)
+        else:
+            for column, number in value.items():
+                arrays[name][column][:1] = number
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+    with pytest.raises(ProgramError, match=says):
+        programs.load(path)
+
+
 def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "FORMAT", 4)
     programs.save(parse(TEXT), tmp_path / "x.prism")
