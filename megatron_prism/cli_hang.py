@@ -8,6 +8,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import check_outputs, console, print_json
-from megatron_prism.errors import UsageError
+from megatron_prism.errors import PrismError, UsageError
 
 __all__ = ["hang"]
 
@@ -184,6 +185,10 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         lines = [hit.truth("programs") + "\n" for hit in planted.hits]
         write_whole(truth, "".join(lines), force=args.force)
     found = hang_world.of_standstill(state)
+    if not state.finished:
+        with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
+            healthy = _replayed(programs, ())[0]
+            found = dataclasses.replace(found, watchdog=hang_world.first_watchdog(state, healthy))
     if state.finished and any(fault.only_time for fault in faults):
         found = dataclasses.replace(found, tried=(_cost(programs, planted),))
     return found, planted
@@ -191,21 +196,26 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _cost(programs: Any, planted: Any) -> str:
     """What faults that only cost time cost, by a replay of both worlds."""
+    healthy, hardware = _replayed(programs, ())
+    faulty, _ = _replayed(planted.programs, planted.slow_nics)
+    before, after = healthy.iteration_ns, faulty.iteration_ns
+    more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
+    return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
+            f"the replay on {hardware.name}; nobody's watchdog fires")  # fmt: skip
+
+
+def _replayed(programs: Any, slow_nics: Any) -> tuple[Any, Any]:
+    """(the timeline, the machine) of programs on the machine that they are of."""
     from megatron_prism import cli_settings, costs, graph
     from megatron_prism.costs.machine import machine
     from megatron_prism.replay import timeline
     from megatron_prism.replay.impaired import with_slow_nics
 
-    hardware, times = machine(cli_settings.machine_of(programs)), []
-    for world, nics in ((programs, ()), (planted.programs, planted.slow_nics)):
-        made, nics = with_slow_nics(world, nics)
-        joined = graph.build(made)
-        prices = nics(joined, costs.price(joined, hardware), hardware)
-        times.append(timeline.replay(joined, prices).iteration_ns)
-    before, after = times
-    more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
-    return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
-            f"the replay on {hardware.name}; nobody's watchdog fires")  # fmt: skip
+    hardware = machine(cli_settings.machine_of(programs))
+    made, change = with_slow_nics(programs, slow_nics)
+    joined = graph.build(made)
+    prices = change(joined, costs.price(joined, hardware), hardware)
+    return timeline.replay(joined, prices), hardware
 
 
 def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_prism import flight_export, flight_recorder, graph
+from megatron_prism import flight_export, flight_recorder, graph, watchdog
 from megatron_prism.diagnosis import Diagnosis
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.hang import of_dumps, of_graph
 from megatron_prism.quiescence import Standstill
 
-__all__ = ["of_standstill"]
+__all__ = ["first_watchdog", "of_standstill"]
 
 
 def of_standstill(state: Standstill, **how: Any) -> Diagnosis:
@@ -27,3 +27,33 @@ def of_standstill(state: Standstill, **how: Any) -> Diagnosis:
         return found
     seen = of_graph(graph.build(state.programs))
     return seen if seen.culprits else found
+
+
+def first_watchdog(state: Standstill, healthy: Any) -> str:
+    """Whose watchdog would fire first, when, and what it prints; "" if nobody is left to say it.
+
+    healthy : the Timeline of the programs without a fault; a call is issued when its rank is ready
+    for it there.  Ranks whose programs a fault changed are left out: their own times are unknown
+    """
+    waits = []
+    begin = healthy.ends[-2] if healthy.iterations > 1 else 0
+    for rank in range(state.programs.world.size):
+        fault = state.faults.get(rank)
+        kept = int(state.programs.program_of[rank]) < len(healthy.graph.programs.programs)
+        if not kept or fault is not None and fault.silent:
+            continue
+        ready = healthy.dag.ready_of[int(healthy.graph.classes.of[rank])][-1]
+        done, program = state.done[rank], state.programs.of(rank)
+        for index in range(state.issued[rank]):
+            name = program.strings[program.ops["group"][index]] if ready[index] >= 0 else ""
+            if not done[index] and name and len(state.groups[name].group(rank)) > 1:
+                waits.append((int(healthy.node_end[ready[index]]) - begin, rank, name))
+                break
+    if not waits:
+        return ""
+    when, rank, name = min(waits)
+    dump = flight_recorder.of_value(flight_export.dump_of(state, rank), rank)
+    entry = next(e for e in dump.entries if not e.done and e.desc == name and e.op != "coalesced")
+    due = when / 1e9 + entry.timeout_ms / 1e3
+    return (f"modelled: rank {rank}, {due:.3f} s after the iteration began: "
+            + watchdog.message(rank, entry))  # fmt: skip

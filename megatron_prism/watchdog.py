@@ -11,7 +11,7 @@ from __future__ import annotations
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 
-__all__ = ["first"]
+__all__ = ["first", "message"]
 
 _EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
 _TYPES = {
@@ -36,12 +36,14 @@ def first(state: State) -> str:
     due, rank, entry = min(waits, key=lambda wait: wait[:2])
     after = (due - begin) / 1e9
     return (f"rank {rank}, {after:.1f} s after the first call that waits was issued: "
-            f"[Rank {rank}] Watchdog caught collective operation timeout: {_work(entry)} ran for "
-            f"{entry.timeout_ms} milliseconds before timing out.")  # fmt: skip
+            + message(rank, entry))  # fmt: skip
 
 
-def _work(entry: Entry) -> str:
+def message(rank: int, entry: Entry) -> str:
+    """What the watchdog of ``rank`` prints about ``entry``."""
     ins, outs = (sum(side) for side in entry.numbers)
     kind = _TYPES.get(entry.op, entry.op.upper())
-    return (f"WorkNCCL(SeqNum={entry.seq}, OpType={kind}, NumelIn={ins}, NumelOut={outs}, "
-            f"Timeout(ms)={entry.timeout_ms}) of {entry.desc}")  # fmt: skip
+    return (f"[Rank {rank}] Watchdog caught collective operation timeout: "
+            f"WorkNCCL(SeqNum={entry.seq}, OpType={kind}, NumelIn={ins}, NumelOut={outs}, "
+            f"Timeout(ms)={entry.timeout_ms}) of {entry.desc} ran for {entry.timeout_ms} "
+            "milliseconds before timing out.")  # fmt: skip
