@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_prism.collectives import BY_METHOD
 from megatron_prism.virtual import answers
 from megatron_prism.virtual.moves import COPY, KINDS, move_of
 from megatron_prism.virtual.values import Values
@@ -85,6 +86,29 @@ def test_gathers():
     before, inside = out.clone(), out[P * K : (P + 1) * K]
     carried_out(move_of["_allgather_base"](Group(), out, inside))
     assert torch.equal(out, before)
+
+
+def test_coalesced_calls_of_one_tensor_are_that_tensors():
+    """Megatron coalesces the buckets of a group, and there is mostly one."""
+    total = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
+    whole, out, shard = some(N * K), torch.empty(K), some(K)
+    inside = whole[P * K : (P + 1) * K]  # gradients are reduced in place
+    for method, single, outs, ins, opts in (
+        ("reduce_scatter_tensor_coalesced", "_reduce_scatter_base", out, whole, (total,)),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_single", inside, whole, (total,)),
+        ("allgather_into_tensor_coalesced", "_allgather_base", whole, shard, ()),
+        ("all_gather_single_coalesced", "all_gather_single", whole, inside, ()),
+    ):
+        expected = move_of[single](Group(), outs, ins, *opts)
+        assert move_of[method](Group(), [outs], [ins], *opts) == expected
+        assert move_of[method](Group(), [outs, outs], [ins, ins], *opts) is None
+    total = with_op(c10d.AllreduceCoalescedOptions, dist.ReduceOp.SUM)
+    assert move_of["allreduce_coalesced"](Group(), [whole], total).scale == N
+    assert move_of["allreduce_coalesced"](Group(), [whole, out], total) is None
+
+
+def test_every_method_that_a_kernel_answers_is_one_of_the_table():
+    assert set(move_of) <= set(BY_METHOD)
 
 
 @pytest.mark.parametrize("rows", [5, 8, 20])

@@ -143,13 +143,27 @@ def _barrier(group: Any, opts: Any = None) -> Move:
     return Move(0, 0, 0, 0, COPY, 1, 0, 0, 0, ())
 
 
+def _alone(find: Callable[..., Move | None]) -> Callable[..., Move | None]:
+    """``find`` for a coalesced call of one tensor, as Megatron makes one of every bucket."""
+
+    def found(group: Any, outs: Any, ins: Any, opts: Any = None) -> Move | None:
+        return find(group, outs[0], ins[0], opts) if len(outs) == len(ins) == 1 else None
+
+    return found
+
+
 move_of: dict[str, Callable[..., Move | None]] = {
     "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
     "broadcast": _broadcast,
     "_allgather_base": _all_gather,
     "all_gather_single": _all_gather,
+    "allgather_into_tensor_coalesced": _alone(_all_gather),
+    "all_gather_single_coalesced": _alone(_all_gather),
     "_reduce_scatter_base": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
+    "reduce_scatter_tensor_coalesced": _alone(_reduce_scatter),
+    "reduce_scatter_single_coalesced": _alone(_reduce_scatter),
     "alltoall_base": _all_to_all,
     "all_to_all_single": _all_to_all,
     "send": _send,
