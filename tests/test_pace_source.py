@@ -1,7 +1,7 @@
 """The pacing kernel's own source, run by one thread on a CPU whose clock the test owns.
 
-What needs many threads (moving, warps) is in tests/gpu; here: when calls end, and what becomes of
-those that wait for a local rank that died.
+What needs many threads is in tests/gpu; here: when calls end, what becomes of those that wait for a
+local rank that died, and that every byte is moved once.
 """
 
 import ctypes
@@ -157,3 +157,31 @@ def test_clocks_are_shifted_to_the_first_device(library):
     assert one.columns["end"][0, 0] == last
     assert one.columns["until"][0, 0] == last
     assert two.columns["until"][0, 0] == last - 7_000_000
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("size", "period"), [(96, 96), (192, 48), (80, 32), (7, 7), (16, 48), (0, 0)]
+)
+def test_what_moves_is_every_byte_once(library, size, period, offset):
+    table = table_of([0], [0], (0,))
+    device = Device(library, table, 0)
+    source = np.arange(256, dtype=np.uint8)
+    to = np.full(256, 255, np.uint8)
+    places = ctypes.addressof(device.table), to.ctypes.data + offset, source.ctypes.data + offset
+    library.prism_call(Call(*places, size, period, fresh=1, scale=1))
+    expected = np.resize(source[offset : offset + period], size)
+    assert (to[offset : offset + size] == expected).all()
+    assert (np.delete(to, np.s_[offset : offset + size]) == 255).all()
+    assert device.columns["went"][0, 0] <= device.ticks.value
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(3, "f4"), (4, "f8"), (5, "i4"), (6, "i8")])
+def test_what_is_summed_over_equal_members_is_scaled_where_it_is(library, kind, dtype):
+    device = Device(library, table_of([0], [0], (0,)), 0)
+    values = np.arange(1, 38).astype(dtype)
+    expected = values * 3
+    at = values.ctypes.data
+    library.prism_call(Call(ctypes.addressof(device.table), at, at, values.nbytes, values.nbytes,
+                            fresh=1, kind=kind, scale=3))  # fmt: skip
+    assert (values == expected).all()
