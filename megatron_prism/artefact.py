@@ -199,7 +199,7 @@ def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator
 def write_whole(path: str | os.PathLike[str], text: str, *, force: bool = False) -> Path:
     """``text`` as a UTF-8 file, whole or not at all; see ``whole_file``."""
     with whole_file(path, force=force) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # names need not be UTF-8
     return Path(path)
 
 

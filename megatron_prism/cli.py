@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import io
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from typing import Any, NoReturn
 import megatron_prism
 from megatron_prism.cli_hang import hang
 from megatron_prism.cli_memory import ACTIONS, memory
-from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_output import console, output_failed, prepare, print_json, print_table
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
@@ -205,20 +203,19 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.  A PrismError is printed, never a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):  # an ASCII terminal gets ? for …, not a traceback
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    prepare()
     try:
-        return _dispatch(words)
+        status = _dispatch(words)
+        sys.stdout.flush()  # here, where a full disk has a name
+        return status
     except PrismError as error:
         print(f"prism: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("prism: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away: `prism world … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    except OSError as error:  # `prism world … | head`, or a full disk
+        return output_failed(error)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -6,6 +6,8 @@ rich is imported on first use, so that ``prism --version`` and usage errors stay
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import sys
@@ -15,9 +17,41 @@ from typing import Any
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["check_outputs", "console", "print_json", "print_table", "progress"]
+__all__ = [
+    "check_outputs",
+    "console",
+    "output_failed",
+    "prepare",
+    "print_json",
+    "print_table",
+    "progress",
+]
 
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
+
+
+def prepare() -> None:
+    """An ASCII terminal gets ? for …, and closed streams (``>&-``) swallow what is printed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def output_failed(error: OSError) -> int:
+    """Exit status where nobody reads our output any more, or there is no space for it.
+
+    What is still to be printed goes nowhere, so that the end does not fail once more.
+    """
+    if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 141
+    print(f"prism: error: {error.strerror}: not all was written", file=sys.stderr)
+    return 1
 
 
 def console(stderr: bool = False) -> Any:

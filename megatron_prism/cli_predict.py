@@ -170,7 +170,7 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         found = stochastic.compare(samplers, settings.get("samples"), progress=told)
     if args.html is not None:
         with whole_file(args.html, force=args.force) as file:
-            file.write(comparison.render(found).encode())
+            file.write(comparison.render(found).encode(errors="backslashreplace"))
     if args.json:
         spreads = {n: {"spreads": j.spread.source, "calls": j.said, "durations": j.prices.used()}
                    for n, j in jobs.items()}  # fmt: skip
@@ -237,7 +237,7 @@ def _answers(args: argparse.Namespace, settings: dict[str, Any], job: _Job) -> t
             sampler = stochastic.Sampler(*given)
             study = stochastic.study(sampler, job.spread, job.gpus_per_node, job.pricing, told)
             page = distribution.render(result, str(job.graph.programs.world), study, run)
-            file.write(page.encode())
+            file.write(page.encode(errors="backslashreplace"))
     return result, run, study
 
 

@@ -200,6 +200,23 @@ def test_python_dash_m_is_prism():
     assert done.stderr == "prism: error: there is no command wrld\n  fix: prism world\n"
 
 
+@pytest.mark.parametrize(
+    ("into", "status", "says"),
+    [(">&-", 0, ""), ("> /dev/full", 1, "No space left on device: not all was written")],
+)
+@pytest.mark.parametrize("command", ["recipes", "recipes --json"])
+def test_output_that_nobody_takes(command, into, status, says):
+    """A closed stdout swallows what is printed; a full disk is named, both without a traceback."""
+    done = subprocess.run(
+        f"{sys.executable} -m megatron_prism {command} {into}",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status
+    assert done.stderr == (f"prism: error: {says}\n" if says else "")
+
+
 def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(
         f"{sys.executable} -m megatron_prism world size=4096 tp=2 rank=0-99 | head -1",
