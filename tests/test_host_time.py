@@ -180,6 +180,19 @@ def test_a_calibration_with_an_impossible_host_is_refused(tmp_path):
     assert read_calibration(path).host == {("all_reduce", False): 3}
 
 
+def test_a_job_that_profiles_itself_keeps_its_profiler(capsys):
+    import torch
+
+    from megatron_prism.slicer.busy import Tracer
+
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu]) as own:
+        assert Tracer().stop() is None
+        torch.ones(3).add(1)
+    assert any("add" in event.key for event in own.key_averages())
+    assert "the job's profiler runs" in capsys.readouterr().err
+
+
 class Heard:
     """A recorder of tier cuda that notes what it is told."""
 

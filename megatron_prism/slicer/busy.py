@@ -28,16 +28,22 @@ _LATE = 0.05  # a segment that takes so much longer than its kernels waits for t
 
 
 class Tracer:
-    """Kineto around one iteration."""
+    """Kineto around one iteration, unless the job's own profiler runs: there can be one."""
 
     def __init__(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
+        import torch
 
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
-        self._profile.start()
+        self._profile: Any = None
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            activity = torch.profiler.ProfilerActivity.CUDA
+            self._profile = torch.profiler.profile(activities=[activity])
+            self._profile.start()
 
     def stop(self) -> Mapping[str, Any] | None:
         """The trace; None, and a line that says so, if the device cannot be traced."""
+        if self._profile is None:
+            sys.stderr.write("prism: the job's profiler runs, so segments keep the host's delays\n")
+            return None
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
