@@ -239,8 +239,8 @@ def test_products_in_a_row_are_slower_than_the_table_says_by_no_more_than_is_sai
     assert mean == pytest.approx(ERRORS["modelled: op table"], abs=0.02), ratios
 
 
-def test_the_readme_has_these_rows():
-    text = (ROWS.parents[2] / "README.md").read_text(encoding="utf-8")
+def test_the_results_have_these_rows():
+    text = (ROWS.parents[1] / "RESULTS.md").read_text(encoding="utf-8")
     lines = text.partition("table:segments")[2].partition("<!--")[0].splitlines()
     shown = [line for line in lines if line.startswith("| ")][1:]
     rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
