@@ -74,7 +74,11 @@ def files(folder: Path) -> dict[int, Path]:
     if not folder.is_dir():
         raise DumpError(f"there is no folder {folder}", fix=FIX)
     found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
+    try:
+        paths = sorted(folder.iterdir())
+    except PermissionError as error:
+        raise DumpError(f"cannot read {folder}: {error.strerror}", fix=FIX) from error
+    for path in paths:
         match = _FILE.search(path.name)
         if not match or not path.is_file() or path.name.startswith(".prism"):
             continue

@@ -153,6 +153,10 @@ def load(path: str | os.PathLike[str]) -> Programs:
         raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
     except IsADirectoryError as error:
         raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
+    except PermissionError as error:
+        raise ProgramError(
+            f"cannot read {path}: {error.strerror}", fix="name a file that you may read"
+        ) from error
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
             RecursionError) as error:  # fmt: skip
         raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error

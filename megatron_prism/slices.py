@@ -68,6 +68,8 @@ class SliceStore:
             try:
                 self.check(programs.load(self.path(rank)), self.path(rank))
             except ProgramError as error:
+                if isinstance(error.__cause__, PermissionError):
+                    raise  # it may be a good one
                 fix = f"delete {self.path(rank)}: it is captured again"
                 raise ProgramError(error.message, fix=fix) from error
 
@@ -161,10 +163,10 @@ def open_programs(path: str | os.PathLike[str]) -> Programs:
     ProgramError if it is none of them.
     """
     place = Path(path)
-    if place.is_dir():
-        whole = place / WORLD
-        return programs.load(whole) if whole.exists() else assemble(place)
     try:
+        if place.is_dir():
+            whole = place / WORLD
+            return programs.load(whole) if whole.exists() else assemble(place)
         with open(place, "rb") as file:  # once: it may be a pipe
             start = file.read(64)
             if start.startswith(b"PK"):

@@ -371,3 +371,19 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
 def test_a_calibration_may_lie_beside_the_slices(tmp_path):
     (tmp_path / "calibration.json").write_text("{}")
     SliceStore(tmp_path, World(2), {}).prepare(force=False)
+
+
+@pytest.mark.parametrize("name", ["w.prism", "folder"])
+def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, name):
+    """Nor is anybody told to delete it.  root may read everything, so it is played."""
+    place = tmp_path / name
+    place.write_bytes(b"PK") if place.suffix else place.mkdir()
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr("numpy.load", refuse)
+    monkeypatch.setattr("megatron_prism.slices.assemble", refuse)
+    with pytest.raises(ProgramError, match="cannot read .*Permission denied") as caught:
+        open_programs(place)
+    assert "damaged" not in str(caught.value)
