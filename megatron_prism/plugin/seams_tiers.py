@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin import seams, seams_pipeline, seams_training
+from megatron_prism.plugin import seams, seams_kernels, seams_pipeline, seams_training
 from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import cuda_stubs, stand_ins
 
@@ -293,5 +293,5 @@ def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
     if tier != "cuda":
-        chosen += SEAMS_WITHOUT_CUDA
+        chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
     return chosen + SEAMS_META if tier == "meta" else chosen

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
 from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.session import current
@@ -185,7 +186,31 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
     _wrap(module, "save_checkpoint", make)
 
 
+def _no_restarts(module: ModuleType, context: Context) -> None:
+    """It waits at a store of its own until every rank of the job has come."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
+                raise UnsupportedError(
+                    "--inprocess-restart restarts processes, and virtual ranks have none",
+                    fix="leave it out",
+                )
+            return original(*args, **kwargs)
+
+        return call
+
+    _wrap(module, "maybe_wrap_for_inprocess_restart", make)
+
+
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-restarts",
+        "megatron.training.inprocess_restart",
+        "in-process restart waits for processes that do not exist",
+        "training/inprocess_restart.py:131 @0.19.0",
+        _no_restarts,
+    ),
     Seam(
         "label-phases",
         "megatron.core.pipeline_parallel.schedules",

@@ -67,6 +67,9 @@ TE = (*"--transformer-impl transformer_engine --normalization RMSNorm".split(),
 MOE = (*"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".split(),
        *"--expert-tensor-parallel-size 1 --disable-bias-linear --sequence-parallel".split(),
        *"--moe-token-dispatcher-type alltoall".split())  # fmt: skip
+MLA = tuple("--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 "
+            "--qk-pos-emb-head-dim 8 --v-head-dim 16 --normalization RMSNorm "
+            "--transformer-impl transformer_engine".split())  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,27 @@ def test_a_script_that_fails_keeps_its_status_and_leaves_no_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_multi_latent_attention_with_its_fused_embedding_is_as_without(tmp_path):
+    found = []
+    for name, job in (("fused", [w for w in JOB if w != "--no-rope-fusion"]), ("plain", JOB)):
+        out = tmp_path / name
+        done = run(*WORLD, "--prism-ranks", "63", *MLA, "--prism-out", str(out), job=job)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        summary = json.loads((out / "rank-000063.json").read_text())
+        found.append([(i["losses"], i["grad_norm"]) for i in summary["iterations"]])
+    assert found[0] == found[1]
+
+
+def test_fsdp2_without_cuda_is_refused_by_name():
+    job = [w for w in JOB if w != "--use-distributed-optimizer"]
+    at = job.index("--pipeline-model-parallel-size")
+    job = [*job[:at], *job[at + 2 :], "--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+    flags = ("--untie-embeddings-and-output-weights", "--prism-ranks", "0")
+    done = run(*WORLD, *flags, job=job, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    assert done.returncode == 1
+    assert "--use-torch-fsdp2 shards parameters on a CUDA device" in done.stderr
+
+
 def test_cuda_graphs_without_cuda_are_refused_by_name(tmp_path):
     done = run(*WORLD, "--enable-cuda-graph")
     assert done.returncode == 1
