@@ -180,6 +180,8 @@ class Simulation:
             together = [i for i, o in enumerate(rank.ops) if i == index or o.batch == op.batch >= 0]
             rank.issued.update(together)
             self.call(rank, iteration, together, stream)
+            if op.name == "barrier" and op.handle < 0:
+                rank.blocked = [self.marker(stream)]
 
     def marker(self, queue):
         event = Event()
@@ -221,7 +223,7 @@ class Simulation:
         rank.counts[op.name, fifo] += 1
         key = (iteration, fifo, number)
         if key not in self.parts:
-            self.parts[key] = Part(expected, max(op.num_in, op.num_out), ports)
+            self.parts[key] = Part(expected, max(0, op.num_in, op.num_out), ports)
         return self.parts[key]
 
 
@@ -295,7 +297,9 @@ class Writer:
             stream = self.rng.choice(["main", "main", "side"])
             n, batch = sizes[0], next(self.batches)
             more = {"group": group, "dtype": "int8", "stream": stream}
-            if kind == "all":
+            if kind == "all" and sizes[1] == 7:
+                self.ops.append(Op("barrier", group=group, stream=stream, handle=self.handle()))
+            elif kind == "all":
                 self.ops.append(Op("all_reduce", **more, num_in=n, num_out=n, handle=self.handle()))
             elif kind == "batch":
                 self.ops += [
@@ -357,7 +361,7 @@ def prices_of(graph):
     for number in range(len(meet)):
         index, at = meet.meeting(number)[0]
         op = graph.program_list[index][at]
-        meetings[number] = max(op.num_in, op.num_out)
+        meetings[number] = max(0, op.num_in, op.num_out)
     compute = tuple(np.maximum(p.ops["ns"], 0) for p in graph.program_list)
     zeros = tuple(np.zeros(len(c), dtype=np.uint8) for c in compute)
     none = np.zeros(len(meet), dtype=np.uint8)

@@ -20,7 +20,7 @@ __all__ = ["COMPUTE", "HOST", "JOIN", "LEAD", "NOTHING", "Issue", "issue"]
 COMPUTE, JOIN = 0, 1  # a segment, a point in time (2 is a meeting)
 LEAD, HOST = 3, 4  # the host's time for an op until its first kernel is launched, and after that
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
-_COMPUTE = CODE["compute"]
+_COMPUTE, _BARRIER = CODE["compute"], CODE["barrier"]
 _EMPTY: list[int] = []  # never changed
 _TALKS = (IS_COLLECTIVE | IS_PAIR).tolist()
 
@@ -114,6 +114,8 @@ class _Reader:
                         held = [self.host] if self.host >= 0 else []
                         self.host = self._add(i, held, HOST)
                     self._call(stream, together, base)
+                    if name == _BARRIER and columns.handles[i] < 0:
+                        self._host_wait(stream, False)
             elif name == _WAIT:
                 queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
                 if ends != queue:

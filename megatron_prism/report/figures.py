@@ -48,7 +48,7 @@ class Value:
 class ClassFigures:
     """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
 
-    critical   : how much of the critical path its computing is
+    critical   : how much of the critical path its computing is, and its host's issuing
     slack      : by how much all of its computing could be late without delaying the end
     peak_bytes : of live memory; None if the slice recorded no allocations
     """

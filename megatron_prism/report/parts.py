@@ -56,7 +56,7 @@ def _begin(timeline: Timeline) -> int:
 
 
 def critical_by_class(timeline: Timeline) -> dict[int, int]:
-    """Class -> ns of its computing on the critical path."""
+    """Class -> ns of its computing, and of its host's issuing, on the critical path."""
     begin = _begin(timeline)
     found: dict[int, int] = defaultdict(int)
     for owner, _, start, end, _ in timeline.critical_path():
