@@ -164,6 +164,60 @@ def test_attention(mask_type, form):
     assert saved(out) == [(*rows, 4, 8), (*rows, 2, 8), (*rows, 2, 8), (*rows, 4, 8), (48,)]
 
 
+@pytest.mark.parametrize("window", [(2, 0), (0, 0), (9, 0), (-1, 0)])
+@pytest.mark.parametrize("softmax", ["vanilla", "off-by-one", "learnable"])
+def test_sliding_windows_and_softmax_offsets(window, softmax, monkeypatch):
+    monkeypatch.setattr(attention, "_DEVICE", "cpu")
+    module = DotProductAttention(4, 8, window_size=window, softmax_type=softmax)
+    q, k, v = leaf(6, 2, 4, 8), leaf(6, 2, 2, 8), leaf(6, 2, 2, 8)
+    rows, columns = torch.arange(6)[:, None], torch.arange(6)
+    seen = (columns <= rows) & ((window[0] < 0) | (columns >= rows - window[0]))
+    a, b, c = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    b, c = (t.repeat_interleave(2, dim=1) for t in (b, c))
+    weights = (a @ b.transpose(2, 3) / 8**0.5).exp() * seen
+    total = weights.sum(-1, keepdim=True)
+    inputs = [q, k, v]
+    if softmax == "off-by-one":
+        total = total + 1
+    elif softmax == "learnable":
+        inputs.append(module.softmax_offset)
+        assert [name for name, _ in module.named_parameters()] == ["softmax_offset"]
+        total = total + module.softmax_offset.exp().view(1, 4, 1, 1)
+    expected = (weights / total @ c).permute(2, 0, 1, 3).reshape(6, 2, 32)
+    same(module(q, k, v), expected, inputs)
+    kept = saved(module(q, k, v))
+    assert kept[3:5] == [(6, 2, 4, 8), (48,)]
+    assert len(kept) == 5 + (softmax != "vanilla")
+
+
+def test_a_window_costs_what_it_sees(monkeypatch):
+    from megatron_prism.tiers.virtual_te import announce
+
+    found = []
+    monkeypatch.setattr(announce, "fused", lambda name, flops, *tensors: found.append(flops))
+    for window in ((-1, 0), (15, 0), (500, 0)):
+        module = DotProductAttention(4, 8, window_size=window)
+        module(*(torch.empty(64, 2, 4, 8, device="meta") for _ in range(3)))
+    whole = 2 * 4 * 2 * 64 * 64 * 16 // 2
+    assert found == [whole, 2 * 4 * 2 * 64 * 16 * 16, whole]
+
+
+def test_a_learned_offset_has_a_gradient_on_shapes_too(monkeypatch):
+    monkeypatch.setattr(attention, "_DEVICE", "meta")
+    module = DotProductAttention(4, 8, window_size=(2, 0), softmax_type="learnable")
+    q, k, v = (leaf(6, 2, 4, 8, device="meta") for _ in range(3))
+    module(q, k, v).sum().backward()
+    assert module.softmax_offset.grad.shape == (4,)
+    assert q.grad.shape == q.shape
+
+
+def test_a_window_under_context_parallelism_is_refused(monkeypatch):
+    module = DotProductAttention(4, 8, window_size=(2, 0))
+    monkeypatch.setattr(attention, "context_size", lambda group: 2)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        module(*(leaf(6, 2, 4, 8) for _ in range(3)))
+
+
 def test_attention_of_packed_sequences():
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
     q, k, v = (leaf(7, 2, 8) for _ in range(3))
@@ -400,8 +454,8 @@ def test_meta_shapes():
     [
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
         (lambda: fp8.autocast(enabled=True).__enter__(), "FP8"),
-        (lambda: DotProductAttention(4, 8, window_size=(4, 0)), "sliding-window"),
-        (lambda: attention.DotProductAttention(4, 8, softmax_type="off-by-one"), "softmax_type"),
+        (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
+        (lambda: attention.DotProductAttention(4, 8, softmax_type="sparse"), "softmax_type"),
     ],
 )
 def test_what_is_missing_is_named(use, named):

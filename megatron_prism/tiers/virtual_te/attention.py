@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_prism.tiers.virtual_te.announce import announce_attention
+from megatron_prism.tiers.virtual_te.attention_values import attention_values
 from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule
 from megatron_prism.tiers.virtual_te.context_parallel import (
     COMM_TYPES,
@@ -27,6 +27,8 @@ from megatron_prism.tiers.virtual_te.unsupported import refuse
 
 __all__ = ["DotProductAttention", "SplitAlongDim"]
 
+_DEVICE = "cuda"  # what the tier has in its place
+_SOFTMAX = ("vanilla", "off-by-one", "learnable")
 _MASKS = {
     "no_mask",
     "causal",
@@ -52,56 +54,11 @@ def _packed(tensors: tuple[torch.Tensor, ...]) -> bool:
     )
 
 
-def _heads_first(t: torch.Tensor, form: str) -> torch.Tensor:
-    return t.permute(1, 2, 0, 3) if form == "sbhd" else t.permute(0, 2, 1, 3)
-
-
-def _attend(q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, causal: bool) -> torch.Tensor:
-    """[b, h, s, d] attention."""
-    if causal and q.shape[2] != k.shape[2]:  # TE's causal mask is aligned top left; so is torch's
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(o.shift(q, k))
-        causal = False
-    return scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=o.dropout,
-        is_causal=causal and mask is None,
-        scale=o.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-
-
-def _values(q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace) -> torch.Tensor:
-    """The output in the layout of ``q``; differentiable."""
-    causal = "causal" in o.mask_type
-    if o.form == "thd":
-        pieces = []
-        bounds_q, bounds_k = o.seqlens[0].tolist(), o.seqlens[1].tolist()
-        for i in range(len(bounds_q) - 1):
-            a = q[bounds_q[i] : bounds_q[i + 1]].transpose(0, 1)[None]
-            b, c = (t[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)[None] for t in (k, v))
-            pieces.append(_attend(a, b, c, None, o, causal)[0].transpose(0, 1))
-        return torch.cat(pieces)
-    keep = None if mask is None or o.mask_type in ("no_mask", "causal") else ~mask
-    if keep is not None and causal:
-        keep = (
-            keep
-            & torch.ones(
-                q.shape[0 if o.form == "sbhd" else 1],
-                k.shape[0 if o.form == "sbhd" else 1],
-                dtype=torch.bool,
-            ).tril()
-        )
-        causal = False
-    out = _attend(*(_heads_first(t, o.form) for t in (q, k, v)), keep, o, causal)
-    return out.permute(2, 0, 1, 3) if o.form == "sbhd" else out.permute(0, 2, 1, 3)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, sink: Any = None
+    ) -> torch.Tensor:
         ctx.packed = _packed((q, k, v))
         if not ctx.packed:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -113,31 +70,37 @@ class _Attention(torch.autograd.Function):
         if not q.is_meta:
             if o.dropout:
                 ctx.rng = torch.get_rng_state()
-            out.copy_(_values(q, k, v, mask, o))
+            out.copy_(attention_values(q, k, v, mask, o, sink))
         else:
             announce_attention("attention", 2, q, k, v, out, o)
-        ctx.save_for_backward(q, k, v, out, statistics, *o.seqlens)
+        ctx.sinks, ctx.learned = sink is not None, sink is not None and sink.requires_grad
+        more = (*o.seqlens, sink) if ctx.sinks else o.seqlens
+        ctx.save_for_backward(q, k, v, out, statistics, *more)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        q, k, v, *_ = ctx.saved_tensors
+        q, k, v, *_, last = ctx.saved_tensors
+        sink = last if ctx.sinks else None
         grad = grad.contiguous()
         if q.is_meta:
             announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
+            of_sink = sink.new_empty(sink.shape) if ctx.learned else None
             if ctx.packed:
                 *rows, heads, size = q.shape
                 dqkv = q.new_empty(*rows, heads, 3 * size)
-                return (*dqkv.split(size, dim=-1), None, None)
-            return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None, None
+                return (*dqkv.split(size, dim=-1), None, None, of_sink)
+            return (*(t.new_empty(t.shape) for t in (q, k, v)), None, None, of_sink)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        leaf = sink if sink is None else sink.detach().requires_grad_()
         state = torch.get_rng_state()
         if ctx.rng is not None:
             torch.set_rng_state(ctx.rng)
         with torch.enable_grad():
-            out = _values(*leaves, ctx.mask, ctx.o)
+            out = attention_values(*leaves, ctx.mask, ctx.o, leaf)
         torch.set_rng_state(state)
-        return (*torch.autograd.grad(out, leaves, grad), None, None)
+        found = torch.autograd.grad(out, [*leaves, leaf] if ctx.learned else leaves, grad)
+        return (*found[:3], None, None, found[3] if ctx.learned else None)
 
 
 class SplitAlongDim(torch.autograd.Function):
@@ -183,12 +146,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         **rest: Any,
     ) -> None:
         super().__init__()
-        if softmax_type != "vanilla":
+        if softmax_type not in _SOFTMAX:
             refuse(f"attention with softmax_type {softmax_type!r}")
         if return_max_logit:
             refuse("attention that returns the largest logit (qk-clip)")
-        if window_size not in (None, (-1, -1), [-1, -1], (-1, 0), [-1, 0]):
-            refuse("sliding-window attention")
+        self.window_size = (-1, -1) if window_size is None else tuple(window_size)
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.attention_dropout, self.get_rng_state_tracker = (
             attention_dropout,
@@ -197,7 +159,19 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.layer_number, self.attention_type = layer_number, attention_type
         size = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(size)
+        self._make_sink(softmax_type, num_attention_heads // max(1, tp_size), get_rng_state_tracker)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _make_sink(self, softmax_type: str, heads: int, tracker: Any) -> None:
+        """One more logit a head: none, 0, or learned (dot_product_attention.py:464 @v2.9)."""
+        self.softmax_type, self.softmax_offset = softmax_type, None
+        if softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(heads, device=_DEVICE)
+        elif softmax_type == "learnable":
+            del self.softmax_offset
+            with tracker().fork() if tracker is not None else nullcontext():
+                values = torch.empty(heads, device=_DEVICE).normal_(mean=0.0, std=0.023)
+            self.register_parameter("softmax_offset", torch.nn.Parameter(values))
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -239,6 +213,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         if mask_type not in _MASKS:
             refuse(f"attention mask {mask_type!r}")
         bottom = "bottom_right" in mask_type
+        parallel = context_size(self.cp_group) > 1
+        windowed = self.window_size[0] >= 0 or self.window_size[1] > 0
+        if parallel and (windowed or self.softmax_offset is not None):
+            refuse(
+                "a sliding window or a softmax offset under context parallelism",
+                fix="drop --context-parallel-size, or the window and the offset",
+            )
         o = SimpleNamespace(
             form=form,
             mask_type=mask_type,
@@ -246,12 +227,13 @@ class DotProductAttention(TransformerEngineBaseModule):
             dropout=self.attention_dropout if self.training else 0.0,
             seqlens=() if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_kv),
             shift=lambda q, k: k.shape[2] - q.shape[2] if bottom else 0,
+            window=self.window_size if windowed else (-1, -1),
         )
         qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
         with tracker().fork() if o.dropout and tracker is not None else nullcontext():
-            if context_size(self.cp_group) > 1:
+            if parallel:
                 where = (self.cp_group, self.cp_global_ranks, self.cp_comm_type)
                 out = context_attention(qkv, o, *where, whole=_Attention.apply)
             else:
-                out = _Attention.apply(*qkv, attention_mask, o)
+                out = _Attention.apply(*qkv, attention_mask, o, self.softmax_offset)
         return out.view(*out.shape[:-2], -1)
