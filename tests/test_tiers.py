@@ -121,3 +121,16 @@ def test_a_tier_that_is_not_here_says_what_to_use(name, words):
     out = run(name, "", expect=1)
     assert words in out
     assert "fix:" in out
+
+
+@pytest.mark.parametrize("target", ["cpu", "meta"])
+def test_a_device_by_its_number_is_the_tiers(target):
+    import torch
+
+    from megatron_prism.tiers.remap import Remap
+
+    with Remap(target):
+        assert torch.device(0) == torch.device("cuda", 0)
+        with torch.device(0):  # as Megatron's yarn embedding does
+            assert torch.ones(2).device.type == target
+        assert torch.device("cpu").type == "cpu"

@@ -137,6 +137,12 @@ class Remap(TorchFunctionMode):
             return torch.zeros(args[0].shape, dtype=dtype, device="cpu")
         return _TO(*args, **kwargs)
 
+    def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``torch.device(0)``: a number is the accelerator's, which torch 2.13 asks for at once."""
+        if len(args) == 1 and isinstance(args[0], int):
+            return func("cuda", args[0])
+        return func(*args, **kwargs)
+
     def _type(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and not kwargs:
             name = func(args[0].detach() if not self.meta else torch.empty(0, dtype=args[0].dtype))
@@ -190,6 +196,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _TO_CUDA: Remap._cuda,
     _TO: Remap._to,
     _TYPE: Remap._type,
+    torch.device: Remap._device,
     _PIN: Remap._unpinned,
     _TRUTH: Remap._false,
     _TOLIST: Remap._list,
