@@ -127,6 +127,9 @@ def _on_programs(
         tier = [f"prism.tier={settings['tier']}"] if "tier" in settings else []
         recipe = recipes.load(settings["recipe"], tier)
     programs = _job(recipe, path, place)
+    if confirm and recipe.world != programs.world:
+        raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
+                         fix="the recipe as it was captured, as a YAML file")  # fmt: skip
     found = explain.explain(dumps, found, programs)
     placed = placement.place(dumps, found, programs)
     named = {c.rank for c in found.culprits}

@@ -85,7 +85,10 @@ class Fault:
         if text is None:
             return default
         if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) <= 0:
-            raise UsageError(f"{self}: {name}={text} is no factor", fix=f"{name}=1.5")
+            raise UsageError(
+                f"{self}: {name}={text} is no factor",
+                fix=f"{name}={default / 2:g}" if name == "bw_factor" else f"{name}=1.5",
+            )
         return float(text)
 
     def of(self, ranks: Iterable[int]) -> Fault:
@@ -202,7 +205,7 @@ def _check_numbers(text: str, fault: Fault) -> None:
         fault.factor(name)
     if fault.kind == "slow" and fault.factor("factor", 0.5) < 1:
         raise UsageError(f"{text!r}: how much slower?", fix="slow@rank=3:factor=1.5")
-    if fault.kind == "nic" and not fault.params:
+    if fault.kind == "nic" and (not fault.params or fault.factor("bw_factor") > 1):
         raise UsageError(f"{text!r}: how much slower?",
                          fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
 

@@ -196,6 +196,8 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=slow@rank=1,nth=2:factor=2"], "nth= is too much"),
         (["fault=slow@rank=1:factor=0.5"], "how much slower"),
         (["fault=nic@rank=1"], "how much slower"),
+        (["fault=nic@rank=1:bw_factor=2"], "how much slower"),
+        (["fault=nic@rank=1:bw_factor=0"], "fix: bw_factor=0.5"),
         (["fault=nan@rank=1:tensor=weights"], "there is no tensor weights"),
         (["fault=oom@rank=1"], "how much memory"),
         (["truth=x"], "truth names them"),
@@ -355,3 +357,14 @@ def test_the_trace_has_a_track_per_rank_and_arrows_along_the_waits(tmp_path, cap
     assert all(ends[i] in waits[rank]["waits_for"] for i, rank in starts.items())
     to_culprit = {starts[i] for i, rank in ends.items() if rank == 12}
     assert to_culprit == {r for r, v in waits.items() if 12 in v["waits_for"]}
+
+
+def test_programs_of_another_job_are_not_confirmed(tmp_path, capsys):
+    """Before anything runs; in the words that were typed."""
+    dumps = str(tmp_path / "d")
+    world = str(HERE / "worlds" / "moe.txt")
+    assert cli.main(["hang", world, "fault=drop@rank=6,group=tp,nth=4", "-o", dumps]) == 1
+    words = ["--dumps", dumps, "--programs", world, "--recipe", "tiny-gpt_1cpu", "--confirm"]
+    assert cli.main(["hang", *words]) == 2
+    assert "moe.txt is of 16 ranks" in (said := capsys.readouterr().err)
+    assert "tiny-gpt_1cpu of 1 ranks" in said
