@@ -121,6 +121,11 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
         return costs.price(graph, hardware, measured)
 
     prices = pricing(made)
+    if not prices.used():
+        raise PrismError(
+            f"nothing in {path} takes time, so there is nothing to predict",
+            fix=f"prism show {path}",
+        )
     calls = stochastic.call_spread(made, prices, hardware, file) if file else None
     said = calls.source if calls is not None else f"all vary as {spread.name} says"
     if file and calls is None:

@@ -52,6 +52,10 @@ def show(args: argparse.Namespace) -> int:
     settings = cli_settings.read(
         args.settings, dict.fromkeys(("rank", "around", "group"), str), "show"
     )
+    if args.text and settings:
+        raise UsageError(
+            f"--text is all of them, {next(iter(settings))}= some", fix="leave one out"
+        )
     programs = open_programs(args.programs)
     if args.text:
         print(dump(programs), end="")

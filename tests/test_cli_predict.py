@@ -99,3 +99,28 @@ def test_a_page_that_is_there_is_refused_before_the_work(world, tmp_path, capsys
     assert cli.main(["predict", "/nonexistent", "--html", str(tmp_path / "p.html")]) == 2
     assert "exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "p.html").read_text() == "kept"
+
+
+@pytest.mark.parametrize("words", [[], ["case=large"], ["case=hot-node"], ["--against", "{other}"]])
+def test_programs_in_which_nothing_takes_time_are_refused(words, tmp_path, capsys):
+    nothing, other = tmp_path / "nothing.txt", tmp_path / "other.txt"
+    nothing.write_text("prism-program 1\nworld size=2\nprogram ranks=0-1\n")
+    other.write_text("prism-program 1\nworld size=2\nprogram ranks=0-1\n0F compute ns=1ms\n")
+    words = [word.format(other=other) for word in words]
+    assert cli.main(["predict", str(nothing), *words]) == 1
+    assert "nothing in" in (said := capsys.readouterr().err)
+    assert "takes time" in said
+
+
+def test_a_source_that_is_no_number_is_unknown(tmp_path, capsys):
+    paths = []
+    for name in "ab":
+        paths.append(str(tmp_path / f"{name}.txt"))
+        with open(paths[-1], "w") as file:
+            file.write("prism-program 1\nworld size=2\nsource tokens_per_iteration=abc\n"
+                       "program ranks=0-1\n0F compute ns=1ms\n")  # fmt: skip
+    words = ["predict", paths[0], "--against", paths[1], "samples=200", "--json"]
+    assert cli.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["tokens"] for one in found["layouts"]] == [None, None]
+    assert cli.main(["replay", paths[0], "dp=4"]) == 0

@@ -298,6 +298,7 @@ def test_check_is_status_1_for_a_mismatch(folder, broken, capsys):
         (["check", "nowhere"], "cannot read nowhere"),
         (["show", "FOLDER", "rnk=0"], "did you mean rank=0?"),
         (["show", "FOLDER", "rank=9"], "0 to 7"),
+        (["show", "FOLDER", "rank=0", "--text"], "--text is all of them"),
         (["show", "FOLDER", "rank=0", "group=NO_SUCH"], TP),
         (["show", "FOLDER", "group=NO_SUCH"], "rank=0 group=NO_SUCH"),
         (["show", "/dev/zero"], "this is no program"),

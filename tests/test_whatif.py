@@ -252,3 +252,10 @@ def test_scaling_refuses_what_it_cannot_know():
         with pytest.raises(ProgramError, match=says):
             data_parallel(one, 8)
     assert data_parallel(programs, 2) is programs
+
+
+@pytest.mark.parametrize("factor", ["1e400", 1e300, "1000001", "0", "-1", "nan"])
+def test_factors_that_nobody_means_are_refused(factor):
+    with pytest.raises(UsageError, match="is no factor"):
+        whatif.fraction(factor)
+    assert whatif.fraction("1e6") == 10**6

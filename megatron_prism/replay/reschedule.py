@@ -53,7 +53,7 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
     more = (wanted - there) // period
     made = tuple(_Periods(program, period).repeated(more) for program in programs.programs)
     source = {**programs.source}
-    for key in _GROWS & set(source):
+    for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * wanted // there)
     changed = dataclasses.replace(programs, programs=made, source=source)
     return assumed(

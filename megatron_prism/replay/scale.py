@@ -75,7 +75,7 @@ def data_parallel(programs: Programs, dp: int) -> Programs:
         made[index] = resized.program()
         widths |= resized.buckets
     source = {**programs.source}
-    for key in _GROWS & set(source):
+    for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * dp // old.dp)
     scaled = used(dataclasses.replace(bare, programs=tuple(made), source=source))
     return assumed(scaled, _said(old.dp, dp, widths))

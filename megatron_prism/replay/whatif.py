@@ -180,14 +180,19 @@ def _with(programs: Programs, changed: list[Program]) -> Programs:
     return dataclasses.replace(programs, programs=tuple(changed))
 
 
+_MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of ns end
+
+
 def fraction(factor: Fraction | float | str) -> Fraction:
     """A factor as a ratio of small numbers.  UsageError unless it is one above 0."""
     try:
         found = Fraction(str(factor)).limit_denominator(_FINEST)
     except (ValueError, ZeroDivisionError):
         found = Fraction(0)
-    if found <= 0:
-        raise UsageError(f"{factor} is no factor", fix="a number above 0: 1.5, 3/2")
+    if not 0 < found <= _MOST:
+        raise UsageError(
+            f"{str(factor)[:40]} is no factor", fix="above 0, at most a million: 1.5, 3/2"
+        )
     return found
 
 

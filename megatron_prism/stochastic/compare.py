@@ -8,6 +8,7 @@ pair of runs on two clusters of one network.  Chances are of single iterations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,13 +92,13 @@ def compare(
         first = drawn[0]
         beaten = float((first < times).sum() + 0.5 * (first == times).sum())
         programs, ordered = sampler.graph.programs, np.sort(times)
-        tokens = programs.source.get("tokens_per_iteration")
+        tokens = programs.source.get("tokens_per_iteration", "")
         layouts.append(
             Layout(
                 name,
                 programs.world.size,
                 microbatches(programs),
-                int(tokens) if tokens else None,
+                int(tokens) if re.fullmatch("[0-9]{1,18}", tokens) else None,
                 sampler.steady(),
                 tuple(quantile(ordered, level) for level in levels),
                 tuple(np.quantile(times, np.linspace(0.005, 0.995, 199)).tolist()),
