@@ -25,6 +25,7 @@ from megatron_prism.programs import Programs
 __all__ = ["Fault", "Standstill", "run"]
 
 _WAIT, _RECORD, _HOST, _SEND = (CODE[n] for n in ("wait", "record", "host_wait", "send"))
+_BARRIER = CODE["barrier"]
 _TALK = IS_COLLECTIVE | IS_PAIR
 
 
@@ -182,6 +183,8 @@ class _Run:
             return
         self.done[rank][op] = 1
         self._followers(rank, op)
+        if self.plan[rank].hosts[op]:  # a barrier: its host was waiting
+            self.hosts.append(rank)
 
     def _followers(self, rank: int, op: int) -> None:
         plan, left = self.plan[rank], self.left[rank]
@@ -189,7 +192,7 @@ class _Run:
             left[other] -= 1
             if left[other] == 0 and other < self.issued[rank]:
                 self._start(rank, other)
-                if plan.hosts[other]:
+                if plan.hosts[other] and self.done[rank][other]:
                     self.hosts.append(rank)
 
 
@@ -238,7 +241,10 @@ def _plan(program: Program) -> _Plan:
         for j in before:
             followers[j].append(i)
     calls = _calls(program, sequence)
+    waits = np.flatnonzero((ops["name"] == _BARRIER) & (ops["handle"] < 0)).tolist()
     hosts = [name == _HOST for name in names]
+    for i in waits:  # as NCCL's and gloo's hold the host
+        hosts[i] = True
     return _Plan(names, [len(b) for b in needs], followers, hosts, calls)
 
 

@@ -248,3 +248,32 @@ def test_score_of_200_single_faults(how, least, tmp_path, capsys):
         print(f"\n{how}: exact culprit set {exact}/200, an innocent named {innocent}/200")
     assert exact >= 200 * least
     assert innocent <= 2
+
+
+def test_a_barrier_holds_the_host_until_everybody_has_come():
+    from megatron_prism import quiescence
+    from megatron_prism.program_parse import parse
+
+    text = """prism-program 1
+world size=2 tp=2
+program rank=0 ranks=0
+- barrier TENSOR_MODEL_PARALLEL_GROUP
+- all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4 reduce=sum handle=1
+- compute ns=1
+program rank=1 ranks=1
+- compute ns=1
+- barrier TENSOR_MODEL_PARALLEL_GROUP
+- all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4 reduce=sum handle=1
+- compute ns=1
+"""
+    world = parse(text)
+    assert quiescence.run(world).finished
+    stuck = quiescence.run(world, {1: quiescence.Fault(host=1)})
+    assert stuck.issued == [1, 1]  # rank 0 never comes to its all-reduce
+    stuck = quiescence.run(world, {1: quiescence.Fault(device=2)})
+    assert stuck.issued == [3, 4]  # through the barrier; the all-reduces never meet
+    assert stuck.done[0][0] == 1
+    behind = parse(text.replace("- barrier TENSOR_MODEL_PARALLEL_GROUP\n", "- barrier "
+                                "TENSOR_MODEL_PARALLEL_GROUP handle=0\n"))  # fmt: skip
+    stuck = quiescence.run(behind, {1: quiescence.Fault(host=1)})
+    assert stuck.issued == [3, 1]  # an asynchronous one holds nobody
