@@ -308,6 +308,17 @@ def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
     assert figures(plain).host is None
     assert "host never late" in render(plain)
     assert "a host varies" not in render(found)
+    assert "delays in the segments" not in render(found)
+    half = """prism-program 1
+world size=3 tp=3
+program rank=0 ranks=0-1
+- compute ns=1us host=2us
+program rank=2 ranks=2
+- compute ns=3us
+"""
+    assert "slices of 1 of 3 ranks hold their host's delays in the segments" in render(
+        replayed(half)
+    )
     one = found.graph.programs.programs[0]
     hosts = np.array([90_000, 110_000])
     varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))

@@ -84,6 +84,7 @@ class Figures:
     ``costs.ERRORS`` says; measured parts count as exact
     host            : part of 1 of the critical path in which a host issues work; None if the
     slices do not say how long that takes
+    host_unknown    : ranks whose slices do not say how long the host takes, where others do
     host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
     largest of the slices'; None if none has two iterations
     """
@@ -99,6 +100,7 @@ class Figures:
     exposed: float
     bubble: float
     host: float | None
+    host_unknown: int
     host_spread: float | None
     tokens_per_s: Value
     flops_per_gpu: Value
@@ -149,6 +151,7 @@ def figures(timeline: Timeline) -> Figures:
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
         bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
         host=_host(timeline, path),
+        host_unknown=_host_unknown(timeline),
         host_spread=_host_spread(timeline),
         **_rates(timeline),
         classes=classes,
@@ -168,6 +171,12 @@ def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
         return None
     hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
     return hosts / (timeline.iteration_ns or 1)
+
+
+def _host_unknown(timeline: Timeline) -> int:
+    programs = timeline.graph.programs
+    known = np.array([(one.ops["host"] >= 0).any() for one in programs.programs])
+    return int((~known[programs.program_of]).sum()) if known.any() else 0
 
 
 def _host_spread(timeline: Timeline) -> float | None:

@@ -49,6 +49,12 @@ def _head(found: Figures) -> str:
         rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
         if found.host is not None:
             rows.append(("host", f"{found.host:.1%} of the critical path: GPUs wait for Python"))
+        if found.host_unknown:
+            size = sum(one.count for one in found.classes)
+            ranks = (
+                f"slices of {found.host_unknown:,} of {size:,} ranks hold their host's delays in"
+            )
+            rows.append(("", f"{ranks} the segments: capture them again with this release"))
         if found.host and (found.host_spread or 0) >= _VARIES:
             varies = f"a host varies by {found.host_spread:.0%} from iteration to iteration"
             rows.append(("", f"{varies}, and the slowest rank's counts: prism predict"))
