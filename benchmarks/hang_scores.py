@@ -7,6 +7,8 @@ are exact and how many innocents are named: with history and timing, with outsta
 half an hour on one core, minutes up to 64 ranks); and how often the culprit is at least among the
 ranks that remain.
 ``python benchmarks/hang_scores.py 8192``: how long each kind takes on 8,192 ranks.
+``python benchmarks/hang_scores.py history FIRST LAST``: with history and timing only, worlds of 16
+to 8,192 ranks, a third of them of 1,024 and more.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from megatron_prism import explain, flight_export, flight_recorder, hang, quiesc
 from megatron_prism.flight_dump import DumpSet  # noqa: E402
 from megatron_prism.world import World  # noqa: E402
 
+LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
+         World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
 ACTIVE = {"active_only": True, "stacks": False}
 
 
@@ -63,7 +67,33 @@ def large(size: int) -> None:
         print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
 
 
+def history(first: int, last: int) -> None:
+    """Verdicts on worlds of every size, from dumps that hold everything."""
+    total: dict[bool, Counter[str]] = defaultdict(Counter)
+    slowest = 0.0
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        kind, small, large = (
+            rng.choice(list(hang_cases.KINDS)), rng.choice(hang_cases.WORLDS), rng.choice(LARGE)
+        )  # fmt: skip
+        world = large if seed % 3 == 0 else small
+        programs, faults, culprits = hang_cases.draw(kind, world, seed)
+        state = quiescence.run(programs, faults)
+        dumps, begin = dumps_of(state, timing=True), time.perf_counter()
+        verdict = scored(hang.of_dumps(dumps), culprits, state.finished)
+        slowest = max(slowest, time.perf_counter() - begin)
+        total[world.size >= 1024][verdict] += 1
+        if verdict != "exact":
+            print(f"seed {seed}: {kind} of {world.size:,} ranks: {verdict}", flush=True)
+    for large, counts in sorted(total.items()):
+        print(f"{'1,024 and more' if large else 'below 1,024'}: {dict(counts)}")
+    print(f"slowest verdict {slowest:.1f} s")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["history"]:
+        history(int(sys.argv[2]), int(sys.argv[3]))
+        return
     words = [int(word) for word in sys.argv[1:]]
     if words[:1] == [8192]:
         large(8192)
