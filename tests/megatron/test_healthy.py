@@ -248,8 +248,9 @@ def test_every_gradient_is_reduced_once(worlds, name):
             assert reduced == parameters
 
 
-# cuBLAS workspaces that Transformer Engine keeps on Hopper: one, and four of its grouped GEMM
-TE_WORKSPACES = 5 * 32 << 20
+# cuBLAS workspaces on Hopper: Transformer Engine's own and four of its grouped GEMM, and two of
+# torch's own products (main thread, autograd)
+WORKSPACES = 7 * 32 << 20
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -259,7 +260,7 @@ def test_what_is_allocated_in_an_iteration_is_freed(worlds, name):
         live, before = program.live_bytes(), program.allocations["before"]
         assert live.min() >= 0
         start = program.allocations["bytes"][before == 0].sum()
-        assert live[-1] <= start + 12 * PARAMETERS[name, program.rank] + TE_WORKSPACES + (1 << 18)
+        assert live[-1] <= start + 12 * PARAMETERS[name, program.rank] + WORKSPACES + (1 << 18)
         left = np.zeros(program.allocations["storage"].max() + 1, dtype=np.int64)
         np.add.at(left, program.allocations["storage"], program.allocations["bytes"])
         assert left.min() >= 0

@@ -20,6 +20,8 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
 
 TE_WORKSPACE = 32 << 20  # cuBLAS workspace that Transformer Engine keeps on Hopper
+# and those of torch's own products, which only the last stage asks for: main thread, autograd
+TORCH_WORKSPACES = 2 * 32 << 20
 SMALL = [
     "model.hidden_size=256",
     "model.ffn_hidden_size=512",
@@ -93,7 +95,9 @@ def test_live_memory_covers_weights_gradients_and_states(dense):
     dp = 2
     for s in dense.ranks:
         floor = s["parameters"] * (6 + 12 / dp)
-        assert floor <= s["memory"]["after"] <= floor * 1.3 + TE_WORKSPACE, s["stage"]
+        last = s["stage"] == len(dense.ranks) - 1
+        kept = TE_WORKSPACE + TORCH_WORKSPACES * last
+        assert floor <= s["memory"]["after"] <= floor * 1.3 + kept, s["stage"]
 
 
 @pytest.mark.slow
