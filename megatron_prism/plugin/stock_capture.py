@@ -41,7 +41,13 @@ def first_recorded(wanted: int) -> int:
 def check_free(folder: Path, rank: int, force: bool) -> None:
     """UsageError if the slice of ``rank`` is there and may not be replaced."""
     path = folder / f"slice-{rank:06d}.prism"
-    if path.exists() and not force:
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise UsageError(
+            f"--prism-capture: {folder} cannot be used: {error.strerror}", fix="name another folder"
+        ) from error
+    if there and not force:
         raise UsageError(
             f"--prism-capture: {path} exists and is not overwritten",
             fix="--prism-force, or another folder",
