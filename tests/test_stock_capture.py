@@ -51,8 +51,5 @@ def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
 
 
 def test_a_folder_that_cannot_be_is_bad_usage(tmp_path):
-    from megatron_prism.errors import UsageError
-    from megatron_prism.plugin.stock_capture import check_free
-
     with pytest.raises(UsageError, match="cannot be used: File name too long"):
         check_free(tmp_path / ("a" * 300), 0, False)
