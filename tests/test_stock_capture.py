@@ -53,3 +53,44 @@ def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
 def test_a_folder_that_cannot_be_is_bad_usage(tmp_path):
     with pytest.raises(UsageError, match="cannot be used: File name too long"):
         check_free(tmp_path / ("a" * 300), 0, False)
+
+
+def test_iterations_without_an_evaluation_are_preferred(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_prism.plugin import stock_capture
+
+    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
+
+    def kept(evaluated, wanted=8):
+        """(which iterations count, which were written down) of a job that evaluates after these."""
+        capture = StockCapture(options, SimpleNamespace(name="cpu", live=None), {})
+        started = []
+
+        class Recorder:
+            def start(self, quick):
+                started.append((number, quick))
+
+            def stop(self):
+                return started[-1]
+
+            def owned_by(self, *owners):
+                pass
+
+        monkeypatch.setattr(stock_capture.StockCapture, "_remove", lambda self, proof: None)
+        monkeypatch.setattr(
+            stock_capture.StockCapture,
+            "_install",
+            lambda self, proof: setattr(self, "_recorder", Recorder()),
+        )
+        for number in range(1, wanted + 1):
+            if capture._recorder is not None and number > wanted:
+                break
+            capture.before(number, wanted, None)
+            if number in evaluated and number < wanted:
+                capture.beside()
+        return capture._recordings or capture._others
+
+    assert kept(set())[:2] == [(2, False), (3, True)]
+    assert kept({2, 4, 6})[:2] == [(3, False), (5, True)]  # 2 has an evaluation: not counted
+    assert kept(set(range(1, 9)))[:3] == [(2, False), (3, False), (4, True)]  # all have one

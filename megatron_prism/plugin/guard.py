@@ -117,6 +117,12 @@ class Guard:
         self.iteration = number
         self.injector.begin(model, lambda: self._call("forward", "", ""))
 
+    def beside(self) -> None:
+        """An evaluation follows, which programs need not have: nothing is compared until the next
+        train step."""
+        if self.rendezvous is not None:
+            self.rendezvous.open = False
+
     def check_fired(self) -> None:
         """A fault that never fired is an error, also a virtual rank's, and one that the real job
         would not have survived; says what was compared and what faults led to."""

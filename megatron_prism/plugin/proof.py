@@ -119,6 +119,13 @@ class Proof:
             yield
         self.labels = before  # not after an error, which these labels then explain
 
+    def beside(self) -> None:
+        """What comes until the next train step is an evaluation, or another thing that not every
+        iteration has."""
+        for listener in (self.capture, self.guard):
+            if listener is not None:
+                listener.beside()
+
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is one of PARTS: those who follow memory keep its peak apart."""

@@ -126,6 +126,15 @@ def _label_optimizer(optimizer: Any, proof: Any) -> None:
     optimizer.step = step
 
 
+def _followed_by_more(args: Any) -> bool:
+    """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
+    @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone."""
+    number = getattr(args, "curr_iteration", 0) + 1
+    intervals = [args.eval_interval if getattr(args, "do_valid", False) else None,
+                 getattr(args, "save_interval", None)]  # fmt: skip
+    return any(interval and number % interval == 0 for interval in intervals)
+
+
 def _prove(module: ModuleType, context: Context) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     proof = context.proof
@@ -140,6 +149,8 @@ def _prove(module: ModuleType, context: Context) -> None:
             with proof.iteration(optimizer, model, wanted), proof.part(which):
                 result = original(*args, **kwargs)
                 proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
+            if _followed_by_more(_get_args()):
+                proof.beside()
             return result
 
         return call
@@ -153,13 +164,24 @@ def _prove(module: ModuleType, context: Context) -> None:
 
     def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            proof.beside()
             with proof.part("evaluation"):
                 return original(*args, **kwargs)
 
         return call
 
+    def beside(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            proof.beside()
+            return original(*args, **kwargs)
+
+        return call
+
     _wrap(module, "train_step", step)
     _wrap(module, "evaluate", evaluate)
+    _wrap(
+        module, "disable_forward_pre_hook", beside
+    )  # gathers before an evaluation or a checkpoint
     _wrap(module, "pretrain", whole)
 
 

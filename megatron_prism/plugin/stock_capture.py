@@ -71,6 +71,8 @@ class StockCapture:
         self.num_iterations = 0  # that the slice is the median of
         self._recorder: Any = None
         self._recordings: list[Any] = []
+        self._others: list[Any] = []  # of iterations with an evaluation
+        self._beside = False  # whether the iteration that is recorded has one
         self._tracer: Any = None
         self._own_ns = 0  # of the host, that recording adds behind a call
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
@@ -88,7 +90,7 @@ class StockCapture:
     def before(self, number: int, wanted: int, proof: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
-            self._recordings.append(self._stopped())
+            self._keep()
         meta = self.tier.name == "meta"  # has no times: once is enough
         if wanted > 2 and number >= wanted or meta and self._recordings:
             if self._recorder is not None:
@@ -99,7 +101,8 @@ class StockCapture:
             self._recorder.owned_by(*self.owners)
             if self.tier.name == "cuda" and number == wanted - 1 and len(self._recordings) > 1:
                 self._tracer = Tracer()
-            self._recorder.start(quick=bool(self._recordings))
+            # where two in a row have an evaluation, all have
+            self._recorder.start(quick=bool(self._recordings) or len(self._others) > 1)
 
     def _install(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
@@ -111,6 +114,14 @@ class StockCapture:
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder
+
+    def beside(self) -> None:
+        """An evaluation follows: iterations without one are preferred."""
+        self._beside = self._recorder is not None
+
+    def _keep(self) -> None:
+        (self._others if self._beside else self._recordings).append(self._stopped())
+        self._beside = False
 
     def _stopped(self) -> Any:
         """What was recorded, with the kernels' own times if it was traced."""
@@ -136,9 +147,10 @@ class StockCapture:
         from megatron_prism.slicer.recordings import typical
 
         if self._recorder is not None:
-            self._recordings.append(self._stopped())
+            self._keep()
             self._remove(proof)
-        self.program, self.num_iterations = typical(self._recordings, self._own_ns)
+        kept = self._recordings or self._others
+        self.program, self.num_iterations = typical(kept, self._own_ns)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)
