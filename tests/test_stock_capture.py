@@ -88,7 +88,7 @@ def test_iterations_without_an_evaluation_are_preferred(tmp_path, monkeypatch):
                 break
             capture.before(number, wanted, None)
             if number in evaluated and number < wanted:
-                capture.beside()
+                capture.beside(False)
         return capture._recordings or capture._others
 
     assert kept(set())[:2] == [(2, False), (3, True)]

@@ -61,6 +61,7 @@ class Guard:
         if asked.strict and store is not None:
             self.neighbours = Neighbours(store, self.rank, self._fail)
         self.iteration, self._inside, self._own_faults = 0, False, bool(mine)
+        self._skip = False  # whether the next iteration is not a steady one
         self._labels: dict[str, Any] = {}
         self._sites = Sites()
         self._checked_faulty = False
@@ -109,7 +110,8 @@ class Guard:
         if self.rendezvous is not None:
             self.rendezvous.end()
             assert self.strict is not None
-            if (1 < number < wanted) if wanted > 2 else number == wanted:
+            skip, self._skip = self._skip, False
+            if not skip and ((1 < number < wanted) if wanted > 2 else number == wanted):
                 hit = self.strict.iteration or number
                 peers = self.strict.faulty if hit == number else self.strict.healthy
                 self._checked_faulty |= peers is self.strict.faulty
@@ -117,11 +119,12 @@ class Guard:
         self.iteration = number
         self.injector.begin(model, lambda: self._call("forward", "", ""))
 
-    def beside(self) -> None:
+    def beside(self, gathered: bool) -> None:
         """An evaluation follows, which programs need not have: nothing is compared until the next
-        train step."""
+        train step; nor in that one if its parameters are gathered before it."""
         if self.rendezvous is not None:
             self.rendezvous.open = False
+            self._skip = gathered
 
     def check_fired(self) -> None:
         """A fault that never fired is an error, also a virtual rank's, and one that the real job

@@ -119,12 +119,12 @@ class Proof:
             yield
         self.labels = before  # not after an error, which these labels then explain
 
-    def beside(self) -> None:
+    def beside(self, gathered: bool) -> None:
         """What comes until the next train step is an evaluation, or another thing that not every
-        iteration has."""
+        iteration has.  ``gathered``: it gathers the parameters that the next step would."""
         for listener in (self.capture, self.guard):
             if listener is not None:
-                listener.beside()
+                listener.beside(gathered)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -126,6 +126,11 @@ def _label_optimizer(optimizer: Any, proof: Any) -> None:
     optimizer.step = step
 
 
+def _gathers(args: Any) -> bool:
+    """Whether an evaluation leaves gathered parameters behind."""
+    return bool(getattr(args, "overlap_param_gather", False))
+
+
 def _followed_by_more(args: Any) -> bool:
     """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
     @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone."""
@@ -150,7 +155,7 @@ def _prove(module: ModuleType, context: Context) -> None:
                 result = original(*args, **kwargs)
                 proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
             if _followed_by_more(_get_args()):
-                proof.beside()
+                proof.beside(_gathers(_get_args()))
             return result
 
         return call
@@ -164,7 +169,7 @@ def _prove(module: ModuleType, context: Context) -> None:
 
     def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            proof.beside()
+            proof.beside(_gathers(_get_args()))
             with proof.part("evaluation"):
                 return original(*args, **kwargs)
 
@@ -172,7 +177,7 @@ def _prove(module: ModuleType, context: Context) -> None:
 
     def beside(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            proof.beside()
+            proof.beside(_gathers(_get_args()))
             return original(*args, **kwargs)
 
         return call

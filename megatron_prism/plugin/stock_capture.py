@@ -72,7 +72,7 @@ class StockCapture:
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
-        self._beside = False  # whether the iteration that is recorded has one
+        self._beside = self._next = False  # whether the iteration that is recorded has one
         self._tracer: Any = None
         self._own_ns = 0  # of the host, that recording adds behind a call
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
@@ -115,13 +115,16 @@ class StockCapture:
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder
 
-    def beside(self) -> None:
-        """An evaluation follows: iterations without one are preferred."""
+    def beside(self, gathered: bool) -> None:
+        """An evaluation follows: iterations without one are preferred, and without one before that
+        took something off them."""
         self._beside = self._recorder is not None
+        self._next = gathered
 
     def _keep(self) -> None:
         (self._others if self._beside else self._recordings).append(self._stopped())
-        self._beside = False
+        self._beside = self._next
+        self._next = False
 
     def _stopped(self) -> Any:
         """What was recorded, with the kernels' own times if it was traced."""
