@@ -244,6 +244,11 @@ class Program:
             found[order] = np.arange(order.size) - starts[np.cumsum(new) - 1]
         return found
 
+    @cached_property
+    def knows_host(self) -> bool:
+        """Whether any segment says how long the host takes to issue it."""
+        return bool((self.ops["host"] >= 0).any())
+
     def groups(self) -> dict[str, np.ndarray]:
         """Group description -> indices of its collectives and p2p ops, ascending."""
         talk = IS_PAIR[self.ops["name"]] | IS_COLLECTIVE[self.ops["name"]]

@@ -14,7 +14,8 @@ from megatron_prism.program import Program
 
 __all__ = ["CALL_NS", "host_ns", "host_sources"]
 
-# Without a calibration: the median of those measured on an H200 node (benchmarks/results)
+# Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
+# ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000
 
 
@@ -43,7 +44,7 @@ def host_ns(
     lead = np.clip(ops["lead"], 0, whole)
     ns = whole - lead
     source = np.full(len(ops), first, dtype=np.uint8)
-    if not (ops["host"] >= 0).any():
+    if not program.knows_host:
         return lead, ns, source
     calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
     source[calls] = first + 1

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin import flags, hooks
 from megatron_prism.plugin.proof import Proof
 from megatron_prism.virtual.session import VirtualWorld
@@ -79,6 +80,18 @@ def _wrap(
     replacement = functools.wraps(original)(make(original))
     replacement.__prism__ = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
+
+
+def refused(what: str, fix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``_wrap``: a function that cannot run here says so by name."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(what, fix=fix)
+
+        return call
+
+    return make
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
 from megatron_prism.tiers import mla_rope
 
 __all__ = ["SEAMS"]
@@ -42,16 +42,8 @@ def _no_triton(module: ModuleType, context: Context) -> None:
 
 def _no_fsdp2(module: ModuleType, context: Context) -> None:
     """torch shards what it has moved to the CUDA device itself."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(
-                "--use-torch-fsdp2 shards parameters on a CUDA device",
-                fix="leave it out, or --prism-tier cuda",
-            )
-
-        return call
-
+    what = "--use-torch-fsdp2 shards parameters on a CUDA device"
+    make = refused(what, "leave it out, or --prism-tier cuda")
     _wrap(module.TorchFullyShardedDataParallel, "__init__", make)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin import seams, seams_kernels, seams_pipeline, seams_training
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
 from megatron_prism.tiers import cuda_stubs, stand_ins
 
 __all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
@@ -183,17 +183,11 @@ def _believe_the_step(module: ModuleType, context: Context) -> None:
 
 def _refuse_allgather(module: ModuleType, context: Context) -> None:
     """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> None:
-            raise UnsupportedError(
-                "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
-                "and tier meta has none",
-                fix="use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
-            )
-
-        return call
-
+    make = refused(
+        "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
+        "and tier meta has none",
+        "use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
+    )
     _wrap(module.MoEAllGatherTokenDispatcher, "__init__", make)
 
 

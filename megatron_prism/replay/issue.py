@@ -90,7 +90,7 @@ class _Reader:
         self.comms: dict[int, list[int]] = {}
         self.handles: dict[int, list[int]] = {}
         self.host = -1  # what the host has done or waited for last
-        self.hosted = bool((program.ops["host"] >= 0).any())
+        self.hosted = program.knows_host
 
     def read(self, iteration: int) -> None:
         """The next iteration."""

@@ -167,7 +167,7 @@ def figures(timeline: Timeline) -> Figures:
 
 def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
     programs = timeline.graph.programs.programs
-    if not any((program.ops["host"] >= 0).any() for program in programs):
+    if not any(program.knows_host for program in programs):
         return None
     hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
     return hosts / (timeline.iteration_ns or 1)
@@ -175,7 +175,7 @@ def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
 
 def _host_unknown(timeline: Timeline) -> int:
     programs = timeline.graph.programs
-    known = np.array([(one.ops["host"] >= 0).any() for one in programs.programs])
+    known = np.array([one.knows_host for one in programs.programs])
     return int((~known[programs.program_of]).sum()) if known.any() else 0
 
 

@@ -80,22 +80,18 @@ def _turned_back(
     return torch.stack([one, other], dim=-1).flatten(-2)
 
 
-def _forward_q(
-    q: Any, cos: Any, sin: Any, head: int, width: int, heads: int, batch: Any, count: Any,
-    starts: Any, *more: Any,
-) -> None:  # fmt: skip
-    tokens = _tokens(len(q), batch, starts, *more[-2:])
-    cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
-    q[..., head:] = _turned(q[..., head:], cos, sin)
+def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
+    """The kernel of the query, which turns the last part of each head in place: there or back."""
 
+    def run(
+        q: Any, cos: Any, sin: Any, head: int, width: int, heads: int, batch: Any, count: Any,
+        starts: Any, *more: Any,
+    ) -> None:  # fmt: skip
+        tokens = _tokens(len(q), batch, starts, *more[-2:])
+        cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
+        q[..., head:] = turn(q[..., head:], cos, sin)
 
-def _backward_q(
-    grad: Any, cos: Any, sin: Any, head: int, width: int, heads: int, batch: Any, count: Any,
-    starts: Any, *more: Any,
-) -> None:  # fmt: skip
-    tokens = _tokens(len(grad), batch, starts, *more[-2:])
-    cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
-    grad[..., head:] = _turned_back(grad[..., head:], cos, sin)
+    return run
 
 
 def _forward_kv(
@@ -122,8 +118,8 @@ def _backward_kv(
 KERNELS = {
     f"rotary_{name}_kernel": _Kernel(f"rotary_{name}_kernel", run)
     for name, run in (
-        ("fwd_q", _forward_q),
-        ("bwd_q", _backward_q),
+        ("fwd_q", _query(_turned)),
+        ("bwd_q", _query(_turned_back)),
         ("fwd_kv", _forward_kv),
         ("bwd_kv", _backward_kv),
     )

@@ -6,7 +6,8 @@ shapes on ``meta``.  Each layer saves for backward what TE's layer saves and tak
 TE's kernels do not take; the module's docstring says where that stands in TE's source.
 
 What is missing raises UnsupportedError: FP8 and FP4, userbuffers, the fused operations
-(te.pytorch.ops), TransformerLayer, sliding windows, attention biases, a2a context parallelism.
+(te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip), sliding windows
+and softmax offsets under context parallelism.
 """
 
 from __future__ import annotations
