@@ -34,10 +34,10 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       joint_calls.py           calls that need a closer look
       diagnosis.py             the verdict as values, text and JSON
-      hang_world.py            who is to blame for a standstill of programs
       watchdog.py              which watchdog fires first, and what it prints
-      placement.py             where in its program every rank stood, and is that it (overlay.py)
-      explain.py               whose single fault leaves exactly these dumps
+      explain.py               whose single fault leaves exactly these dumps (overlay.py)
+      hang_world.py            who is to blame for a standstill of programs
+      placement.py             where in its program every rank stood, and is that it
     report/                  the timeline as text, one HTML page, a trace
     stochastic/              the distribution of the iteration time
     artefact.py              results that appear whole or not at all: a folder, a file

@@ -110,6 +110,7 @@ class _Explainer:
         found: dict[object, dict[int, int]] = defaultdict(dict)
         for (name, rank), count in counts.items():
             if name in self.state.groups and name not in self.state.pairs:
+                count = max(0, count)  # -1 is none yet, and the first has number 1
                 found[name][rank] = count
                 program = int(self.programs.program_of[rank])
                 found[self.state.groups[name].desc, program][rank] = count

@@ -1,7 +1,8 @@
 """Who is to blame for a standstill of programs?  Judged by the dumps that it would leave.
 
 In : ``quiescence.Standstill``.  Out: Diagnosis.  The verdict sees the dumps and nothing else, as
-after a real hang; only where they cannot decide (they know no splits) are the programs compared.
+after a real hang; only where they cannot decide (they know no splits) are the programs compared,
+and, where a job knows them, the programs as they should be (``explain``).
 """
 
 from __future__ import annotations
@@ -10,19 +11,27 @@ from typing import Any
 
 from megatron_prism import flight_export, flight_recorder, graph, watchdog
 from megatron_prism.diagnosis import Diagnosis
+from megatron_prism.explain import explain
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.hang import of_dumps, of_graph
+from megatron_prism.programs import Programs
 from megatron_prism.quiescence import Standstill
 
 __all__ = ["first_watchdog", "of_standstill"]
 
 
-def of_standstill(state: Standstill, **how: Any) -> Diagnosis:
-    """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of."""
+def of_standstill(state: Standstill, healthy: Programs | None = None, **how: Any) -> Diagnosis:
+    """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
+
+    healthy : the programs of the job; they decide between ranks of which dumps cannot tell
+    """
     if state.finished:
         return Diagnosis("healthy")
     values = flight_export.dumps_of(state, **how)
-    found = of_dumps(DumpSet({r: flight_recorder.of_value(v, r) for r, v in values}))
+    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in values})
+    found = of_dumps(dumps)
+    if healthy is not None and not found.culprits:
+        found = explain(dumps, found, healthy)
     if found.culprits or state.faults:
         return found
     seen = of_graph(graph.build(state.programs))

@@ -18,10 +18,13 @@ from test_graph import FAULTS, TP, healthy, with_rank
 from megatron_prism import (
     cli,
     explain,
+    fault_plan,
+    faults,
     flight_export,
     flight_recorder,
     graph,
     hang,
+    hang_world,
     quiescence,
 )
 from megatron_prism.flight_dump import DumpSet
@@ -160,6 +163,26 @@ def test_where_several_ranks_could_have_done_it_none_is_named(kind, seed):
     ranks = set(map(int, re.search(r"of ranks ([\d,]+)$", found.evidence[-1])[1].split(",")))
     assert culprits < ranks
     assert len(ranks) == 2
+
+
+def test_between_two_ranks_the_programs_decide_also_where_a_group_is_still_unused():
+    """pg_status says -1 of a group without a call, and counts from 1: one behind, not two."""
+    text = """prism-program 1
+world size=4 pp=2
+group A 0,1;2,3
+group B 0,2;1,3
+program ranks=0,1
+- all_reduce B bf16 n=4 reduce=sum handle=1
+program ranks=2,3
+- reduce_scatter A fp32 in=64 out=32 reduce=sum
+- all_reduce B bf16 n=4 reduce=sum
+"""
+    programs = parse(text)
+    planted = faults.plant(programs, [fault_plan.parse("dtype@rank=3,group=A")])
+    found = hang_world.of_standstill(quiescence.run(planted.programs))
+    assert found.culprits == ()
+    found = hang_world.of_standstill(quiescence.run(planted.programs), programs)
+    assert (named(found), found.culprits[0].kind, found.op) == ({3}, "dtype", "reduce_scatter")
 
 
 # -- from programs --------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ ROWS = [
     "allocator_settings",
     "allocator",
     "allocator_trace",
-    "memory hang stochastic",  # the analyses never import each other
-    "memory_baseline hang_world placement explain",
+    "memory hang stochastic explain",  # the analyses never import each other
+    "memory_baseline hang_world placement",
     "report",
     "recipe_layers",
     "recipe_checks",

@@ -18,6 +18,7 @@ from megatron_prism.plugin import stock_capture
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
+from megatron_prism.selectors import format_ranks
 from megatron_prism.slicer.calls import details
 from megatron_prism.slicer.owners import Sites
 from megatron_prism.virtual.frames import frames
@@ -67,6 +68,7 @@ class Guard:
         self._checked_faulty = False
         self._other: list[str] = []  # that the programs are of another command line
         self._compared = 0  # calls, with the programs of the world
+        self._begun: list[int] = []  # iterations of which calls are compared
         if asked.truth is not None and self.strict is not None and self.rank == self.local[0]:
             with asked.truth.open("a", encoding="utf-8") as file:
                 lines = (hit.truth("virtual", self.strict.iteration) for hit in self.strict.hits)
@@ -115,6 +117,7 @@ class Guard:
                 hit = self.strict.iteration or number
                 peers = self.strict.faulty if hit == number else self.strict.healthy
                 self._checked_faulty |= peers is self.strict.faulty
+                self._begun.append(number)
                 self.rendezvous.begin(peers, peers.order() if self.asked.sanitize else None)
         self.iteration = number
         self.injector.begin(model, lambda: self._call("forward", "", ""))
@@ -135,13 +138,24 @@ class Guard:
             from megatron_prism.errors import UsageError
 
             texts = ", ".join(map(str, self.strict.faults))
-            why = "it changes no call of this rank"
+            why, fix = "it changes no call of this rank", "another iter=, or another rank"
             if not self._checked_faulty:
-                why = "no such iteration, or the first or last, which are not compared"
-            raise UsageError(f"{texts} was not met: {why}", fix="another iter=, or another rank")
+                why = (
+                    f"{self._past()}: neither the first nor the last, and none whose parameters "
+                    "an evaluation gathered before it"
+                )
+                fix = f"iter= one of {format_ranks(self._begun)}" if self._begun else fix
+            raise UsageError(f"{texts} was not met: {why}", fix=fix)
         if self.strict is not None:
-            sys.stderr.write(f"prism: {self._compared:,} calls of rank {self.rank} were compared "
-                             f"with {self.asked.programs}\n")  # fmt: skip
+            sys.stderr.write(
+                f"prism: {self._compared:,} calls of rank {self.rank} in {len(self._begun)} "
+                f"iterations were compared with {self.asked.programs}\n"
+            )
+
+    def _past(self) -> str:
+        """Which iterations were compared, of how many."""
+        these = format_ranks(self._begun) if self._begun else "none"
+        return f"of {self.iteration} iterations {these} were compared"
 
     def _survived(self) -> None:
         """Nobody shall take a run for a pass because virtual ranks answer at once."""

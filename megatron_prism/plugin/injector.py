@@ -56,6 +56,7 @@ class Injector:
         self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
         self.sequence: Counter[tuple[str, bool]] = Counter()
         self.groups: dict[str, Any] = {}  # description -> the group of this rank, once it was used
+        self.steps = 0  # train steps that began
         self._since = time.perf_counter()  # the last call came back
         self._watched = False
         self._held: dict[str, tuple[Answer, Any, list[Any], Any]] = {}
@@ -95,6 +96,7 @@ class Injector:
     # -- what the guard says ----------------------------------------------------------------------
     def begin(self, model: Any, labels: Callable[[], Call]) -> None:
         """A train step starts.  ``labels``: where the rank is, while its model runs."""
+        self.steps += 1
         self._since = time.perf_counter()
         if self._tensors and not self._watched and model is not None:
             self._watched = True
@@ -191,8 +193,20 @@ class Injector:
         """UsageError for a fault that never happened."""
         for fault in self.faults:
             if not self.fired[str(fault)] or str(fault) in self._held:
-                half = ": only one of the two calls came" if str(fault) in self._held else ""
-                raise UsageError(f"{fault} never fired on rank {self.rank}{half}", fix=FIX)
+                half = "only one of the two calls came; " if str(fault) in self._held else ""
+                finders = (f for f in (*(f for f, _ in self.finders), *self._tensors)
+                           if f.fault == fault)  # fmt: skip
+                seen = max((finder.seen for finder in finders), default=0)
+                fix, wanted = FIX, int(fault.select.get("iter", 1))
+                if self.steps and not 1 <= wanted <= self.steps:
+                    fix = f"iter= from 1 to {self.steps}"
+                elif 0 < seen <= int(fault.select.get("nth", 0)):
+                    fix = f"nth= from 0 to {seen - 1}"
+                raise UsageError(
+                    f"{fault} never fired on rank {self.rank}: {half}{self.steps} iterations ran, "
+                    f"and {seen} calls in them fit, whichever nth= says",
+                    fix=fix,
+                )
 
     # -- what happens -----------------------------------------------------------------------------
     def _fire(

@@ -54,6 +54,18 @@ class ProgramPeers:
         """All calls of the local rank, as it issues them."""
         return [op for op in self.programs.of(self.rank) if op.group]
 
+    def expected(self) -> dict[tuple[str, str, int], list[Op]]:
+        """(group, "" or send or recv, peer) -> what the local rank calls there in an iteration."""
+        if "expected" not in self._known:
+            found: dict[tuple[str, str, int], list[Op]] = {}
+            for op in self.order():
+                if len(self._members(op.group)) > 1:
+                    pair = op.name in ("send", "recv")
+                    key = (op.group, op.name if pair else "", op.peer if pair else 0)
+                    found.setdefault(key, []).append(op)
+            self._known["expected"] = found
+        return self._known["expected"]
+
     def collectives(self, desc: str) -> list[tuple[int, int, list[Op]]]:
         """(a member, how many call like it, its collectives) for all other members."""
         key = ("collectives", desc)
@@ -148,7 +160,7 @@ class Strict:
         if key in self.never and self.state is not None:
             from megatron_prism import hang_world
 
-            found = hang_world.of_standstill(self.state)
+            found = hang_world.of_standstill(self.state, self.healthy.programs)
             raise HangError(f"nobody can go on: rank {self.rank} stands in the first call that "
                             f"never ends\n{found}")  # fmt: skip
 

@@ -32,11 +32,12 @@ class Peers(Protocol):
     def collectives(self, desc: str) -> list[tuple[int, int, list[Op]]]:
         """(a member, how many call like it, its collectives) for all other members."""
 
-    def own(self, desc: str) -> list[Op]:
-        """The collectives of the local rank itself."""
-
     def messages(self, desc: str, offset: int, name: str) -> tuple[int, list[Op]]:
         """(the rank ``offset`` places further, its counterparts of our ``name``)."""
+
+    def expected(self) -> Mapping[tuple[str, str, int], list[Op]]:
+        """All calls of the local rank in an iteration: (group, "" or send or recv, peer) -> them,
+        but for those of groups of one."""
 
     def position(self, desc: str, rank: int) -> int:
         """Group rank of ``rank``."""
@@ -133,12 +134,11 @@ class Rendezvous:
         if not self.open:
             return
         self.open = False
-        for (desc, name, _), made in list(self.counts.items()):
-            own = self.peers.own(desc) if not name else []
+        for key, own in self.peers.expected().items():
+            made = self.counts[key]
             if made < len(own):
-                self.fail("missing", own[made], made, None, [
-                    f"the derived program calls it, the rank did not: {made} of {len(own)} calls"
-                ])  # fmt: skip
+                text = f"the derived program calls it, the rank did not: {made} of {len(own)} calls"
+                self.fail("missing", own[made], made, None, [text], None, own[made])
 
     def check(self, call: Op, position: int, size: int) -> None:
         """``call`` is about to be made by the member at ``position`` of ``size``."""

@@ -19,10 +19,11 @@ from megatron_prism.ops import Op
 from megatron_prism.plugin import flags, stock_capture
 from megatron_prism.plugin.guard import Guard
 from megatron_prism.plugin.hang_flags import HangOptions
+from megatron_prism.plugin.strict import ProgramPeers
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs, save
 from megatron_prism.virtual import session
-from megatron_prism.virtual.rendezvous import Neighbours, gloo_does, nccl_lets_through
+from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, gloo_does, nccl_lets_through
 from megatron_prism.virtual.values import Values
 from megatron_prism.world import World
 
@@ -114,6 +115,23 @@ def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
     assert "rank 1 stands in the first call that never ends" in caught.value.message
 
 
+@pytest.mark.parametrize(("made", "short"), [(2, None), (1, "recv"), (0, "recv")])
+def test_messages_that_were_not_posted_are_missed_at_the_end_of_the_iteration(made, short):
+    """Virtual ranks answer at once, so a receive that is not made holds nobody up."""
+    ops = [[Op(name, TP, "fp32", 4 if name == "send" else -1, 4 if name == "recv" else -1, peer=1)]
+           * 2 for name in ("send", "recv")]  # fmt: skip
+    said = []
+    programs = Programs.one_per_rank([Program.from_ops(r, ops[r]) for r in (0, 1)], World(2, tp=2))
+    one = Rendezvous(ProgramPeers(programs, 1), lambda *a: said.append(a))
+    one.begin()
+    for _ in range(made):
+        one.check(ops[1][0], 1, 2)
+    one.end()
+    assert [(kind, call.name, number) for kind, call, number, *_ in said] == (
+        [("missing", short, made)] if short else []
+    )
+
+
 def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
     guard, group = job("drop@rank=1,iter=2,nth=1", sanitize=True)
     with pytest.raises(HangError, match="divergence: rank 1 is odd") as caught:
@@ -157,7 +175,7 @@ def test_a_dry_run_of_a_virtual_rank_says_which_call_and_changes_nothing(job, ca
     assert "would fire: drop@rank=3,iter=2,nth=1: rank 3, op 1" in guard.banner()
     iterations(guard, group)
     guard.check_fired()
-    assert "8 calls of rank 1 were compared with" in capsys.readouterr().err
+    assert "8 calls of rank 1 in 2 iterations were compared with" in capsys.readouterr().err
 
 
 def test_programs_of_another_command_line_are_named(job, capsys):
@@ -183,8 +201,9 @@ def test_virtual_faults_that_cannot_happen_together_are_refused(job):
 def test_iterations_that_are_not_compared_are_named(number, job):
     guard, group = job(f"drop@rank=3,iter={number}")
     iterations(guard, group)
-    with pytest.raises(UsageError, match="or the first or last, which are not compared"):
+    with pytest.raises(UsageError, match="of 4 iterations 2,3 were compared") as caught:
         guard.check_fired()
+    assert caught.value.fix == "iter= one of 2,3"
 
 
 def test_nan_among_whole_numbers_is_refused(job):
@@ -195,11 +214,21 @@ def test_nan_among_whole_numbers_is_refused(job):
         dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=group)
 
 
-def test_a_fault_that_never_fires_is_an_error(job):
-    guard, group = job("drop@rank=1,iter=7", strict=False)
+@pytest.mark.parametrize(
+    ("where", "says", "fix"),
+    [
+        ("iter=7", "4 iterations ran, and 0 calls in them fit", "iter= from 1 to 4"),
+        ("iter=2,op=all_reduce,nth=2", "and 2 calls in them fit", "nth= from 0 to 1"),
+        ("iter=2,op=send", "and 0 calls in them fit", "write KIND@rank=R"),
+    ],
+)
+def test_a_fault_that_never_fires_is_an_error(where, says, fix, job):
+    guard, group = job(f"drop@rank=1,{where}", strict=False)
     iterations(guard, group)
-    with pytest.raises(UsageError, match="never fired"):
+    with pytest.raises(UsageError, match="never fired") as caught:
         guard.check_fired()
+    assert says in caught.value.message
+    assert caught.value.fix.startswith(fix)
 
 
 def test_what_a_running_rank_cannot_do_is_refused(job):

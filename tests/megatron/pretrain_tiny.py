@@ -1,6 +1,7 @@
 """A training script in the manner of pretrain_gpt.py for megatron-core 0.19: mock data, a tiny GPT.
 
-Everything comes from the installed wheel (megatron.training); arguments are Megatron's own.
+With ``--sft`` every sample is two documents packed into one sequence.  Everything comes from the
+installed wheel (megatron.training); arguments are Megatron's own.
 """
 
 from functools import partial
@@ -10,7 +11,8 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_batch_on_this_tp_rank
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import flatten_batch_for_packed_sequences, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -33,11 +35,11 @@ def get_batch(data, vp_stage=None):
     batch = {}
     if tp_rank == 0:
         batch = {key: value.cuda(non_blocking=True) for key, value in next(data).items()}
-    return get_batch_on_this_tp_rank(
+    batch = get_batch_on_this_tp_rank(
         dict.fromkeys(FIELDS) | batch if tp_rank == 0 else batch,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.sft,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
@@ -49,6 +51,7 @@ def get_batch(data, vp_stage=None):
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    return flatten_batch_for_packed_sequences(batch)
 
 
 def loss_func(mask, output):
@@ -62,7 +65,17 @@ def forward_step(data, model):
     while hasattr(inner, "module"):
         inner = inner.module
     b = get_batch(data, inner.vp_stage)
-    output = model(b["tokens"], b["position_ids"], b["attention_mask"], labels=b["labels"])
+    packed = None
+    if b["cu_seqlens"] is not None:  # as pretrain_gpt.py:311 @core_v0.19.0
+        cu, longest = b["cu_seqlens"].squeeze(0), int(b["max_seqlen"].item())
+        packed = PackedSeqParams("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+    output = model(
+        b["tokens"],
+        b["position_ids"],
+        b["attention_mask"],
+        labels=b["labels"],
+        packed_seq_params=packed,
+    )
     return output, partial(loss_func, b["loss_mask"])
 
 
@@ -73,8 +86,34 @@ def is_dataset_built_on_rank(vp_stage=None):
     return ends and mpu.get_tensor_model_parallel_rank() == 0
 
 
+class Packed(torch.utils.data.Dataset):
+    """Two documents in every sample, as megatron.training's SFTDataset hands them over."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        n = self.length
+        ends = torch.full((n + 1,), n, dtype=torch.int32)  # padded to one length for all samples
+        ends[:2] = torch.tensor([0, n // 2], dtype=torch.int32)
+        tokens = torch.arange(n) + index % 7
+        return {
+            "tokens": tokens,
+            "labels": tokens + 1,
+            "loss_mask": torch.ones(n),
+            "position_ids": torch.arange(n) % (n // 2),
+            "cu_seqlens": ends,
+            "max_seqlen": torch.tensor(n // 2, dtype=torch.int32),
+        }
+
+
 def datasets(num_samples, vp_stage=None):
     args = get_args()
+    if args.sft:
+        return [Packed(args.seq_length) if is_dataset_built_on_rank(vp_stage) else None] * 3
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
