@@ -273,15 +273,17 @@ def _build_indices(module: ModuleType, context: Context) -> None:
 def _train_flags(module: ModuleType, context: Context) -> None:
     """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so.
 
-    With its own zeros such a rank exits 0 without training (training/training.py:3411 @0.16.1).
+    With its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
+    training (training/training.py:3411 @0.16.1).
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             loaders = original(*args, **kwargs)
             settings = _get_args()
+            overwritten = loaders[0] is None or len(context.local_ranks) > 1
             # on meta tensors even rank 0 cannot read its own flags back
-            if context.meta or (loaders[0] is None and 0 not in context.local_ranks):
+            if context.meta or (overwritten and 0 not in context.local_ranks):
                 evaluates = bool(getattr(settings, "full_validation", False) or settings.eval_iters)
                 settings.do_train = bool(settings.train_iters) or bool(settings.skip_train)
                 settings.do_valid = settings.do_test = evaluates

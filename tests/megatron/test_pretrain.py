@@ -121,15 +121,25 @@ def test_any_rank_trains_and_says_so(rank, more, tmp_path):
 
 
 @pytest.mark.skipif(not ATTACHES, reason="under torchrun the attach is torch's entry point")
-def test_several_processes_are_several_local_ranks(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (16, 17),  # one tensor parallel group
+        # of which the first has no data, and would speak for rank 0, which says whether to train
+        (32, 48),
+    ],
+)
+def test_several_processes_are_several_local_ranks(first, second, tmp_path):
     out = tmp_path / "out"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(*WORLD, "--prism-ranks", "16,17", "--prism-out", str(out),
+    done = run(*WORLD, "--prism-ranks", f"{first},{second}", "--prism-out", str(out),
                launcher=(*torchrun, "--master-port", "29611"))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     a, b = (json.loads(f.read_text()) for f in sorted(out.iterdir()))
-    assert (a["rank"], b["rank"]) == (16, 17)
-    assert a["iterations"][-1]["grad_norm"] == b["iterations"][-1]["grad_norm"]  # one tp group
+    assert (a["rank"], b["rank"]) == (first, second)
+    assert a["trained"]["steps"] == b["trained"]["steps"] == 3
+    if second == first + 1:
+        assert a["iterations"][-1]["grad_norm"] == b["iterations"][-1]["grad_norm"]
 
 
 @pytest.mark.slow
