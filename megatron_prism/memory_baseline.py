@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_prism import allocator, guards
 from megatron_prism.artefact import write_whole
-from megatron_prism.costs import communicators
+from megatron_prism.costs import communicators, connected
 from megatron_prism.errors import UsageError
 from megatron_prism.memory import KINDS, ClassMemory, analyse
 from megatron_prism.ops import CODED
@@ -103,7 +103,7 @@ def measure(
     device = device or communicators.Calibration()
     classes = {}
     for one in analyse(programs, settings):
-        nccl = device.nccl(communicators.used_by(programs, one.program))
+        nccl = device.nccl(connected.used_by(programs, one.program))
         beyond = None if nccl is None or device.process is None else nccl + device.process
         classes[one.name] = {
             **_figures(one),

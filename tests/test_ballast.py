@@ -6,12 +6,15 @@ import types
 import pytest
 import torch
 
+from megatron_prism.costs import communicators
 from megatron_prism.costs.communicators import Calibration
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import ballast, flags, memory_watch
 from megatron_prism.plugin.ballast import Ballast
 from megatron_prism.plugin.memory_watch import MemoryWatch
 from megatron_prism.plugin.proof import Proof
+from megatron_prism.plugin.summary import Reporter
+from megatron_prism.virtual import session
 from megatron_prism.virtual.tally import Tally
 
 MIB = 1 << 20
@@ -25,8 +28,8 @@ CALIBRATION = Calibration(
 )  # fmt: skip
 CALLS = [
     ("tp", 8, "all_reduce", 4), ("tp", 8, "all_reduce", 4), ("tp", 8, "all_gather", MIB),
-    ("tp", 8, "all_reduce", 64 * MIB), ("dp", 1, "all_gather", 5), ("pp", 4, "send", MIB),
-    ("pp", 4, "recv", MIB), ("dp_GLOO", 8, "all_reduce", 4), ("ep", 4, "all_to_all_single", 9),
+    ("tp", 8, "all_reduce", 64 * MIB), ("dp", 1, "all_gather", 5), ("pp", 4, "send", MIB, 1),
+    ("pp", 4, "recv", MIB, 3), ("dp_GLOO", 8, "all_reduce", 4), ("ep", 4, "all_to_all_single", 9),
 ]  # fmt: skip
 
 
@@ -46,12 +49,45 @@ def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
     taken, take = device(10**9)
     held, plain = Ballast(CALIBRATION, take), Tally()
     for call in CALLS:
-        held.add(*call)
-        plain.add(*call)
-    # once, init and small; ring beside it; all three together take 40; a lone rank; 2 and 3 peers
-    assert taken == [7 + 3 + 10, 20, 40 - 30, 1, 3 + 200, 3 + 300]
+        with held.batch(), plain.batch():
+            held.add(*call)
+            plain.add(*call)
+    # once, init and small; ring beside it; all three together take 40; a lone rank; two neighbours,
+    # one by one; three peers
+    assert taken == [7 + 3 + 10, 20, 40 - 30, 1, 3 + 100, 100, 3 + 300]
     assert held.held == sum(taken)
     assert held.rows() == plain.rows()
+    # what was tallied says the same afterwards
+    assert CALIBRATION.nccl(ballast.connected_by(plain)) == held.held
+    assert not held.batched
+
+
+def test_a_summary_says_what_nccl_would_take(monkeypatch):
+    tally = Tally()
+    for call in CALLS[:4]:
+        tally.add(*call)
+    monkeypatch.setattr(session, "current", lambda: types.SimpleNamespace(tally=tally))
+    reporter = object.__new__(Reporter)
+    reporter.options = types.SimpleNamespace(num_processes=1)
+    num_bytes, source = reporter._nccl("NVIDIA H200")
+    assert num_bytes == communicators.read("h200").nccl(ballast.connected_by(tally)) > 500 * MIB
+    assert source.startswith("modelled: 4 x NVIDIA H200")
+    assert reporter._nccl("NVIDIA A10") == (
+        None, "unknown: nobody measured communicators on NVIDIA A10"
+    )  # fmt: skip
+    reporter.options.num_processes = 2
+    assert reporter._nccl("NVIDIA H200")[0] is None
+
+
+def test_messages_outside_a_batch_have_a_communicator_per_pair():
+    alone = {**CALIBRATION.alone, ("out", 2): 30, ("in", 2): 50}
+    taken, take = device(10**9)
+    held = Ballast(Calibration(process=500, alone=alone), take)
+    held.add("pp", 4, "send", MIB, 1)
+    held.add("pp", 4, "recv", MIB, 1)
+    held.add("pp", 4, "recv", MIB, 1)
+    held.add("pp", 4, "send", MIB, 3)
+    assert taken == [3 + 30, 50, 3 + 30]
 
 
 def test_what_is_not_there_fails_at_the_call_that_would_connect():

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megatron_prism.costs import communicators
-from megatron_prism.costs.communicators import Calibration, Communicator, connection_bytes, used_by
+from megatron_prism.costs.communicators import Calibration, Communicator, connection_bytes
+from megatron_prism.costs.connected import used_by
 from megatron_prism.errors import UsageError
 from megatron_prism.program_parse import parse
 
@@ -69,7 +70,9 @@ def test_unknown_is_none_and_says_what_is_missing():
     few = Calibration(process=5, alone={("init", 1): 3, ("init", 2): 4}, source="x")
     assert few.bytes_of(Communicator("g", 2, frozenset({"ring"}))) is None
     assert few.nccl([Communicator("g", 2, frozenset({"ring"}))]) is None
-    shipped = communicators.read("h200")
+    shipped = communicators.fitting("NVIDIA H200")
+    assert shipped == communicators.read("h200")
+    assert communicators.fitting("NVIDIA H100 80GB HBM3") is None
     assert shipped.process == 859701248
     assert "H200" in shipped.provenance()
 

@@ -184,7 +184,7 @@ def test_the_kernel_gives_the_answers_that_it_can(device):
         "main: hold 0 in 0 moving 64 B x2", "s1 waits for main", "s1: hold 1 in 0 moving 64 B x2",
     ]  # fmt: skip
     assert work.result()[0] is whole
-    assert counted == [("TP", 4, "all_gather", 64)] * 2
+    assert counted == [("TP", 4, "all_gather", 64, 0)] * 2
     pacer.record(group, "all_gather", answer, (whole[::2], SMALL, opts(True)), {})
     assert device.log[-3:] == ["s1 waits for main", "s1: answer", "s1: hold 2 in 0 x2"]
 

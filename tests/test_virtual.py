@@ -218,6 +218,11 @@ def test_round_a_ring_comes_what_is_sent(receives_first, batched):
             for call, tensor, peer in calls:
                 call(tensor, peer, group)
         assert torch.equal(got, sent)
+    # this is rank 5 of 4 to 7
+    ways = {("send", 1), ("recv", 3)}
+    desc = group.group_desc
+    assert set(group.world.tally.ways()) == {(desc, 4, op, far, batched) for op, far in ways}
+    assert not group.world.tally.batched
 
 
 def test_round_a_ring_of_noise_comes_noise_of_each_parts_scale():

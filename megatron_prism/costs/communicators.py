@@ -1,7 +1,8 @@
 """How much device memory do NCCL's communicators take, that no allocator sees?
 
-In : the calls of a program and a calibration: what ``benchmarks/device_memory.py`` measured on a
-host.  Out: bytes for every communicator the program uses, and a provenance.  Unknown is None.
+In : communicators and what they were used for (``connected``), and a calibration: what
+``benchmarks/device_memory.py`` measured on a host.  Out: their bytes, and a provenance.  Unknown is
+None.
 
 NCCL connects a communicator when an algorithm is first used (NCCL_RUNTIME_CONNECT, src/group.cc
 @v2.28.9-1).  A connection takes, per channel, one page for the sender, and pages for the buffers
@@ -20,23 +21,14 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-import numpy as np
-
 from megatron_prism import guards
 from megatron_prism.errors import UsageError
-from megatron_prism.membership import WORLD_GROUP, of_family, of_lists
-from megatron_prism.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
-from megatron_prism.programs import Programs
 
-__all__ = ["SMALL", "Calibration", "Communicator", "after", "connection_bytes", "read", "shipped",
-           "used_by"]  # fmt: skip
+__all__ = ["Calibration", "Communicator", "connection_bytes", "fitting", "read", "shipped"]
 
 FORMAT = 1
 FOLDER = Path(__file__).with_name("device_memory")
-SMALL = 1 << 18  # bytes up to which an all-reduce counts as small (measured: 1 KiB and 64 MiB)
 PAGE = 2 << 20
-_REDUCES = ("all_reduce", "reduce", "barrier")
-_EXCHANGES = ("all_to_all", "all_to_all_single")
 _WAYS = frozenset({"out", "in"})
 
 
@@ -131,72 +123,18 @@ class Calibration:
         )
 
 
-def after(one: Communicator, op: str, num_bytes: int) -> Communicator:
-    """``one`` once a call of ``num_bytes`` has used it; messages go to two neighbours at most."""
-    kinds, peers = one.kinds, one.peers
-    if op in ("send", "recv"):
-        peers = max(peers, min(2, one.size - 1))
-    elif op in _EXCHANGES:
-        peers = one.size - 1
-    else:
-        kinds = kinds | {_kind(op, num_bytes)}
-    return Communicator(one.group, one.size, kinds, peers)
-
-
-def _kind(op: str, num_bytes: int) -> str:
-    if op not in _REDUCES:
-        return "ring"
-    return "small" if num_bytes <= SMALL else "large"
-
-
-# -- what a program uses --------------------------------------------------------------------------
-def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
-    """Communicators of the ranks that run program ``index``, pairs of unbatched p2p included.
-
-    The group of all ranks is always one: every script has a barrier before it trains.
-    """
-    program = programs.programs[index]
-    rank = int(programs.ranks_of(index)[0])
-    ops = program.ops
-    found: dict[str, tuple[set[str], set[int], dict[int, set[str]]]] = {
-        WORLD_GROUP: ({"small"}, set(), {})
-    }
-    sizes = {WORLD_GROUP: programs.world.size}
-    calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
-    columns = [calls[key].astype(np.int64) for key in ("name", "group", "peer", "dtype", "num_in")]
-    for code, text, peer, dtype, num_in, batched in np.unique(
-        np.stack([*columns, calls["batch"] >= 0], axis=1), axis=0
-    ).tolist():
-        name, group = NAMES[code], program.strings[text]
-        if group not in sizes:
-            sizes[group] = _size(programs, group, rank)
-        kinds, peers, pairs = found.setdefault(group, (set(), set(), {}))
-        if IS_PAIR[code] and batched:
-            peers.add(peer % sizes[group])
-        elif IS_PAIR[code]:
-            pairs.setdefault(peer % sizes[group], set()).add("out" if name == "send" else "in")
-        elif name in _EXCHANGES:
-            peers.update(range(1, sizes[group]))
-        else:
-            kinds.add(_kind(name, num_in * int(ITEM_SIZE[dtype])))
-    made = []
-    for group, (kinds, peers, pairs) in found.items():
-        if kinds or peers:
-            made.append(Communicator(group, sizes[group], frozenset(kinds), len(peers - {0})))
-        made += [Communicator(f"{group} pair", 2, frozenset(w)) for p, w in pairs.items() if p]
-    return tuple(made)
-
-
-def _size(programs: Programs, group: str, rank: int) -> int:
-    if group in programs.groups:
-        return len(of_lists(group, programs.groups[group], programs.world.size).group(rank))
-    return len(of_family(programs.world, group).group(rank))
-
-
 # -- the calibration file -------------------------------------------------------------------------
 def shipped() -> dict[str, Path]:
     """Name -> file of every calibration that comes with the package."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+
+
+def fitting(device: str) -> Calibration | None:
+    """The shipped calibration of a host of such devices (``NVIDIA H200``); None if none is."""
+    for name, path in shipped().items():
+        if name in device.lower().split():
+            return read(path)
+    return None
 
 
 def read(name: str | os.PathLike[str]) -> Calibration:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from megatron_prism.costs import communicators
+from megatron_prism.costs import communicators, connected
 from megatron_prism.costs.communicators import Calibration, Communicator
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import memory_watch
 from megatron_prism.virtual.tally import Tally
 
-__all__ = ["Ballast", "follow_memory", "from_options", "take_device_memory"]
+__all__ = ["Ballast", "connected_by", "follow_memory", "from_options", "take_device_memory"]
 
 
 def take_device_memory(num_bytes: int) -> None:
@@ -50,21 +50,21 @@ class Ballast(Tally):
         super().__init__()
         self.held = 0
         self._calibration, self._take = calibration, take
-        self._seen: set[tuple[str, str, bool]] = set()
-        self._used: dict[str, Communicator] = {}
+        self._seen: set[tuple[str, str, bool, int, bool]] = set()
+        self._used = connected.Used()
 
-    def add(self, group: str, group_size: int, op: str, num_bytes: int) -> None:
+    def add(self, group: str, group_size: int, op: str, num_bytes: int, distance: int = 0) -> None:
         """Count a call, and take what it connects."""
-        key = (group, op, num_bytes <= communicators.SMALL)
+        key = (group, op, num_bytes <= connected.SMALL, distance, self.batched)
         if key not in self._seen:
             self._seen.add(key)
-            if not group.endswith("_GLOO"):  # host tensors
-                self._connect(group, group_size, op, num_bytes)
-        super().add(group, group_size, op, num_bytes)
+            if not group.endswith(connected.ON_HOST):
+                self._connect(group, group_size, op, num_bytes, distance)
+        super().add(group, group_size, op, num_bytes, distance)
 
-    def _connect(self, group: str, size: int, op: str, num_bytes: int) -> None:
-        before = self._used.get(group)
-        now = communicators.after(before or Communicator(group, size), op, num_bytes)
+    def _connect(self, group: str, size: int, op: str, num_bytes: int, distance: int) -> None:
+        first = not self._used.all()
+        before, now = self._used.add(group, size, op, num_bytes, distance, self.batched)
         had = 0 if before is None else self._calibration.bytes_of(before)
         wanted = self._calibration.bytes_of(now)
         if wanted is None or had is None:
@@ -72,11 +72,21 @@ class Ballast(Tally):
                 f"the ballast's calibration does not know {op} among {size} ranks of {group}",
                 fix="measure it: python benchmarks/device_memory.py -o FILE.json",
             )
-        more = wanted - had + (self._calibration.once if not self._used else 0)
+        more = wanted - had + (self._calibration.once if first else 0)
         if more > 0:
             self._take(more)
             self.held += more
-        self._used[group] = now
+
+
+def connected_by(tally: Tally) -> tuple[Communicator, ...]:
+    """The communicators that the calls of a job have connected, as ``tally`` saw them."""
+    used = connected.Used()
+    for row in tally.rows():
+        if row.op not in ("send", "recv") and not row.group.endswith(connected.ON_HOST):
+            used.add(row.group, row.group_size, row.op, row.bytes // row.calls)
+    for group, size, op, distance, batched in tally.ways():
+        used.add(group, size, op, 0, distance, batched)
+    return used.all()
 
 
 def from_options(options: Any) -> Ballast | None:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_prism.costs import communicators
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin.flags import Options
 from megatron_prism.plugin.proof import PARTS, Proof
@@ -138,6 +139,7 @@ class Reporter:
             free, total = torch.cuda.mem_get_info()
             watch, held = self.proof.memory, self.proof.held()
             ballast = f", {held:,} B of ballast for it are in" if held else ""
+            nccl, source = self._nccl(torch.cuda.get_device_name())
             return {
                 "allocated_peak": max(
                     torch.cuda.max_memory_allocated(), watch.allocated if watch else 0
@@ -147,10 +149,11 @@ class Reporter:
                 ),
                 "device_used": total - free,
                 "ballast": held,
+                "nccl": nccl,
                 "by_phase": watch.iterations if watch else None,
                 "by_part": parts_of(watch.parts) if watch else None,
                 "provenance": "measured here: the caching allocator; device_used lacks virtual "
-                f"ranks' NCCL{ballast}",
+                f"ranks' NCCL{ballast}; nccl {source}",
             }
         return {
             "allocated_peak": None,
@@ -158,6 +161,19 @@ class Reporter:
             "reserved_peak": None,
             "provenance": "unknown: the cpu tier does not tell host from device memory",
         }
+
+    def _nccl(self, device: str) -> tuple[int | None, str]:
+        """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""
+        from megatron_prism.plugin.ballast import connected_by
+        from megatron_prism.virtual.session import current
+
+        world = current()
+        if world is None or self.options.num_processes > 1:
+            return None, "unknown: local ranks have communicators of their own"
+        calibration = communicators.fitting(device)
+        if calibration is None:
+            return None, f"unknown: nobody measured communicators on {device}"
+        return calibration.nccl(connected_by(world.tally)), f"modelled: {calibration.source}"
 
     def finish(self) -> None:
         """Print the summary; write the artefact folder once all local ranks have finished."""
@@ -176,6 +192,12 @@ class Reporter:
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])
             lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+            if nccl := memory.get("nccl"):
+                used = format_bytes(memory["device_used"] - memory["ballast"])
+                lines.append(
+                    f"            {used} of the device used here; in the job NCCL takes "
+                    f"{format_bytes(nccl)} more (modelled)"
+                )
             parts = {name: size for name, size in (memory["by_part"] or {}).items() if size}
             if parts:
                 shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())

@@ -119,9 +119,12 @@ class PrismGroup(dist.ProcessGroup):
         return Done()
 
     # -- bookkeeping ----------------------------------------------------------------------------
-    def _done(self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> Any:
+    def _done(
+        self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], distance: int = 0
+    ) -> Any:
         self.sequence += 1
-        self._count(self.desc, self._n, op, BY_NAME[op].payload(size_of(ins), size_of(outs)))
+        num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
+        self._count(self.desc, self._n, op, num_bytes, distance)
         if self.world.observer is not None:
             self.world.observer(self, op, ins, outs)
         return Done(outs)
@@ -284,13 +287,17 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("barrier", (), ())
 
     # -- point to point -------------------------------------------------------------------------
+    def distance(self, peer: int) -> int:
+        """How many places further in the group ``peer`` is."""
+        return (peer - self._p) % self._n
+
     def _ring(self, tensor: torch.Tensor) -> Exchange | None:
         if self._exchange is None and is_ring(self.desc):
             self._exchange = Exchange(self._values)
         return None if tensor.is_meta else self._exchange
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        done = self._done("send", tensors, ())
+        done = self._done("send", tensors, (), self.distance(peer))
         if (ring := self._ring(tensors[0])) is not None:
             ring.sent(tensors[0])
         if (mixed := self._mixed_for(tensors[0])) is not None:
@@ -300,7 +307,7 @@ class PrismGroup(dist.ProcessGroup):
         return done
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        self._done("recv", (), tensors)
+        self._done("recv", (), tensors, self.distance(peer))
         ring, mixed = self._ring(tensors[0]), self._mixed_for(tensors[0])
         index = mixed.local_index(peer) if mixed is not None else None
         if ring is not None:

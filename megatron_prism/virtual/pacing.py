@@ -212,7 +212,8 @@ class Pacer:
         if tensors and tensors[0].is_cuda != self._cuda:  # the kernel reaches no host's memory
             return None
         group.sequence += 1
-        group._count(group.desc, group._n, op, move.payload)
+        distance = group.distance(args[1]) if op == "send" or op == "recv" else 0
+        group._count(group.desc, group._n, op, move.payload, distance)
         return move
 
     def _hold(self, stream: int, call: Call, move: Move | None) -> None:

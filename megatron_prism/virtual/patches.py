@@ -267,8 +267,11 @@ def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         virtual = _virtual(p2p_op_list[0].group) if p2p_op_list else None
         real = virtual.real if virtual is not None else None
-        recorder = virtual.world.recorder if virtual is not None else None
-        with contextlib.nullcontext() if recorder is None else recorder.batch():
+        if virtual is None:
+            return issue(p2p_op_list, virtual, real)
+        recorder = virtual.world.recorder
+        together = contextlib.nullcontext() if recorder is None else recorder.batch()
+        with virtual.world.tally.batch(), together:
             return issue(p2p_op_list, virtual, real)
 
     def issue(p2p_op_list: list[Any], virtual: Any, real: Any) -> list[Any]:

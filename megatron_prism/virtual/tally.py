@@ -1,15 +1,21 @@
 """How much communication did this rank take part in?  Counted per group and collective.
 
 Input: one call of :meth:`Tally.add` per collective from the backend.  Output: rows of
-``(group description, collective, calls, bytes)``.  Cheap enough to be always on (one dict update).
+``(group description, collective, calls, bytes)``, and with whom messages went.  Cheap enough to be
+always on (one dict update).
 It does not know about time, order or streams: that is the recorder's job (slices).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Row", "Tally"]
+__all__ = ["Row", "Tally", "Way"]
+
+# (group description, its size, collective, how many places further the other end is, of a batch)
+Way = tuple[str, int, str, int, bool]
 
 
 @dataclass(frozen=True)
@@ -28,15 +34,33 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int, str], list[int]] = {}
+        self._ways: dict[Way, None] = {}
+        self.batched = False  # several messages are being issued together
 
-    def add(self, group: str, group_size: int, op: str, num_bytes: int) -> None:
-        """Count one call that moved a message of ``num_bytes``."""
+    def add(self, group: str, group_size: int, op: str, num_bytes: int, distance: int = 0) -> None:
+        """Count one call that moved a message of ``num_bytes``; of sends and receives ``distance``
+        says how many places further in the group the other end is."""
+        if distance:
+            self._ways[group, group_size, op, distance, self.batched] = None
         entry = self._counts.get((group, group_size, op))
         if entry is None:
             self._counts[group, group_size, op] = [1, num_bytes]
         else:
             entry[0] += 1
             entry[1] += num_bytes
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """The messages that are counted inside are issued together."""
+        before, self.batched = self.batched, True
+        try:
+            yield
+        finally:
+            self.batched = before
+
+    def ways(self) -> tuple[Way, ...]:
+        """With whom messages went, in the order of the first."""
+        return tuple(self._ways)
 
     def rows(self) -> list[Row]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""
@@ -47,6 +71,7 @@ class Tally:
         """An independent snapshot."""
         other = Tally()
         other._counts = {key: list(value) for key, value in self._counts.items()}
+        other._ways = dict(self._ways)
         return other
 
     def since(self, earlier: Tally) -> Tally:
@@ -56,4 +81,5 @@ class Tally:
             before = earlier._counts.get(key, (0, 0))
             if calls != before[0]:
                 delta._counts[key] = [calls - before[0], size - before[1]]
+        delta._ways = {way: None for way in self._ways if way not in earlier._ways}
         return delta
