@@ -33,6 +33,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       flight_entries.py        their entries; flight_workers.py: many of them, by several processes
     hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
       joint_calls.py           calls that need a closer look
+      moments.py               are the dumps of one moment, and of one job
+      sources.py               where waits end
       diagnosis.py             the verdict as values, text and JSON
       watchdog.py              which watchdog fires first, and what it prints
       explain.py               whose single fault leaves exactly these dumps (overlay.py)

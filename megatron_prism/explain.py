@@ -179,6 +179,7 @@ class _Explainer:
             yield from self._otherwise(rank, ops, entry)
         yield from self._left_out(rank, ops)
         yield from self._more(rank, ops)
+        yield from self._neighbours(rank, ops)
 
     def _may_stand(self, rank: int, said: tuple[tuple[object, ...], ...]) -> bool:
         """Whether its outstanding calls come in that order in what it would then call."""
@@ -256,3 +257,14 @@ class _Explainer:
                 other = (*ops[:i], dataclasses.replace(op, peer=-op.peer), *ops[i + 1 :])
                 text = f"makes op {i} of its program, {op.name}, with the other neighbour"
                 yield _Hypothesis(rank, "order", text, other)
+
+    def _neighbours(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
+        """A call made before the one that should come first: sends and receives, two groups."""
+        calls = [i for i, op in enumerate(ops)
+                 if op.group and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
+        for i, j in zip(calls, calls[1:], strict=False):
+            if self._key(ops[i]) != self._key(ops[j]):
+                swapped = list(ops)
+                swapped[i], swapped[j] = ops[j], ops[i]
+                text = f"makes ops {i} and {j} of its program the other way round"
+                yield _Hypothesis(rank, "order", text, tuple(swapped))

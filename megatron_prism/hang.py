@@ -19,36 +19,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from megatron_prism import watchdog
+from megatron_prism import moments, sources, watchdog
 from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
 from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.guards import no_collector
 from megatron_prism.hang_graph import of_graph
-from megatron_prism.outstanding import State, call_text
+from megatron_prism.outstanding import call_text
 from megatron_prism.selectors import format_ranks
+from megatron_prism.sources import age
 from megatron_prism.votes import Conflict, Odd, mismatches, order_conflicts
 
 __all__ = ["of_dumps", "of_graph"]
 
+_LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
+_HOSTS = ("what hosts wait for outside NCCL (gloo, the store, files, data): if the job stands "
+          "still all the same, take its stacks: py-spy dump")  # fmt: skip
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def of_dumps(found: DumpSet) -> Diagnosis:
     """The verdict from dumps alone."""
     with no_collector():  # there are millions of entries, and no cycles
-        judge = _Judge(found)
+        parted = moments.part(found)
+        judge = _Judge(parted)
         return replace(judge.verdict(), watchdog=watchdog.first(judge.state))
 
 
 class _Judge:
-    def __init__(self, found: DumpSet) -> None:
-        self.found, self.state = found, State(found)
-        self.evidence: list[str] = []
+    def __init__(self, parted: moments.Parted) -> None:
+        self.parted, self.state = parted, parted.state
+        self.evidence: list[str] = [*parted.stale.values()][:4]
         self.first: Entry | None = None
         self.split = False  # whether a call differs and no majority decides
 
     def verdict(self) -> Diagnosis:
         state = self.state
+        if self.parted.strangers:
+            self.evidence.append(self.parted.strangers)
+            return Diagnosis("undetermined", confidence="possible", evidence=tuple(self.evidence),
+                             missing=("the dumps of one hang alone", *state.lacks()))  # fmt: skip
         if not any(state.outstanding.values()) and not state.lates:
             return self._idle()
         odds = [odd for odd in mismatches(state) if self._pending(odd)]
@@ -91,7 +100,8 @@ class _Judge:
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
     def _stuck(self) -> list[Blamed]:
-        found = {b.rank: b for step in (self._gone, self._hosts, self._devices) for b in step()}
+        found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
+        found = {b.rank: b for b in self._gone(bool(found))} | found
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
     def _devices(self) -> Iterable[Blamed]:
@@ -115,14 +125,16 @@ class _Judge:
 
     def _hosts(self) -> list[Blamed]:
         """Enqueue-late, and not because of its own waits."""
-        state, found = self.state, {}
-        for (_, rank), entry in state.lates.items():
+        state, found = self.state, dict[int, tuple[Entry, str]]()
+        for (_, rank), entry in sorted(state.lates.items(), key=lambda late: age(late[1])):
             if rank in found or rank not in state.dumps:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
             elif not self.split and self._passed(rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
+        for rank, entry in sources.unposted(state):
+            found.setdefault(rank, (entry, "it waits for nobody"))
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
         if extra:
@@ -161,18 +173,14 @@ class _Judge:
                 passed += any(theirs[k] > counts[k] for k in common)
         return passed >= max(1, level)
 
-    def _gone(self) -> list[Blamed]:
-        """Ranks without a dump at which waits end."""
-        state = self.state
-        found: dict[int, Entry] = {}
-        for rank in state.outstanding:
-            (why, others), head = state.waits(rank), state.head(rank)
-            if head is None or not why or not (head.pair or why == "left no dump"):
-                continue
-            lost = [r for r in others if r not in state.dumps]
-            for r in lost:  # a call of all members says more than a message, an old one than a new
-                if r not in found or (head.pair, _age(head)) < (found[r].pair, _age(found[r])):
-                    found[r] = head
+    def _gone(self, others_stuck: bool) -> list[Blamed]:
+        """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
+        stuck, they may be victims as well."""
+        there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
+        found, lost = sources.gone(self.state, there), len(self.state.missing)
+        if found and others_stuck and lost > _LOST:
+            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            return []
         for rank, entry in found.items():
             self._note(entry, f"rank {rank} left no dump, and {call_text(entry)} waits for it")
         return [Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
@@ -201,7 +209,7 @@ class _Judge:
                 if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
                     return e
         calls = (e for calls in state.outstanding.values() for e in calls)
-        return min((e for e in calls if e.desc == about.desc), key=_age, default=None)
+        return min((e for e in calls if e.desc == about.desc), key=age, default=None)
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
@@ -220,6 +228,8 @@ class _Judge:
         if odds:
             self.first = odds[0].entry
         state, cycle = self.state, self.state.circle()
+        if not odds and not state.missing and (few := self._few(cycle)):
+            return self._result("extra call", few, cycle)
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -229,6 +239,16 @@ class _Judge:
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
+    def _few(self, cycle: list[int]) -> list[Blamed]:
+        """Those of a circle who wait where most members never come."""
+        found = sources.few(self.state, cycle)
+        if found is None:
+            return []
+        self.first, ranks = found
+        text = f"waits in {call_text(self.first)}, to which most of its members never come"
+        self.evidence.append(f"rank {format_ranks(ranks)} {text}, and the others wait for it")
+        return [Blamed(r, "extra call", text) for r in ranks]
+
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:
         if self.first is None or 0 <= entry.created_ns < self.first.created_ns:
@@ -237,13 +257,13 @@ class _Judge:
             self.evidence.append(text)
 
     def _idle(self) -> Diagnosis:
-        missing = self.state.lacks()
-        lost = self.state.missing
-        if lost or self.found.unreadable:
+        state = self.state
+        missing, lost = state.lacks(), state.missing
+        if lost or state.unreadable:
             self.evidence.append("no call is outstanding in the dumps that are there")
             return Diagnosis("undetermined", (), (), confidence="possible",
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
-        return Diagnosis("healthy", missing=missing)
+        return Diagnosis("healthy", missing=(*missing, _HOSTS))
 
     def _result(self, verdict: str, culprits: list[Blamed], cycle: Iterable[int] = ()) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
@@ -257,7 +277,10 @@ class _Judge:
             if len(chain) < 10 and (rank in cycle or not blamed.isdisjoint(others)):
                 shown = format_ranks(sorted(others))
                 chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
-        first = self.first or next(filter(None, map(state.head, sorted(state.outstanding))), None)
+        heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
+                 if (e := state.head(r)) is not None]  # fmt: skip
+        first = self.first or next((e for waits, e in heads if not waits), None) or next(
+            (e for _, e in heads), None)  # fmt: skip
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         confidence = "possible" if not culprits or verdict == "missing dump" else "likely"
         if verdict in {"device stuck", "order"} | signature and not state.missing:
@@ -274,7 +297,3 @@ class _Judge:
             tuple(chain),
             self.state.lacks(),
         )
-
-
-def _age(entry: Entry) -> tuple[int, int]:
-    return entry.created_ns, entry.seq

@@ -240,8 +240,10 @@ def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
     behind = [desc for desc, n in one.counts if n < counts.get(desc, n)]
     if not (ahead and behind):
         return None
-    seq = min(dict(one.counts)[behind[0]], counts[behind[0]]) + 1
-    return Conflict(behind[0], False, seq, f"{ahead[0]} and {behind[0]}")
+    missing = {desc: n + 1 for desc, n in one.counts if desc in behind}  # what the other has made
+    late = len(order)
+    desc = min(behind, key=lambda desc: order.get((desc, "all", missing[desc]), late))
+    return Conflict(desc, False, missing[desc], f"{ahead[0]} and {desc}")
 
 
 def _way(messages: tuple[tuple[str, int], ...]) -> str:

@@ -39,7 +39,7 @@ ROWS = [
     "flight_entries",
     "flight_recorder quiescence hang_graph",
     "flight_export flight_workers outstanding faults",
-    "joint_calls watchdog",
+    "joint_calls watchdog moments sources",
     "votes overlay",
     "allocator_settings",
     "allocator",

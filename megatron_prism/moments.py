@@ -1,0 +1,111 @@
+"""Are these dumps of one job and of one moment?  What does not belong with the others is set apart.
+
+In : a DumpSet.  Out: ``Parted``: the dumps that belong together, and why the others do not.  A dump
+that somebody asked for by hand, before the job stood still, makes its rank look late; one that was
+left in the folder by another job describes other groups.  Neither says who is to blame.
+
+A call that needs everybody ends nowhere before all have issued it.  So a rank that has not issued a
+call which ended elsewhere was written down earlier.  The root of a broadcast may be ahead of the
+others: where the calls are not known (outstanding ones only), groups in which Megatron broadcasts
+must be ``_AHEAD`` calls apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_prism.flight_dump import DumpSet
+from megatron_prism.outstanding import State
+from megatron_prism.selectors import format_ranks
+
+__all__ = ["Parted", "part"]
+
+_JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_ROOTLESS = (
+    "EXPERT_",
+    "DATA_PARALLEL",
+    "INTRA_",
+)  # groups in which Megatron's iterations are joint
+_MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
+_AHEAD = 32
+
+
+@dataclass(frozen=True)
+class Parted:
+    """state : of what can be judged;  stale: rank -> why its dump is of an earlier moment;
+    strangers : why there is nothing to judge; "" if there is"""
+
+    state: State
+    stale: Mapping[int, str] = field(default_factory=dict)
+    strangers: str = ""
+
+
+def part(found: DumpSet) -> Parted:
+    """The dumps that belong together."""
+    state, strangers = State(found), _strangers(found)
+    if strangers:
+        return Parted(state, strangers=strangers)
+    stale = _stale(state)
+    if not stale:
+        return Parted(state)
+    if 2 * len(stale) >= len(found.dumps):
+        text = f"the dumps of ranks {format_ranks(sorted(stale))} are of an earlier moment"
+        return Parted(state, strangers=text)
+    kept = {rank: dump for rank, dump in found.dumps.items() if rank not in stale}
+    return Parted(State(DumpSet(kept, found.unreadable)), stale)
+
+
+def _strangers(found: DumpSet) -> str:
+    """Several ranks that describe a group otherwise than most of those do who know it."""
+    votes: dict[str, Counter[object]] = defaultdict(Counter)
+    for dump in found.dumps.values():
+        for name, group in dump.groups.items():
+            votes[name][group] += 1
+    usual = {name: count.most_common(1)[0][0] for name, count in votes.items() if len(count) > 1}
+    odd = {
+        rank: name
+        for rank, dump in found.dumps.items()
+        for name, group in dump.groups.items()
+        if name in usual and len(group.ranks) > 1 and group != usual[name]
+        and rank in getattr(usual[name], "ranks", ())
+    }  # fmt: skip
+    if len(odd) < 2:
+        return ""
+    rank = min(odd)
+    return (f"ranks {format_ranks(sorted(odd))} describe other groups than the rest (group "
+            f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
+
+
+def _stale(state: State) -> dict[int, str]:
+    fresh = {r for r, dump in state.dumps.items() if not dump.entries  # no call yet: it is new
+             and all(status.enqueued < 1 for status in dump.status.values())}  # fmt: skip
+    found: dict[int, str] = {}
+    for name, group in state.groups.items():
+        if name in state.pairs or group.desc.startswith(_MIXED):
+            continue
+        done = [(state.completed.get((name, r), -1), r) for r in group.ranks if r in state.dumps]
+        last, where = max(done, default=(-1, -1))
+        for _, rank in done:
+            first = state.enqueued.get((name, rank), last) + 1  # of its calls that is not there
+            if first > last or rank in fresh or rank in found:
+                continue
+            if _joint(state, name, max(1, first), last):
+                calls = f"#{first}" if first == last else f"#{first} to #{last}"
+                found[rank] = (f"the dump of rank {rank} is of an earlier moment: {calls} of "
+                               f"{group.desc} ended on rank {where}")  # fmt: skip
+    return found
+
+
+def _joint(state: State, name: str, first: int, last: int) -> bool:
+    """Whether one of the calls from ``first`` to ``last`` needs everybody."""
+    ops: dict[int, str] = {}
+    for rank in state.groups[name].ranks:
+        if rank in state.dumps and len(ops) <= last - first:
+            ops |= {e.seq: e.op for e in state.dumps[rank].entries
+                    if e.group == name and not e.pair and first <= e.seq <= last}  # fmt: skip
+    desc = state.groups[name].desc
+    if not ops:
+        return desc.startswith(_ROOTLESS) or last - first >= _AHEAD
+    return any(op in _JOINT for op in ops.values())

@@ -1,0 +1,83 @@
+"""Where do waits end?  Ranks that explain the others' waits: without a dump, idle, alone in a call.
+
+In : State.  Out: ranks with the call at which others wait for them; ``hang`` makes culprits of them
+and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from megatron_prism.flight_dump import Entry
+from megatron_prism.outstanding import State
+
+__all__ = ["few", "gone", "unposted"]
+
+
+def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
+    """Ranks without a dump that are needed to explain the waits -> the call that waits for them.
+
+    known : ranks whose dumps are there, of another moment.  Where calls of all members wait for
+    somebody, messages say nothing more: who does not post them may be a victim
+    """
+    waits: list[tuple[Entry, list[int]]] = []
+    for rank in state.outstanding:
+        (why, others), head = state.waits(rank), state.head(rank)
+        if head is None or not why or not (head.pair or why == "left no dump"):
+            continue
+        lost = [r for r in others if r not in state.dumps]
+        if lost and not set(known) & set(lost):
+            waits.append((head, lost))
+    if any(not head.pair for head, _ in waits):
+        waits = [(head, lost) for head, lost in waits if not head.pair]
+    alone = {lost[0] for _, lost in waits if len(lost) == 1}
+    found: dict[int, Entry] = {}
+    for head, lost in waits:
+        if len(lost) > 1 and not alone.isdisjoint(lost):
+            continue  # one of them is needed elsewhere, and is enough here
+        for r in lost:  # an old call says more than a new one
+            if r not in found or age(head) < age(found[r]):
+                found[r] = head
+    return found
+
+
+def unposted(state: State) -> Iterator[tuple[int, Entry]]:
+    """Ranks with nothing outstanding whose messages others wait for."""
+    for rank in sorted(state.outstanding):
+        head, (why, others) = state.head(rank), state.waits(rank)
+        if head is not None and head.pair and why == "has not posted its side":
+            for other in others:
+                if other in state.dumps and not state.outstanding[other]:
+                    yield other, head
+
+
+def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:
+    """In a circle: a call in which less than half of its members wait, while all others wait for
+    them in the end; None if there is none, or no single one."""
+    found = []
+    heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]
+    for head in {(e.group, e.seq): e for e in heads}.values():
+        members = state.groups[head.group].ranks
+        ranks = [r for r in members if state.arrived(r, head)]
+        stand = [r for r in ranks if (h := state.head(r)) and (h.group, h.seq, h.pair) ==
+                 (head.group, head.seq, False)]  # fmt: skip
+        if stand == ranks and 2 * len(ranks) < len(members):
+            found.append((head, ranks))
+    if len(found) != 1 or not _all_wait_for(state, set(found[0][1])):
+        return None
+    return found[0]
+
+
+def _all_wait_for(state: State, ranks: set[int]) -> bool:
+    reached = set(ranks)
+    while True:
+        more = {r for r in state.outstanding if r not in reached and not
+                reached.isdisjoint(state.waits(r)[1])}  # fmt: skip
+        if not more:
+            return all(r in reached for r, calls in state.outstanding.items() if calls)
+        reached |= more
+
+
+def age(entry: Entry) -> tuple[int, int]:
+    """To compare calls by: which was issued first?"""
+    return entry.created_ns, entry.seq

@@ -1,0 +1,82 @@
+"""Hangs as production has them: what ``prism hang --dumps`` says of the files, and controls."""
+
+import json
+import pathlib
+
+import production
+import pytest
+from production import CASES
+
+from megatron_prism import cli, programs
+
+
+def command(folder, capsys, *more):
+    """(exit status, the JSON object) of ``prism hang --dumps``."""
+    code = cli.main(["hang", "--dumps", str(folder), *more, "--json"])
+    said = capsys.readouterr()
+    return code, (json.loads(said.out) if code != 2 else {})
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+def test_what_dumps_of_production_say(one, tmp_path, capsys):
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert production.judge(one, code, found) == "", found
+
+
+@pytest.mark.parametrize("name", ["moe", "interleaved", "line"])
+def test_the_same_job_without_a_fault_is_clean(name, tmp_path, capsys):
+    """Evaluations and checkpoints among its iterations: ends, and is healthy."""
+    control = next(c for c in CASES if c.name == "healthy")
+    one = production.dataclasses.replace(control, world=name)
+    assert production.dumps(one, tmp_path / "d").finished
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, found["verdict"], found["culprits"]) == (0, "healthy", [])
+    assert "py-spy" in found["missing"][-1], "dumps know of no gloo, no store and no files"
+
+
+def test_without_a_majority_the_rank_s_program_decides(tmp_path, capsys):
+    """Dumps alone leave it open; with the programs of the job it is rank 2."""
+    one = next(c for c in CASES if c.name == "receives before it sends")
+    production.dumps(production.dataclasses.replace(one, how=production.ACTIVE), tmp_path / "d")
+    programs.save(production.line(4), tmp_path / "w.prism")
+    code, found = command(tmp_path / "d", capsys, "--programs", str(tmp_path / "w.prism"))
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [2])
+    assert found["culprits"][0]["kind"] == "order"
+
+
+@pytest.mark.parametrize(
+    ("rank", "calls", "active"),
+    [(4, 45, True), (9, 45, True), (12, 25, False), (12, 100, True)],
+)
+def test_who_was_written_down_earlier_is_not_late(rank, calls, active, tmp_path, capsys):
+    """A call that needs everybody ended elsewhere: the rank has made it since."""
+    made = next(c for c in CASES if c.name == "dumps of one moment, one earlier")
+    made = production.dataclasses.replace(
+        made, files=production.earlier_of(rank, calls, active), verdict=("host stuck",)
+    )
+    production.dumps(made, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert production.judge(made, code, found) == "", found
+    said = [line for line in found["evidence"] if "of an earlier moment" in line]
+    assert len(said) == 1
+    assert f"the dump of rank {rank} " in said[0]
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):
+    production.dumps(CASES[0], tmp_path / "d")
+    pathlib.Path(tmp_path, "d", "_dump_3.json").write_text("{}")
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 2
+    said = capsys.readouterr().err
+    assert "are both of rank 3" in said
+    assert "keep the dumps of one hang" in said
+
+
+def test_a_dump_that_is_cut_off_is_no_culprit(tmp_path, capsys):
+    one = next(c for c in CASES if c.name == "a short ring")
+    production.dumps(one, tmp_path / "d")
+    file = tmp_path / "d" / "_dump_11"
+    file.write_bytes(file.read_bytes()[:500])
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [10])
+    assert any("_dump_11 is no dump, or damaged" in line for line in found["missing"])
