@@ -30,7 +30,7 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
-    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu]
+    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
                                 and on
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
@@ -90,6 +90,8 @@ def _of_dumps(args: argparse.Namespace) -> Any:
     words += [f"programs={args.job}"] * bool(args.job)
     words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
+    overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
+    words = [word for word in words if word not in overrides]
     settings = dict(word.partition("=")[::2] for word in words)
     if args.out:
         raise UsageError(f"-o {args.out} does not go with --dumps", fix="--markdown FILE, --json")
@@ -106,30 +108,36 @@ def _of_dumps(args: argparse.Namespace) -> Any:
     if args.confirm and "recipe" not in settings:
         raise UsageError("--confirm runs the suspect's real code, of which job?",
                          fix="--recipe NAME (and --programs DIR, if it was captured)")  # fmt: skip
+    if overrides and "recipe" not in settings:
+        raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
     dumps = flight_workers.read(args.dumps)
     found = judge.of_dumps(dumps)
     if not settings:
         return found
     with tempfile.TemporaryDirectory() as place:
-        return _on_programs(dumps, found, settings, Path(place), args.confirm)
+        recipe = None
+        if "recipe" in settings:
+            from megatron_prism import recipe as recipes
+
+            recipe = recipes.load(settings["recipe"], overrides)
+        programs = _job(recipe, settings.get("programs"), Path(place))
+        if "tier" in settings:  # of the suspect's run; programs are of the recipe's own
+            recipe = recipes.load(
+                settings["recipe"], [*overrides, f"prism.tier={settings['tier']}"]
+            )
+        path = Path(settings.get("programs", place))
+        return _on_programs(dumps, found, recipe, programs, path, args.confirm)
 
 
 def _on_programs(
-    dumps: Any, found: Any, settings: dict[str, str], place: Path, confirm: bool
+    dumps: Any, found: Any, recipe: Any, programs: Any, path: Path, confirm: bool
 ) -> Any:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism import explain, placement
 
-    recipe, path = None, settings.get("programs")
-    if "recipe" in settings:
-        from megatron_prism import recipe as recipes
-
-        tier = [f"prism.tier={settings['tier']}"] if "tier" in settings else []
-        recipe = recipes.load(settings["recipe"], tier)
-    programs = _job(recipe, path, place)
     if confirm and recipe.world != programs.world:
         raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
-                         fix="the recipe as it was captured, as a YAML file")  # fmt: skip
+                         fix="its overrides, too: parallel.world_size=16")  # fmt: skip
     found = explain.explain(dumps, found, programs)
     placed = placement.place(dumps, found, programs)
     named = {c.rank for c in found.culprits}
@@ -139,7 +147,7 @@ def _on_programs(
     if confirm:
         from megatron_prism.plugin import confirm as trials
 
-        trial = trials.confirm(recipe, programs, Path(path or place), dumps, found, placed,
+        trial = trials.confirm(recipe, programs, path, dumps, found, placed,
                                console(stderr=True))  # fmt: skip
         lines, confirmed = (*lines, *trial.lines), trial.confirmed
     return dataclasses.replace(
@@ -155,7 +163,7 @@ def _job(recipe: Any, path: str | None, place: Path) -> Any:
         return open_programs(path)
     from megatron_prism.plugin import capture
 
-    return capture.capture(recipe, place, console=console(stderr=True))
+    return capture.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -43,9 +43,10 @@ def source_of(recipe: Recipe) -> dict[str, str]:
 
 
 def capture(
-    recipe: Recipe, folder: Path, *, force: bool = False, console: Console | None = None
-) -> Programs:
-    """Capture what is missing in ``folder``; returns the whole world.
+    recipe: Recipe, folder: Path, *, force: bool = False, console: Console | None = None,
+    keep: bool = True,
+) -> Programs:  # fmt: skip
+    """Capture what is missing in ``folder``; returns the whole world.  ``keep``: say where it is.
 
     Raises what ``job.emulate`` raises; the slices finished until then are kept.
     """
@@ -68,5 +69,7 @@ def capture(
             f"stage {summary['stage']}: {cost['ops']:,} ops, iteration {cost['recorded_s']:.2f} s "
             f"recorded, {cost['plain_s']:.2f} s without"
         )
-    console.print(f"wrote {folder} in {time.perf_counter() - start:.1f} s")
+    took = f"in {time.perf_counter() - start:.1f} s"
+    console.print(f"wrote {folder} {took}" if keep else
+                  f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
     return made

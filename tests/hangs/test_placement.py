@@ -170,13 +170,17 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
     """Two processes of Megatron capture the world, a third is the suspect; all from the recipe."""
     pytest.importorskip("megatron.core")
     name, folder = "guard-gpt_16gpu_tp2pp2vp2_h200", str(tmp_path / "w")
-    assert cli.main(["capture", name, "-o", folder]) == 0
+    other = "model.num_layers=4"
+    assert cli.main(["capture", name, other, "-o", folder]) == 0
     words = ["hang", folder, "fault=gil@rank=5,group=tp,nth=40", "-o", str(tmp_path / "d")]
     assert cli.main(words) == 1
     capsys.readouterr()
-    words = ["--recipe", name, "--programs", folder, "--confirm", "tier=cpu", "--json"]
+    words = ["--recipe", name, "--confirm", "tier=cpu", other, "--json"]  # captures it once more
     assert cli.main(["hang", "--dumps", str(tmp_path / "d"), *words]) == 1
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "for this once; to keep it: prism capture" in said.err
+    assert "wrote " not in said.err
+    found = json.loads(said.out)
     assert found["confirmed"] is True
     said = "\n".join(found["tried"])
     assert "rank 5's real code ran on tier cpu" in said
