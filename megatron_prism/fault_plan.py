@@ -68,7 +68,22 @@ class Fault:
                 raise UsageError(f"{self}: {text} of {world.size} ranks", fix="rank=any:1")
             drawn = random.Random(f"{seed}:{self}").sample(range(world.size), count)
             return tuple(sorted(drawn))
+        if text.startswith(("node=", "rail=")):
+            return self._of_hosts(world, text)
         return world.select(text)
+
+    def _of_hosts(self, world: World, text: str) -> tuple[int, ...]:
+        """``node=2``: its 8 GPUs (``node=2/4``: 4); ``rail=3``: the fourth GPU of every node."""
+        which, _, numbers = text.partition("=")
+        number, _, per = numbers.partition("/")
+        size = int(per or 8)
+        found = range(int(number), world.size, max(1, size))
+        if which == "node":
+            found = range(int(number) * size, min(world.size, (int(number) + 1) * size))
+        if not found or which == "rail" and int(number) >= size:
+            raise UsageError(f"{self}: {text} of {world.size} ranks, {size} to a node",
+                             fix=f"{which}=0/{size}")  # fmt: skip
+        return tuple(found)
 
     def number(self, name: str, default: int | None = None) -> int | None:
         """A parameter that is a number."""
@@ -144,7 +159,12 @@ def _select(text: str, where: str) -> dict[str, str]:
     """``rank=pp=1,tp=0`` has commas and equal signs of its own: axes and numbers go on with it."""
     found: dict[str, str] = {}
     for word in where.split(","):
+        if re.match(r"(node|rail)=", word):
+            word = f"rank={word}"
         key, equals, value = word.partition("=")
+        if key == "layer":
+            raise UsageError(f"{text!r}: calls do not say of which layer they are",
+                             fix="nth=N counts them, site=REGEX is their line")  # fmt: skip
         axis = key in AXES and key not in found and value.isdigit()
         if not equals or axis:
             if not equals and not re.fullmatch(r"\d+(-\d+(:\d+)?)?|any(:\d+)?", word):
@@ -158,6 +178,11 @@ def _select(text: str, where: str) -> dict[str, str]:
     for key in ("iter", "mb", "chunk", "nth"):
         if not re.fullmatch(r"[0-9]{1,18}", found.get(key, "0")):
             raise UsageError(f"{text!r}: {key}={found[key]} is no number", fix=f"{key}=1")
+    if re.match(r"node|rail", found.get("rank", "")) and not re.fullmatch(
+        r"(node|rail)=[0-9]{1,9}(/[1-9][0-9]{0,4})?", found["rank"]
+    ):
+        raise UsageError(f"{text!r}: {found['rank']} is not understood",
+                         fix="node=2, rail=3, node=2/4 with 4 GPUs to a node")  # fmt: skip
     if "rank" not in found:
         raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
     return found

@@ -200,6 +200,12 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=nic@rank=1:bw_factor=0"], "fix: bw_factor=0.5"),
         (["fault=nan@rank=1:tensor=weights"], "there is no tensor weights"),
         (["fault=oom@rank=1"], "how much memory"),
+        (["fault=drop@rank=1,layer=3"], "calls do not say of which layer"),
+        (["fault=sigkill@node=2"], "node=2 of 16 ranks, 8 to a node"),
+        (["fault=sigkill@rail=4/4"], "rail=4/4 of 16 ranks, 4 to a node"),
+        (["fault=sigkill@node=x"], "node=x is not understood"),
+        (["fault=sigkill@node=1/0"], "node=1/0 is not understood"),
+        (["fault=sigkill@rank=1,node=1"], "is not understood"),
         (["truth=x"], "truth names them"),
         (["plan=/nonexistent"], "cannot read the plan"),
         (["plan=/bin/sh"], "cannot read the plan /bin/sh: 'utf-8' codec"),
@@ -218,6 +224,19 @@ def test_bad_faults_are_explained(words, says, capsys):
     assert "fix:" in said
 
 
+@pytest.mark.parametrize(
+    ("where", "ranks"),
+    [("node=1", range(8, 16)), ("node=1/4", range(4, 8)), ("rail=3", (3, 11)),
+     ("rail=3/4", (3, 7, 11, 15)), ("rank=node=3/4", range(12, 16))],
+)  # fmt: skip
+def test_hosts_and_rails_are_ranks(where, ranks):
+    fault = fault_plan.parse(f"sigkill@{where},nth=20")
+    assert fault.ranks(cases.world("moe").world) == tuple(ranks)
+    assert fault_plan.parse(str(fault)) == fault
+    found = faults.plant(cases.world("moe"), [fault])
+    assert found.culprits == set(ranks)
+
+
 def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     """A segment of 4 ms before each of two calls; ranks 0 to 7 and 8 to 15 are two nodes."""
     text = "prism-program 1\nworld size=16\ngroup A " + ",".join(map(str, range(16)))
@@ -226,12 +245,12 @@ def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     )
     (tmp_path / "w").write_text(text)
 
-    def cost(fault, *more):
+    def cost(fault, *more, hits=1):
         words = ["hang", str(tmp_path / "w"), f"fault={fault}", "--json", *more]
         assert cli.main(words) == 0
         found = json.loads(capsys.readouterr().out)
         (line,) = found["tried"]
-        assert len(found["planted"]) == 1
+        assert len(found["planted"]) == hits
         return [float(x) for x in re.findall(r"([\d.]+) ms", line)]
 
     truth = ["truth=" + str(tmp_path / "t")]
@@ -243,6 +262,7 @@ def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     assert after - before == pytest.approx(7.0, abs=0.001)
     after, before = cost("nic@rank=5:latency_us=100")
     assert after - before == pytest.approx(0.2, abs=0.001)
+    assert cost("nic@node=0:latency_us=100", hits=8) == [after, before]
     after, again = cost("nic@rank=5:bw_factor=0.5")
     assert again == before
     assert after - 8 == pytest.approx(2 * (before - 8), abs=0.01)
