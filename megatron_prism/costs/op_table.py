@@ -123,8 +123,8 @@ class OpTable:
 
     grids   : ``gemm tn bfloat16`` … -> times by shape
     kernels : ``name dtype`` -> (bytes ascending, ns)
-    sustained : of some products (their shares of the time ascending, factors of their times): the
-              power limit slows down what goes on
+    sustained : of some products (their shares of the time ascending, factors of their times in
+              ``grids``): the power limit slows down what goes on
     """
 
     device: str
@@ -240,7 +240,7 @@ def read(name: str | os.PathLike[str]) -> OpTable:
     try:
         grids = {key: _grid(key, one) for key, one in stored["grids"].items()}
         kernels = {key: _rows(key, rows) for key, rows in stored["kernels"].items()}
-        sustained = tuple(_rows_of(one["points"]) for one in stored.get("sustained", ()))
+        sustained = tuple(_sustained(one, grids) for one in stored.get("sustained", ()))
         device, source = str(stored["device"]), str(stored["source"])
         return OpTable(device, source, grids, kernels, sustained)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -260,12 +260,17 @@ def _grid(key: str, stored: dict[str, Any]) -> _Grid:
     return _Grid(axes, np.log(found))
 
 
-def _rows_of(points: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """(shares, factors)."""
-    shares, factors = np.asarray(points, dtype=float).T
+def _sustained(stored: dict[str, Any], grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """(shares, factors over what the table has for the product: the limit slowed that down too)."""
+    shares, factors = np.asarray(stored["points"], dtype=float).T
     if not ((np.diff(shares) > 0).all() and (factors > 0.5).all() and (factors < 10).all()):
         raise ValueError("shares of sustained products do not ascend, or a factor cannot be")
-    return shares, factors
+    grid = grids.get("gemm tn bfloat16")
+    own = grid.at(stored["shape"]) if grid is not None else None
+    least = float(stored.get("ns", own or 1))  # of the smallest share, whose clock is the highest
+    if not 0 < least < 1 << 59:
+        raise ValueError(f"a sustained product takes {least} ns")
+    return shares, factors * least / (own or least)
 
 
 def _rows(key: str, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:

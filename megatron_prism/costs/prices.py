@@ -19,9 +19,9 @@ from megatron_prism.program import Program
 
 __all__ = ["ERRORS", "Prices", "price"]
 
-# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: by
-# how much faster it has products than the same ones in a row of nothing else, which the GPU's power
-# limit slows down (benchmarks/results/h200_x4_rates.json); phases of real ranks were less far off
+# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: what
+# the GPU's power limit takes from products that go on (benchmarks/results/h200_x4_rates.json), for
+# nobody knows how idle the GPU is; phases of real ranks were less far off, at most 7.2 %
 # (benchmarks/results/h200_segments.json).  Rooflines, and segments that need them too:
 # the worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
 # among several GPUs in benchmarks/results/h200_x4_rates.json (tests/test_nccl.py holds it).
