@@ -157,8 +157,10 @@ class _Explainer:
             number = int(after.programs.program_of[rank]), end
             if number not in per:
                 rows = program.ops[:end]
-                talks = rows["group"][IS_COLLECTIVE[rows["name"]]]
-                per[number] = Counter(program.strings[g] for g in talks.tolist())
+                talks = rows[IS_COLLECTIVE[rows["name"]]]
+                seen = zip(talks["group"].tolist(), talks["batch"].tolist(), strict=True)
+                launches = {(g, b) if b >= 0 else (g, b, i) for i, (g, b) in enumerate(seen)}
+                per[number] = Counter(program.strings[launch[0]] for launch in launches)
             found[name, rank] = per[number][self.state.groups[name].desc]
         return found
 
@@ -177,6 +179,7 @@ class _Explainer:
     def _calls(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
         for entry in self.state.outstanding[rank][:2]:
             yield from self._otherwise(rank, ops, entry)
+            yield from self._foreign(rank, ops, entry)
         yield from self._left_out(rank, ops)
         yield from self._more(rank, ops)
         yield from self._neighbours(rank, ops)
@@ -236,6 +239,17 @@ class _Explainer:
                     swapped[i], swapped[j] = other, op
                     text = f"makes ops {i} and {j} of its program the other way round"
                     yield _Hypothesis(rank, "order", text, tuple(swapped))
+
+    def _foreign(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
+        """A call that its program has nowhere, made before one of its calls."""
+        like = [op for op in ops if op.group == entry.desc and op.name not in ("send", "recv")]
+        if entry.pair or not like or any(key(op) == seen(entry) for op in like):
+            return
+        new = dataclasses.replace(as_dumped(like[0], entry), handle=-1, batch=-1)
+        text = f"calls {call_text(entry)}, which its program has nowhere"
+        for i, op in enumerate(ops):
+            if op.group:
+                yield _Hypothesis(rank, "extra call", text, (*ops[:i], new, *ops[i:]))
 
     def _left_out(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
         for i, op in enumerate(ops):

@@ -74,6 +74,7 @@ def as_dumped(op: Op, entry: Entry) -> Op:
         op, name=entry.op, num_in=sizes[0], num_out=sizes[1], splits=None,
         dtype=_DTYPES.get(next(iter(entry.dtypes), ""), op.dtype),
         root=(max(op.root, 0) if rooted else -1), reduce=(op.reduce or "sum") if reduces else "",
+        handle=-1 if entry.op == "barrier" else op.handle,  # it holds the host
     )  # fmt: skip
 
 

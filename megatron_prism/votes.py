@@ -129,14 +129,48 @@ def _messages(state: State) -> Iterator[Odd]:
         if send is None or mate is None:
             continue
         a, b = (sum(send.numbers[0]), send.dtypes[:1]), (sum(mate.numbers[1]), mate.dtypes[:1])
-        if a == b:
-            continue
         peer = state.other(rank, send)
+        if a == b:
+            yield from _unbatched(state, (rank, send), (peer, mate))
+            continue
         votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
         odd = tuple(r for agrees, r in votes if not agrees)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
         yield Odd(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+
+
+def _unbatched(state: State, one: tuple[int, Entry], other: tuple[int, Entry]) -> Iterator[Odd]:
+    """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
+    group's communicator and the second in one of the two ranks, so they never meet."""
+    here = [(_batched(state, *side), *side) for side in (one, other)]
+    if here[0][0] == here[1][0]:
+        return
+    odd = []
+    for batched, rank, entry in here:
+        kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool]()
+        for sibling in state.siblings[state.role.get(rank, 0)]:
+            alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
+                     and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
+            if (last := next(alike, None)) is not None:
+                seen[_batched(state, sibling, last)] += 1
+        if seen[not batched] > seen[batched]:
+            odd.append(rank)
+    if len(odd) == 1:
+        words = {True: "in a batch", False: "by itself"}
+        text = ", ".join(f"rank {r} posts its {e.op} {words[b]}" for b, r, e in here)
+        yield Odd("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
+
+
+def _batched(state: State, rank: int, entry: Entry) -> bool:
+    """Whether the record that closes a batch follows."""
+    entries = state.dumps[rank].entries
+    for e in entries[entries.index(entry) :]:
+        if e.group != entry.group or e.pair and e.seq != entry.seq:
+            return False
+        if e.op == "coalesced":
+            return True
+    return False
 
 
 def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:

@@ -82,6 +82,8 @@ def test_a_healthy_rank_is_left_alone(job):
         ("root@rank=1,iter=2", "root: 1 here, 0 there"),
         ("reduce_op@rank=1,iter=2", "reduce op: max here, sum there"),
         ("drop@rank=1,iter=2,nth=0", "operation: broadcast here, all_reduce there"),
+        ("op@rank=1,iter=2,nth=0:to=barrier", "operation: barrier here, all_reduce there"),
+        ("dtype@rank=1,iter=2,nth=0:to=int32", "dtype: int32 here, fp32 there"),
         ("drop@rank=1,iter=2,nth=3", "the rank did not: 3 of 4 calls"),
         ("skip_microbatch@rank=1,iter=2,mb=1", "2 of 4 calls"),
     ],
@@ -104,6 +106,9 @@ def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
         ("drop@rank=3,iter=2,nth=0", "operation"),
         ("gil@rank=0,iter=2,nth=2", "host stuck"),
         ("sigkill@rank=2,nth=1", "missing dump"),
+        ("data_end@rank=2,iter=2,nth=2", "missing dump"),
+        ("sigstop@rank=0,nth=3", "missing dump"),
+        ("op@rank=0,nth=0:to=barrier", "operation"),
     ],
 )
 def test_a_virtual_rank_is_met_where_nobody_can_go_on(fault, kind, job):
