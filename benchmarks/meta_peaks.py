@@ -1,11 +1,13 @@
-"""Peaks of allocated memory without a GPU, against those of real runs on four.
+"""Memory without a GPU, against that of real runs on four: allocated, reserved, device.
 
-``python benchmarks/meta_peaks.py SCRIPTS [CONFIG:RANK …]``
+``python benchmarks/meta_peaks.py SCRIPTS [CONFIG:RANK … | all] [--json OUT]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every
-rank named (default: the ten of the README) runs alone on tier ``meta`` with the arguments of the
-real 4 x H200 runs whose peaks are in ``results/h200_x4_real_peaks.json``: three steps, half a
-minute each on one core.
+rank named (default: the ten of the README; all: 24, eight minutes) is captured alone on tier
+``meta`` with the arguments of the real 4 x H200 runs whose figures are in
+``results/h200_x4_real_peaks.json``: three steps, 20 seconds each on one core.  Reserved and device
+bytes are what ``prism memory`` says of the slice: midway between a device that keeps up with its
+host and a host that is far ahead; the two ends are printed, too.
 """
 
 from __future__ import annotations
@@ -17,45 +19,74 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from groundtruth import COMMON, CONFIGS
 from report import ROOT, Row, finish
 
+from megatron_prism import memory_baseline
+from megatron_prism.costs import communicators
+from megatron_prism.programs import load
+
 REAL = json.loads((Path(__file__).parent / "results" / "h200_x4_real_peaks.json").read_text())
 WANTED = ("pp4:0", "pp4:1", "pp4:2", "pp4:3", "tp2pp2:0", "tp2pp2:2", "dp4ov:0", "te_tp4sp:0",
           "te_tp2pp2vp2:0", "te_tp2pp2vp2:2")  # fmt: skip
-BOUNDS = {True: 2.0, False: 0.5}  # percent; with Transformer Engine, with local layers
+LEVELS = {"allocated": "peaks", "reserved": "reserved", "device": "device"}  # -> name in REAL
+MOE = "te_moe_ep4"  # mirrored peers route as the rank itself does
 
 
-def peak(script: Path, config: str, rank: int, out: Path) -> int:
-    """Bytes of one rank alone."""
+def bound(config: str, level: str) -> float | None:
+    """Percent; None: only reported."""
+    if level != "allocated" or config == MOE:
+        return None
+    return 2.0 if config.startswith("te_") else 0.5
+
+
+def figures(script: Path, config: str, rank: int, out: Path) -> dict[str, Any]:
+    """Bytes of one rank alone, as a class of ``prism memory``."""
     words = [sys.executable, "-m", "megatron_prism", "run", "--prism-world-size", "4",
-             "--prism-ranks", str(rank), "--prism-tier", "meta", "--prism-out", str(out), "--",
+             "--prism-ranks", str(rank), "--prism-tier", "meta", "--prism-capture", str(out), "--",
              str(script), *COMMON.split(), *CONFIGS[config].split(), "--train-iters", "3",
              "--num-workers", "0"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{config}:{rank} failed:\n{done.stderr[-1500:]}")
-    return json.loads((out / f"rank-{rank:06d}.json").read_text())["memory"]["allocated_peak"]
+    slices = load(out / f"slice-{rank:06d}.prism")
+    made = memory_baseline.measure(slices, device=communicators.read("h200"))
+    (one,) = made.classes.values()
+    return dict(one)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("scripts", type=Path)
     parser.add_argument("ranks", nargs="*", default=WANTED, metavar="CONFIG:RANK")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = []
-    for name in args.ranks:
+    every = [f"{config}:{rank}" for config in CONFIGS for rank in range(4)]
+    rows, kept = [], []
+    for name in every if list(args.ranks) == ["all"] else args.ranks:
         config, _, rank = name.partition(":")
         with tempfile.TemporaryDirectory() as place:
             script = args.scripts.resolve() / "pretrain_gpt.py"
-            ours = peak(script, config, int(rank), Path(place) / "out")
-        real = REAL["peaks"][config][int(rank)]
-        print(f"{name}: {ours:,} B here, {real:,} B real, {ours - real:+,}", flush=True)
-        off = 100 * abs(ours / real - 1)
-        rows.append(Row(f"{name}: off the real peak", off, "%", BOUNDS[config.startswith("te_")]))
-    finish("Peaks without a GPU", rows)
+            ours = figures(script, config, int(rank), Path(place) / "out")
+        least, most = ours["reserved_between"]
+        kept.append({"config": config, "rank": int(rank), "reserved_between": [least, most]})
+        for level, key in LEVELS.items():
+            real, found = REAL[key][config][int(rank)], ours[f"peak_{level}"]
+            kept[-1][level] = found
+            off = 100 * (found / real - 1)
+            rows.append(
+                Row(f"{name}: {level}, off the real run", abs(off), "%", bound(config, level))
+            )
+            print(f"{name} {level}: {found:,} B here, {real:,} B real, {off:+.3f} %", flush=True)
+        real = REAL["reserved"][config][int(rank)]
+        ends = " to ".join(f"{100 * (end / real - 1):+.1f}" for end in (least, most))
+        print(f"{name} reserved between: {ends} %", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"ranks": kept}, indent=1) + "\n")
+    finish("Memory without a GPU", rows)
 
 
 if __name__ == "__main__":

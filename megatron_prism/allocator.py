@@ -10,24 +10,26 @@ neighbours that are both free merge.  With expandable segments each pool is one 
 in pages (2 and 20 MiB) at its end, and its free end is used last.  Under a limit, segments that are
 all free are given back before memory has run out, and single pages of expandable segments.
 
-Of record_stream the caller says when the block is really free (``allocator_trace``).  Not modelled:
-garbage collection, private pools, and memory outside the allocator.
+Not modelled: garbage collection, private pools, and memory outside the allocator.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prism.allocator_settings import MIB, ROUND, Settings
 from megatron_prism.errors import UsageError
+from megatron_prism.ops import EMPTIED
 
 __all__ = ["Block", "Full", "Machine", "Replayed", "Settings", "replay"]
 
 SMALL = 1 * MIB  # up to here from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from here a segment of its own, in multiples of 2 MiB
+AHEAD = 1024  # launches that CUDA lets be outstanding, about
 GAP = 1 << 44  # between segments: they never touch, so they never merge
 
 Pool = tuple[int, bool]  # stream, whether it is for small blocks
@@ -35,7 +37,7 @@ Pool = tuple[int, bool]  # stream, whether it is for small blocks
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment.  ``before`` and ``after`` are its neighbours there."""
+    """A piece of a segment; ``before`` and ``after`` are its neighbours there."""
 
     address: int
     size: int
@@ -61,8 +63,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Full:
-    """A request that did not fit: the event, its rounded size, what was reserved (after caches were
-    given back) and in use."""
+    """A request that did not fit: its rounded size, what was reserved (without caches), in use."""
 
     event: int
     size: int
@@ -74,24 +75,29 @@ class _OutOfMemory(Exception):
     pass
 
 
-def replay(
-    events: Iterable[tuple[int, ...]], settings: Settings | None = None, limit: int | None = None
-) -> Replayed:
+def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
+           limit: int | None = None, ahead: int = AHEAD) -> Replayed:  # fmt: skip
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
     A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
-    Where ``limit`` bytes of segments are not enough, it ends with ``full``.
+    0 bytes say that another stream uses it: once freed it comes back when the device is past that,
+    ``ahead`` launches later or when the host waits.  Where ``limit`` bytes of segments are not
+    enough, it ends with ``full``.
     """
     machine = Machine(settings or Settings(), limit)
     sizes: dict[int, int] = {}
-    for number, (storage, change, *stream) in enumerate(events):
+    beside: set[int] = set()  # storages that another stream uses
+    late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
+    for number, (storage, change, *more) in enumerate(events):
+        stream, launch = more[:1], more[1] if more[1:] else 0
+        while late and (launch >= late[0][0] + ahead or storage < 0):
+            machine.free(late.popleft()[1])
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
             try:
                 machine.malloc(storage, change, *stream)
             except _OutOfMemory:
-                state = machine.state
-                size = machine.settings.rounded(change)
+                state, size = machine.state, machine.settings.rounded(change)
                 state.full = Full(number, size, state.reserved, state.allocated)
                 return state
         elif change < 0:
@@ -104,7 +110,11 @@ def replay(
             sizes[storage] = left
             if left == 0:
                 del sizes[storage]
-                machine.free(storage)
+                late.append((launch, storage)) if storage in beside else machine.free(storage)
+        elif storage >= 0:
+            beside.add(storage)
+        elif storage == EMPTIED:
+            machine.release()
     return machine.state
 
 

@@ -21,6 +21,7 @@ import secrets
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,6 +219,11 @@ def check_writable(folder: Path, where: str = "-o DIR") -> None:
         why = f"{place} is no folder"
     elif not os.access(place, os.W_OK | os.X_OK):
         why = f"{place} may not be written"
+    else:
+        try:  # root may write everywhere, and yet /proc takes no files
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            why = f"{place} takes no files: {error.strerror}"
     if why is not None:
         raise UsageError(
             f"cannot write to {folder}: {why}", fix=f"name a folder you may write to with {where}"

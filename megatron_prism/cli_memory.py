@@ -225,6 +225,12 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
             f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v
         )
         print(f"  {kinds}")
+        least, most = one["reserved_between"]
+        if least < most:
+            print(
+                f"  reserved {exact(least)} if the device keeps up with the host, else up to "
+                f"{exact(most)}"
+            )
         rows = [
             (f"{h['num_bytes']:,}", str(h["count"]), h["kind"], h["site"], h["module"])
             for h in one["top"][: int(top)]

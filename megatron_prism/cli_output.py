@@ -60,7 +60,13 @@ def console(stderr: bool = False) -> Any:
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=width)
+    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=width)
+    made.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
+    return made
+
+
+def _nobody_reads() -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -15,14 +15,14 @@ tmp    : made and gone within a step, or made by a backward
 optim  : made by the optimizer and kept;  grad: made by a backward and kept
 other  : all else, and everything of slices that were recorded without notes
 
-Everything is integer bytes.  A step is a run of ops with one label; memory that Python drops on the
-way out of a step counts as that step's.  It does not see what no tensor holds.
+Integer bytes.  A step is a run of ops with one label; memory that Python drops on the way out of a
+step counts as that step's.  It does not see what no tensor holds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,6 +103,7 @@ class Overflow:
 class ClassMemory:
     """Memory of the ranks of one class: peak of allocated, and reserved as modelled.
 
+    between : least and most reserved: the device keeps up, or the host is far ahead of it
     program : index of the program that they run
     growth  : what an iteration leaves behind, ``growth``
     """
@@ -112,6 +113,7 @@ class ClassMemory:
     count: int
     peak: Peak
     reserved: int
+    between: tuple[int, int]
     program: int = 0
     growth: tuple[Holding, ...] | None = None
 
@@ -271,7 +273,7 @@ def class_name(world: World, ranks: Sequence[int]) -> str:
 def analyse(
     programs: Programs, settings: allocator.Settings | None = None
 ) -> tuple[ClassMemory, ...]:
-    """Memory of every class.  UsageError if a program recorded no allocations."""
+    """Memory of every class; UsageError if a program recorded no allocations."""
     settings = settings or allocator.Settings()
     same = equal_programs(programs.programs)[programs.program_of]
     found = []
@@ -280,19 +282,18 @@ def analyse(
         ranks = np.flatnonzero(same == index)
         top = peak(program)
         if top is None:
-            raise UsageError(
-                f"rank {program.rank} recorded no allocations",
-                fix="capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR",
-            )
-        reserved = allocator.replay(_changes(program), settings).peak_reserved
-        name = class_name(programs.world, ranks.tolist())
-        shown = format_ranks(ranks.tolist())
-        found.append(ClassMemory(name, shown, ranks.size, top, reserved, int(index),
-                                 growth(program)))  # fmt: skip
+            fix = "capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR"
+            raise UsageError(f"rank {program.rank} recorded no allocations", fix=fix)
+        heard = program.history.tolist() or _changes(program)
+        least, most = (allocator.replay(heard, settings, ahead=n).peak_reserved
+                       for n in (0, allocator.AHEAD))  # fmt: skip
+        name, shown = class_name(programs.world, ranks.tolist()), format_ranks(ranks.tolist())
+        found.append(ClassMemory(name, shown, ranks.size, top, (least + most) // 2, (least, most),
+                                 int(index), growth(program)))  # fmt: skip
     return tuple(sorted(found, key=lambda one: int(re.match(r"\d+", one.ranks)[0])))
 
 
-def _changes(program: Program) -> Iterable[tuple[int, int, int]]:
+def _changes(program: Program) -> list[tuple[int, int, int]]:
     events = program.allocations
     streams = program.streams.tolist() or [0] * len(events)
-    return zip(events["storage"].tolist(), events["bytes"].tolist(), streams, strict=True)
+    return list(zip(events["storage"].tolist(), events["bytes"].tolist(), streams, strict=True))

@@ -40,6 +40,7 @@ __all__ = [
     "CODED",
     "DTYPES",
     "DTYPE_NAMES",
+    "EMPTIED",
     "IS_COLLECTIVE",
     "IS_PAIR",
     "ITEM_SIZE",
@@ -49,6 +50,7 @@ __all__ = [
     "PHASE_NAMES",
     "REDUCE",
     "TEXTS",
+    "WAITED",
     "Op",
     "label",
     "limits",
@@ -114,6 +116,7 @@ OP = np.dtype(
 # What of the live memory changed before which op: storage ids are the program's own.  ``note`` says
 # whose storage it is, as ``kind:module @file:line``; every part may be absent (kinds: memory.py).
 ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8"), ("note", "u4")])
+EMPTIED, WAITED = -1, -2  # for a storage in a history: the cache is emptied, the host waits
 TEXTS = ("stream", "group", "shape", "site", "note")
 CODED: dict[str, tuple[str, ...]] = {
     "name": NAMES,

@@ -44,6 +44,7 @@ class Builder:
         self._rows: list[tuple[int, ...]] = []
         self._allocations: list[tuple[int, int, int, int]] = []
         self._streams: list[int] = []  # of each allocation
+        self.history = np.empty((0, 4), np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -134,6 +135,7 @@ class Builder:
             tuple(self._splits),
             np.array(self._allocations, dtype=ALLOCATION),
             streams=np.array(self._streams if any(self._streams) else [], dtype=np.int16),
+            history=self.history,
         )
 
 
@@ -150,6 +152,8 @@ class Program:
     hosts       : int64 [iterations] ns that the host issued segments in each of them, if known
     streams     : int16 [allocations]: the stream that each was made on, 0 the main one; none if all
                   were made there; the text form leaves them out, too
+    history     : int64 [events, 4] of all requests since the process began (``tiers.history``), or
+                  none; the text form leaves it out
     """
 
     rank: int
@@ -160,6 +164,7 @@ class Program:
     samples: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.int64))
     hosts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     streams: np.ndarray = field(default_factory=lambda: np.empty(0, np.int16))
+    history: np.ndarray = field(default_factory=lambda: np.empty((0, 4), np.int64))
 
     @staticmethod
     def from_ops(rank: int, ops: Iterable[Op]) -> Program:

@@ -117,6 +117,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
             arrays[f"hosts{i}"] = program.hosts
         if program.streams.size:
             arrays[f"streams{i}"] = program.streams
+        if program.history.size:
+            arrays[f"history{i}"] = program.history
         heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
     head = {
         "format": FORMAT,
@@ -215,7 +217,11 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             streams = arrays.get(f"streams{i}", _NO_SAMPLES.ravel().astype(np.int16))
             if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):
                 raise ProgramError(f"{path}: streams of program {i} are not its own", fix=FIX)
-            columns = (ops, tuple(one["strings"]), splits, allocations, samples, hosts, streams)
+            history = arrays.get(f"history{i}", _NO_SAMPLES.reshape(0, 4))
+            if history.dtype != np.int64 or history.ndim != 2 or history.shape[1] != 4:
+                raise ProgramError(f"{path}: the history of program {i} is not its own", fix=FIX)
+            texts = tuple(one["strings"])
+            columns = (ops, texts, splits, allocations, samples, hosts, streams, history)
             made = Program(one["rank"], *columns)
             if wrong := _wrong(made):
                 raise ProgramError(f"{path} is damaged: program {i} has {wrong}", fix=FIX)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_prism.allocator import Machine, Settings, replay
 from megatron_prism.errors import UnsupportedError, UsageError
+from megatron_prism.ops import EMPTIED, WAITED
 
 MIB = 1 << 20
 SIZES = (
@@ -272,3 +273,30 @@ def test_reserved_never_exceeds_the_limit(history, expandable, limit):
         assert made.peak_allocated == free.peak_allocated
     else:
         assert free.peak_reserved > limit * MIB
+
+
+def test_what_another_stream_uses_comes_back_when_the_device_is_past_it():
+    """40 MiB freed while stream 1 uses them: asked for again at once, they are not there; behind a
+    wait of the host, or ``ahead`` launches later, they are."""
+    size = 40 * MIB
+
+    def peak(*between, last=10, **more):
+        first = [(0, size, 0, 0), (0, 0, 1, 1), (0, -size, 0, 5), *between]
+        return replay([*first, (1, size, 0, last)], **more).peak_reserved
+
+    assert peak() == 2 * size
+    assert peak((WAITED, 0, 0, 6)) == size
+    assert peak(ahead=5) == size
+    assert peak(ahead=6) == 2 * size
+    assert peak(ahead=0) == size
+    assert replay([(0, size, 0, 0), (0, -size, 0, 5), (1, size, 0, 5)]).peak_reserved == size
+    used_later = [(0, size, 0, 0), (0, 0, 1, 1), (1, size, 0, 2), (1, -size, 0, 3), (2, size, 0, 4)]
+    assert replay(used_later).peak_reserved == 2 * size  # storage 1 was on one stream only
+
+
+def test_an_emptied_cache_gives_back_what_is_whole():
+    size = 40 * MIB
+    events = [(0, size, 0, 0), (0, -size, 0, 0), (EMPTIED, 0, 0, 0), (1, 2 * size, 0, 0)]
+    assert replay(events).peak_reserved == 2 * size
+    del events[2]
+    assert replay(events).peak_reserved == 3 * size

@@ -217,6 +217,16 @@ def test_output_that_nobody_takes(command, into, status, says):
     assert done.stderr == (f"prism: error: {says}\n" if says else "")
 
 
+@pytest.mark.parametrize("command", ["recipes", "recipes --json", "--help"])
+def test_nobody_reads(command):
+    """As other tools that a closed pipe stops: no word, and the status that shells show for it."""
+    words = [sys.executable, "-m", "megatron_prism", *command.split()]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(
         f"{sys.executable} -m megatron_prism world size=4096 tp=2 rank=0-99 | head -1",

@@ -143,6 +143,7 @@ def test_the_same_measurement_twice_is_one(tmp_path):
         ("c.json", ["processes=1"], "nobody to talk to"),
         ("no/c.json", [], "cannot write a file"),
         (".", ["--force"], "cannot write a file"),
+        ("/proc/c.json", [], "/proc takes no files"),
         ("there.json", [], "not overwritten"),
     ],
 )

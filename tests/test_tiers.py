@@ -97,9 +97,41 @@ assert live.parts == found, live.parts
 assert live.peak() == now + 6000, (live.peak(), now)
 """
 
+# As Megatron's DDP: made on a stream of its own, whose hooks add gradients up.
+HISTORY = """
+from megatron_prism.ops import EMPTIED, WAITED
+tiers._keep_history(tier)
+history = tier.live.history
+weight = torch.nn.Parameter(torch.empty(256, device="cuda"))
+with torch.cuda.stream(torch.cuda.Stream()):
+    main = torch.zeros(256, device="cuda")
+    hook = weight.expand_as(weight).grad_fn.next_functions[0][0]
+def add(*_):
+    main.add_(weight.grad.data)
+    weight.grad = None
+hook.register_hook(add)
+torch.cuda.empty_cache()
+(weight * 2).sum().backward()
+torch.cuda.synchronize(); torch.cuda.synchronize()
+other = torch.empty(256, device="cuda"); other.record_stream(torch.cuda.Stream())
+other.add_(1)
+rows = history.rows().tolist()
+assert rows[0][:3] == [0, 1024, 0] and rows[1][:3] == [1, 1024, 1], rows   # streams 0 and 1
+assert [row[0] for row in rows if row[1] == 0 and row[0] < 0] == [EMPTIED, WAITED], rows
+beside = [row for row in rows if row[1] == 0 and row[0] >= 0]
+gradient, recorded = (row[0] for row in beside)
+assert [row[2] for row in beside] == [1, 2], beside                         # whose, and both once
+made = {row[0]: row[1] for row in rows if row[1] > 0}
+assert made[gradient] == made[recorded] == 1024
+assert [row[1] for row in rows if row[0] == gradient] == [1024, 0, -1024]
+assert rows[-1][3] > rows[0][3] >= 0 and history.launches > rows[-1][3]
+"""
+
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("cpu", CPU), ("meta", META), ("meta", LIVE)], ids=["cpu", "meta", "live"]
+    ("name", "code"),
+    [("cpu", CPU), ("meta", META), ("meta", LIVE), ("meta", HISTORY)],
+    ids=["cpu", "meta", "live", "history"],
 )
 def test_a_device_less_tier_answers_like_cuda(name, code):
     run(name, code)

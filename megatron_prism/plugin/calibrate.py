@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from megatron_prism.artefact import check_writable
 from megatron_prism.errors import PrismError, UsageError
 
 __all__ = ["calibrate"]
@@ -24,8 +24,9 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     """
     if out.exists() and not force:
         raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
-    if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):  # before the minute it takes
+    if out.is_dir() or not out.absolute().parent.is_dir():
         raise UsageError(f"cannot write a file {out}", fix="name another with -o FILE.json")
+    check_writable(out.absolute().parent, "-o FILE.json")  # before the minute that it takes
     import torch
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

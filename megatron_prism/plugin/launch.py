@@ -110,7 +110,8 @@ def install(options: flags.Options) -> Any:
         summary.check_free(options.out, options.force)
     if options.capture is not None:
         stock_capture.check_free(options.capture, options.rank, options.force)
-    tier = tiers.install(options.tier, engine=not (options.tier == "meta" and without_engine()))
+    engine = not (options.tier == "meta" and without_engine())
+    tier = tiers.install(options.tier, engine, history=options.capture is not None)
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
     store = _shared_store(options)
@@ -133,8 +134,7 @@ def install(options: flags.Options) -> Any:
         rank=options.rank,
     )
     seams.apply(seams_tiers.seams_for(tier.name), context)
-    if options.capture is not None:
-        _capture(options, tier, version, proof)
+    _capture(options, tier, version, proof)
     if recording is not None:
         seams.apply(seams_moe.seams_for_recording(recording), context)
         if options.record is not None:
@@ -148,7 +148,9 @@ def install(options: flags.Options) -> Any:
 
 
 def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> None:
-    """Record an iteration of this rank and keep it when the job has trained."""
+    """Record an iteration of this rank and keep it when the job has trained, if asked."""
+    if options.capture is None:
+        return
     import torch
 
     from megatron_prism.plugin import stock_capture

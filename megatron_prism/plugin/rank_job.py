@@ -60,7 +60,8 @@ def run(
     from megatron_prism.plugin.proof import Proof
     from megatron_prism.plugin.rank_train import RankJob
 
-    tier = tiers.install("meta" if recipe.prism.tier == "auto" else recipe.prism.tier)
+    name = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
+    tier = tiers.install(name, history=slices is not None)
     if recipe.prism.transformer_impl == "transformer_engine" and not _has_te():
         raise UnsupportedError(
             "prism.transformer_impl=transformer_engine needs Transformer Engine, absent here",

@@ -44,6 +44,7 @@ class Recorder:
         self.rank, self.tier = rank, tier
         self.meter = Meter() if live is not None else None
         self._alive: Any = live.alive if live is not None else None
+        self._history: Any = live.history if live is not None else None
         if live is not None:
             live.meter = work.meter = self.meter
         self.active = False
@@ -106,6 +107,8 @@ class Recorder:
             self.meter.memory = self.meter.note = None
             self.owners.remove()
         builder = None if self._quick else self._builder
+        if builder is not None and self._history is not None:
+            builder.history = self._history.rows()
         return Recording(self.rank, builder, self._times, self._trace, self._hosts)
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Which streams, events and host waits does the job use?  Tells the recorder of each.
 
 On a real device ``torch.cuda``'s classes are wrapped; on the other tiers the stand-ins report by
-themselves (``cuda_stubs.watcher``, ``remap.watcher``).  ``install`` may be called once; ``remove``
+themselves (``cuda_stubs.watcher``).  ``install`` may be called once; ``remove``
 puts everything back.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_prism.slicer.recorder import Recorder
-from megatron_prism.tiers import cuda_stubs, remap
+from megatron_prism.tiers import cuda_stubs
 
 __all__ = ["install", "remove"]
 
@@ -29,12 +29,11 @@ def install(recorder: Recorder) -> None:
         _wrap_cuda(recorder)
     else:
         cuda_stubs.watcher = recorder
-        remap.watcher = recorder
 
 
 def remove() -> None:
     """Stop reporting."""
-    cuda_stubs.watcher = remap.watcher = None
+    cuda_stubs.watcher = None
     while _undo:
         _undo.pop()()
 

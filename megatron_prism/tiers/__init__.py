@@ -47,11 +47,12 @@ def best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def install(name: str, engine: bool = True) -> Tier:
+def install(name: str, engine: bool = True, history: bool = False) -> Tier:
     """Prepare this process for tier ``name`` (``auto``: the best one here).
 
     engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
              for it where it is missing, and its FusedAdam for torch's AdamW
+    history : keep every request to the allocator (``history``); only ``meta`` has them
 
     Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier in
     the same process.
@@ -75,6 +76,8 @@ def install(name: str, engine: bool = True) -> Tier:
         _installed = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
         _installed = _without_cuda(name, engine)
+        if history:
+            _keep_history(_installed)
     else:
         raise UsageError(f"unknown tier {name!r}", fix="choose cuda, cpu, meta or auto")
     return _installed
@@ -113,6 +116,14 @@ def _without_cuda(name: str, engine: bool) -> Tier:
             "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
         )
     return Tier(name, torch.device(name), live, tuple(stand_in))
+
+
+def _keep_history(tier: Tier) -> None:
+    from megatron_prism.tiers import cuda_stubs
+    from megatron_prism.tiers.history import History
+
+    if tier.live is not None:
+        tier.live.history = History(cuda_stubs.current_stream)
 
 
 def _remap_backward(remap: Any) -> None:

@@ -58,8 +58,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Nothing is outstanding."""
-        if watcher is not None:
-            watcher.host_waited("stream")
+        host_waits("stream")
 
     def query(self) -> bool:
         return True
@@ -89,8 +88,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Already complete."""
-        if watcher is not None:
-            watcher.host_waited("event")
+        host_waits("event")
 
     def query(self) -> bool:
         return True
@@ -158,8 +156,33 @@ def _set_stream(stream: Any) -> None:
 
 def _synchronize(device: Any = None) -> None:
     """Nothing is outstanding."""
+    host_waits("device")
+
+
+def current_stream() -> int:
+    """The number of the current stream; 0 is the default one."""
+    return int(_streams[-1].cuda_stream)
+
+
+def host_waits(what: str) -> None:
+    """The host waits for the device: said to who listens."""
+    history = getattr(_memory, "history", None)
+    if history is not None:
+        history.waited()
     if watcher is not None:
-        watcher.host_waited("device")
+        watcher.host_waited(what)
+
+
+def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    if getattr(_memory, "history", None) is not None:
+        _memory.used(tensor, stream.cuda_stream)
+
+
+def _empty_cache() -> None:
+    """Nothing is cached here; what it would give back matters to reserved bytes."""
+    history = getattr(_memory, "history", None)
+    if history is not None:
+        history.emptied()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -178,10 +201,11 @@ def install(num_devices: int = 8) -> None:
         setattr(cuda.random, name, answers[name])
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _nothing)
-    for name, answer in {**_memory_answers(), "empty_cache": _nothing}.items():
+    for name, answer in {**_memory_answers(), "empty_cache": _empty_cache}.items():
         setattr(cuda.memory, name, answer)
+    cuda.empty_cache = _empty_cache
     # its binding insists on a real stream before any function mode is asked
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     cuda.cudart = lambda: types.SimpleNamespace(
         cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
     )
@@ -189,7 +213,6 @@ def install(num_devices: int = 8) -> None:
 
 _WITHOUT_EFFECT = (
     "ipc_collect",
-    "empty_cache",
     "set_device",
     "init",
     "_lazy_init",

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.tiers import shapes
+from megatron_prism.tiers.history import History
 
 __all__ = ["LiveBytes", "Peak", "workspaces"]
 
@@ -30,6 +31,8 @@ WORKSPACE_BYTES = 32 << 20
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
+_ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
+_ADD = torch.ops.aten.add_.Tensor
 _FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
 workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
 
@@ -71,12 +74,18 @@ class LiveBytes(TorchDispatchMode):
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
         self.labels: dict[str, Any] = {}
         self.meter: Any = None  # told of every call while a slice is captured
+        self.history: History | None = None  # of every request, where reserved bytes are asked for
         # address -> (bytes, running number, what tells when it goes)
         self._alive: dict[int, tuple[int, int, Any]] = {}
-        self._views: dict[Any, bool] = {}  # operator -> is its result a view
+        self._known: dict[int, tuple[Any, bool, Any, bool, bool]] = {}  # operators by id: ``_ask``
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch.compile is off on these tiers, so no operator needs torch's guard against it."""
+        return False
 
     # -- what cuda_stubs asks ---------------------------------------------------------------------
     def current(self) -> int:
@@ -136,6 +145,8 @@ class LiveBytes(TorchDispatchMode):
         self._notes.pop(number, None)
         if self._silent is not None and self._silent.pop(number, None) is not None:
             return
+        if self.history is not None:
+            self.history.moved(number, -size)
         if self.meter is not None:
             self.meter.moved(number, -size)
 
@@ -159,12 +170,14 @@ class LiveBytes(TorchDispatchMode):
         self.now += size - known
         if self._silent is not None and before is None:
             self._silent[number] = size
-        elif self.meter is not None:
+        else:
             self._tell(number, size - known)
         if self.now > self._seen:
             self._mark()
 
     def _tell(self, number: int, change: int) -> None:
+        if self.history is not None:
+            self.history.moved(number, change)
         if self.meter is not None and change:
             note = self.meter.moved(number, change)
             if note:
@@ -188,19 +201,50 @@ class LiveBytes(TorchDispatchMode):
             workspaces[autograd] = made
             self.track(made)
 
+    def _ask(self, func: Any) -> tuple[Any, bool, Any, bool, bool]:
+        """(the operator, is it a product, what answers it, is its result a view, is it a kernel).
+
+        Asked once, because an operator's own hash is a call to Python.
+        """
+        view = _is_view(func)
+        answer = shapes.answer(func) if self.cublas else None
+        launches = not view and not func._schema.name.startswith(_ALLOCATE)
+        return func, self.cublas and func in _PRODUCTS, answer, view, launches
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """``stream`` uses ``tensor``: torch.Tensor.record_stream."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        if self.history is not None and found is not None:
+            self.history.used(found[1], stream)
+
+    def _added(self, to: torch.Tensor, grad: Any) -> None:
+        """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
+        node = torch._C._current_autograd_node()
+        if node is None or not node.name().endswith("AccumulateGrad"):
+            return
+        keys = [t.untyped_storage()._cdata for t in (to, grad) if isinstance(t, torch.Tensor)]
+        numbers = [self._alive[key][1] for key in keys if key in self._alive]
+        if self.history is not None and len(numbers) == 2:
+            self.history.added(*numbers)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.cublas and func in _PRODUCTS:
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = self._ask(func)
+        _, product, answer, view, launches = known
+        if product:
             self._handle()
-        out = shapes.quick(func, args, kwargs) if self.cublas else None
+        elif func is _ADD and self.history is not None:
+            self._added(*args[:2])
+        out = None if answer is None else answer(args, kwargs)
         if out is None:
             out = func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None:
             self.meter.kernel(func, args, kwargs, out)
-        view = self._views.get(func)
-        if view is None:
-            view = self._views[func] = _is_view(func)
         if view:
             return out
+        if launches and self.history is not None:
+            self.history.launches += 1
         if isinstance(out, torch.Tensor):
             self.track(out)
         elif isinstance(out, (tuple, list)):

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_prism.tiers import cuda_stubs
+
 __all__ = ["ANSWER", "Remap"]
 
 ANSWER = 2.0
@@ -39,7 +41,6 @@ _READS = {
     torch.Tensor.tolist: "tolist",
     torch.Tensor.cpu: "cpu",
 }
-watcher: Any = None  # a slicer.Recorder while a slice is captured: hears of host waits
 _NUMBERS = {
     torch.Tensor.item: lambda t: _number(t),
     torch.Tensor.__float__: lambda t: ANSWER,
@@ -109,8 +110,8 @@ class Remap(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         else:
             kwargs = {}
-        if watcher is not None and func in _READS and args[0].device.type == self.target.type:
-            watcher.host_waited(_READS[func])
+        if func in _READS and args[0].device.type == self.target.type:
+            cuda_stubs.host_waits(_READS[func])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)

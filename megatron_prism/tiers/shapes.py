@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["quick"]
+__all__ = ["answer", "quick"]
 
 _META = torch.device("meta")
 _KNOWN = frozenset(("alpha", "approximate"))  # keywords that change no shape and no type
 _aten = torch.ops.aten
 
 
+def answer(func: Any) -> Any:
+    """What makes the result of ``func`` from (args, kwargs), or None where torch is to be asked."""
+    return _ANSWERS.get(func)
+
+
 def quick(func: Any, args: Any, kwargs: Any) -> Any:
     """The result, or None: ask torch."""
-    answer = _ANSWERS.get(func)
-    return None if answer is None else answer(args, kwargs)
+    found = answer(func)
+    return None if found is None else found(args, kwargs)
 
 
 def _rows(tensor: torch.Tensor) -> bool:
