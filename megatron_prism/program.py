@@ -149,7 +149,8 @@ class Program:
     allocations : ALLOCATION [m], ascending in ``before``
     samples     : int64 [iterations, compute ops] ns: each iteration that was only timed, if any;
                   what a program *is* does not depend on them, and the text form leaves them out
-    hosts       : int64 [iterations] ns that the host issued segments in each of them, if known
+    hosts       : int64 [iterations] ns that the host took for each of some iterations, calls and
+                  waits left out, if known
     streams     : int16 [allocations]: the stream that each was made on, 0 the main one; none if all
                   were made there; the text form leaves them out, too
     history     : int64 [events, 4] of all requests since the process began (``tiers.history``), or

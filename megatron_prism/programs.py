@@ -212,7 +212,7 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             if samples.size and (samples.dtype != np.int64 or samples.shape[1:] != (segments,)):
                 raise ProgramError(f"{path}: samples of program {i} are not its own", fix=FIX)
             hosts = arrays.get(f"hosts{i}", _NO_SAMPLES.ravel())
-            if hosts.size and (hosts.dtype != np.int64 or hosts.shape != samples.shape[:1]):
+            if hosts.size and (hosts.dtype != np.int64 or hosts.ndim != 1 or not samples.size):
                 raise ProgramError(f"{path}: host times of program {i} are not its own", fix=FIX)
             streams = arrays.get(f"streams{i}", _NO_SAMPLES.ravel().astype(np.int16))
             if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):

@@ -262,7 +262,9 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     program, count = recordings.typical([written, quick, quick, traced], own_ns=3_000)
     assert count == 2
     assert program.ops["host"].tolist() == [50_000, -1, 57_000]
-    assert program.ops["lead"].tolist() == [50_000, -1, 7_000]
+    # launched first at 7 of the 60 us that the segment took while it was traced
+    assert program.ops["lead"].tolist() == [50_000, -1, round(57_000 * 7 / 60)]
+    assert program.hosts.tolist() == [107_000] * 2
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
     # a delay that hits another segment in every iteration is in the sum, though in no median
@@ -273,6 +275,47 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert program.ops["host"].tolist() == [round(50_000 * scale), -1, round(57_000 * scale)]
     untraced, _ = recordings.typical([written, quick], own_ns=3_000)
     assert untraced.ops["host"].tolist() == [-1, -1, -1]
+    # iterations that were not recorded took the host a tenth less
+    clocks = [96_300, 90_000, 99_000]
+    program, _ = recordings.typical([written, quick, quick, traced], own_ns=3_000, clocks=clocks)
+    assert program.ops["host"].tolist() == [45_000, -1, round(57_000 * 0.9)]
+    assert program.hosts.tolist() == [96_300, 96_300, *clocks]
+
+
+def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
+    from megatron_prism.slicer import clock, recorder
+
+    now = [0]
+    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+
+    def takes(ns):
+        def answer(group, *args, **kwargs):
+            now[0] += ns
+            return (group, args, kwargs)
+
+        return answer
+
+    one = recorder.Recorder(0, "cuda")
+    one.clock.start()
+    now[0] += 100
+    assert one.record("tp", "all_reduce", takes(7_000), (1,), {"x": 2}) == ("tp", (1,), {"x": 2})
+    now[0] += 20
+
+    def fails(group):
+        # what an answer calls and waits for is a part of it
+        assert one.record("dp", "barrier", takes(500), (), {}) == ("dp", (), {})
+        assert not one.host_waited("item")
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        one.record("tp", "barrier", fails, (), {})
+    now[0] += 3
+    assert one.host_waited("device")
+    now[0] += 40_000
+    one.host_resumed()
+    assert one.clock.stop() == 123
+    assert not one.host_waited("device")  # nothing runs any more
+    assert one.record("tp", "barrier", takes(5), (), {}) == ("tp", (), {})
 
 
 def test_calls_without_a_handle_are_timed_too(monkeypatch):
@@ -407,7 +450,9 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     found = fitted(back, variability("public"))
     assert found.host == pytest.approx(0.04, rel=0.15)
     assert "host:" in found.source
-    bad = dataclasses.replace(made, programs=(dataclasses.replace(one, hosts=hosts[:5]),))
+    bad = dataclasses.replace(
+        made, programs=(dataclasses.replace(one, hosts=hosts.reshape(2, -1)),)
+    )
     programs.save(bad, tmp_path / "y.prism")
     with pytest.raises(ProgramError, match="not its own"):
         programs.load(tmp_path / "y.prism")

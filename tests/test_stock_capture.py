@@ -44,7 +44,8 @@ def test_places_that_are_free_or_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "first"), [(1, 1), (2, 2), (3, 2), (8, 2), (10, 4), (12, 5), (60, 5), (500, 435)]
+    ("wanted", "first"),
+    [(1, 1), (2, 2), (3, 2), (8, 2), (11, 3), (12, 4), (14, 5), (60, 5), (500, 435)],
 )
 def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
     assert first_recorded(wanted) == first
@@ -68,6 +69,8 @@ def test_iterations_without_an_evaluation_are_preferred(tmp_path, monkeypatch):
         started = []
 
         class Recorder:
+            clock = SimpleNamespace(running=False)
+
             def start(self, quick):
                 started.append((number, quick))
 
@@ -94,3 +97,56 @@ def test_iterations_without_an_evaluation_are_preferred(tmp_path, monkeypatch):
     assert kept(set())[:2] == [(2, False), (3, True)]
     assert kept({2, 4, 6})[:2] == [(3, False), (5, True)]  # 2 has an evaluation: not counted
     assert kept(set(range(1, 9)))[:3] == [(2, False), (3, False), (4, True)]  # all have one
+
+
+def test_on_a_gpu_every_second_iteration_is_only_clocked(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_prism.plugin import stock_capture
+
+    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
+    capture = StockCapture(options, SimpleNamespace(name="cuda", live=None), {})
+    log = []
+
+    class Clock:
+        running = False
+
+        def start(self):
+            log.append((number, "clock"))
+            self.running = True
+
+        def stop(self):
+            self.running = False
+            return 1_000 + number - 1
+
+    class Recorder:
+        clock = Clock()
+
+        def start(self, quick):
+            log.append((number, "times" if quick else "written"))
+
+        def stop(self):
+            return SimpleNamespace(hosts=[])
+
+        def own_ns(self):
+            return 5
+
+        def owned_by(self, *owners):
+            pass
+
+    def install(self, proof):
+        self._recorder = Recorder()
+
+    monkeypatch.setattr(StockCapture, "_remove", lambda self, proof: None)
+    monkeypatch.setattr(StockCapture, "_install", install)
+    monkeypatch.setattr(stock_capture, "Tracer", lambda: SimpleNamespace(stop=lambda: None))
+    for number in range(1, 12):
+        capture.before(number, 11, None)
+        if number == 7:
+            capture.beside(False)  # an evaluation: no steady iteration
+    assert log == [
+        (3, "written"), (4, "times"), (5, "clock"), (6, "times"), (7, "clock"), (8, "times"),
+        (9, "clock"), (10, "times"),
+    ]  # fmt: skip
+    assert capture._clocks == [1_005, 1_009]
+    assert len(capture._recordings) == 5

@@ -1,11 +1,12 @@
 """``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
 
 Records from the start of one train step to the start of the next, so that what comes between train
-steps (logging, timers, their barriers) is in the program too.  Of such iterations the last six are
-recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down, the
-others only timed; the slice has the median time of each segment, and all times beside it.  On a GPU
-the last one is traced (``slicer.busy``), so that the host's delays can be told from kernels.  A job
-of one or two steps has only its last recorded.  The slice is written when the job has trained.
+steps (logging, timers, their barriers) is in the program too.  Of such iterations the last eight
+are recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down,
+the others only timed; the slice has the median time of each segment, and all times beside it.  On a
+GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from kernels,
+and in every second one of the others only the host is clocked (``slicer.clock``).  A job of one or
+two steps has only its last recorded.  The slice is written when the job has trained.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_prism.slices import SliceStore
 __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
 
 KEPT = 65  # iterations at most: one written down, the others timed
-FEW = 6  # of a short job, though the first ones are still warming up
+FEW = 8  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
 
 
@@ -75,6 +76,8 @@ class StockCapture:
         self._beside = self._next = False  # whether the iteration that is recorded has one
         self._tracer: Any = None
         self._own_ns = 0  # of the host, that recording adds behind a call
+        self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
+        self._timed = False  # the last iteration's segments were only timed
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def _check_others(self, force: bool) -> None:
@@ -99,10 +102,20 @@ class StockCapture:
             if self._recorder is None:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
-            if self.tier.name == "cuda" and number == wanted - 1 and len(self._recordings) > 1:
-                self._tracer = Tracer()
-            # where two in a row have an evaluation, all have
-            self._recorder.start(quick=bool(self._recordings) or len(self._others) > 1)
+            self._start(last=number == wanted - 1)
+
+    def _start(self, last: bool) -> None:
+        """Record the iteration that begins, or only clock the host in it."""
+        cuda = self.tier.name == "cuda"
+        if cuda and self._timed and not last:
+            self._timed = False
+            self._recorder.clock.start()
+            return
+        if cuda and last and len(self._recordings) > 1:
+            self._tracer = Tracer()
+        # where two in a row have an evaluation, all have
+        self._timed = bool(self._recordings) or len(self._others) > 1
+        self._recorder.start(quick=self._timed)
 
     def _install(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
@@ -122,7 +135,11 @@ class StockCapture:
         self._next = gathered
 
     def _keep(self) -> None:
-        (self._others if self._beside else self._recordings).append(self._stopped())
+        if self._recorder.clock.running:
+            clocked = self._recorder.clock.stop()
+            self._clocks += [] if self._beside else [clocked]
+        else:
+            (self._others if self._beside else self._recordings).append(self._stopped())
         self._beside = self._next
         self._next = False
 
@@ -153,7 +170,7 @@ class StockCapture:
             self._keep()
             self._remove(proof)
         kept = self._recordings or self._others
-        self.program, self.num_iterations = typical(kept, self._own_ns)
+        self.program, self.num_iterations = typical(kept, self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)

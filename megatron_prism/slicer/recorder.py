@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.program import Builder
 from megatron_prism.slicer.calls import Tracked, details
+from megatron_prism.slicer.clock import HostClock
 from megatron_prism.slicer.kernels import Meter
 from megatron_prism.slicer.owners import Owners
 from megatron_prism.slicer.recordings import Recording, stamp
@@ -48,6 +49,7 @@ class Recorder:
         if live is not None:
             live.meter = work.meter = self.meter
         self.active = False
+        self.clock = HostClock()  # of iterations that are not recorded
         self._builder = Builder()
         self._labels: dict[str, Any] = {}
         self._inside = 0
@@ -199,7 +201,7 @@ class Recorder:
     ) -> Any:
         """Make the call ``answer(group, *args, **kwargs)`` and write it down."""
         if not self.active or self._inside:
-            return answer(group, *args, **kwargs)
+            return self.clock.call(answer, group, args, kwargs)
         self._enter()
         try:
             handle = len(self._builder)
@@ -268,7 +270,9 @@ class Recorder:
         return heard
 
     def host_waited(self, note: str) -> bool:
-        """The host is about to wait for the device; True if it was written down."""
+        """The host is about to wait for the device; True if anybody wants to know of its end."""
+        if self.clock.running:
+            return self.clock.wait()
         heard = self.active and not self._inside
         if heard:
             self._note("host_wait", note=note, site="" if self._quick else self._site())
@@ -276,4 +280,6 @@ class Recorder:
 
     def host_resumed(self) -> None:
         """The host goes on: until now it waited, which is not its time for the segment."""
+        if self.clock.running:
+            self.clock.resume()
         self._began = time.time_ns()

@@ -60,46 +60,57 @@ def timed(program: Program, segments_ns: np.ndarray) -> Program:
     return program
 
 
-def typical(recordings: Sequence[Recording], own_ns: int = 0) -> tuple[Program, int]:
+def typical(
+    recordings: Sequence[Recording], own_ns: int = 0, clocks: Sequence[int] = ()
+) -> tuple[Program, int]:
     """(the program written down, with the median time of each segment; of how many iterations).
 
     Times are those of the quick recordings that made the same ops: writing ops down is slower than
     only timing them.  Without any the program keeps its own times.  Every single time stays in
     ``Program.samples``.  If an iteration was traced, segments are what their kernels take, and the
     host's time for each is kept apart, without ``own_ns`` of the recorder behind every call.
+    ``clocks``: ns of the host for whole iterations that were not recorded, which are as slow as the
+    job is.
     """
     written = next(r for r in recordings if r.builder is not None)
     program = written.program()
     alike = [r for r in recordings if r.builder is None and r.trace == written.trace]
     quick = [r for r in alike if r.busy is None]
-    traced = [r.busy for r in alike if r.busy is not None]
+    traced = [r for r in alike if r.busy is not None]
     if quick:
         times = np.stack([r.segments_ns() for r in quick])
         timed(program, np.median(times, axis=0).round().astype(np.int64))
         if times.size:
             program = replace(program, samples=times.astype(np.int64))
         if traced and times.size:
-            program = _apart(
-                program, np.stack([r.hosts for r in quick]), np.median(traced, axis=0), own_ns
-            )
+            hosts = np.stack([r.hosts for r in quick])
+            program = _apart(program, hosts, traced[-1], own_ns, clocks)
     return program, max(1, len(quick))
 
 
-def _apart(program: Program, hosts: np.ndarray, busy: np.ndarray, own_ns: int) -> Program:
+def _apart(
+    program: Program, hosts: np.ndarray, traced: Recording, own_ns: int, clocks: Sequence[int]
+) -> Program:
     """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
-    names = program.ops["name"]
+    names, busy = program.ops["name"], traced.busy
+    assert busy is not None
     compute = np.flatnonzero(names == CODE["compute"])
     calls = IS_COLLECTIVE[names] | IS_PAIR[names]
     own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
     each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
     # Delays of a host are few and long, so no segment's median has them, but every iteration has.
-    middle = np.median(each, axis=0)
-    scale = np.median(each.sum(axis=1)) / max(1.0, middle.sum())
+    middle, whole = np.median(each, axis=0), each.sum(axis=1)
+    unrecorded = np.median(clocks) / max(1.0, np.median(whole)) if len(clocks) else 1.0
+    scale = unrecorded * np.median(whole) / max(1.0, middle.sum())
     issued = np.rint(middle * scale).astype(np.int64)
+    # the trace slows the host down, so of its first launch only the place in the segment counts
+    length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
+    place = np.clip(busy[1] / np.maximum(1, length), 0, 1)
     program.ops["host"][compute] = issued
-    program.ops["lead"][compute] = np.clip(busy[1], 0, issued).astype(np.int64)
+    program.ops["lead"][compute] = np.rint(place * issued).astype(np.int64)
     program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)
-    return replace(program, hosts=each.sum(axis=1).astype(np.int64))
+    totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
+    return replace(program, hosts=totals)
 
 
 def stamp() -> Any:
