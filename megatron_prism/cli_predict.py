@@ -32,8 +32,9 @@ def predict(args: argparse.Namespace) -> int:
     prism predict DIR
     prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
 
-    variability= is fitted (to the timed iterations of DIR), the name of shipped spreads or a JSON
-    file like costs/variability/public.json; samples= how many iterations of the whole world are
+    variability= is fitted (to the timed iterations of DIR: the default where there are any), the
+    name of shipped spreads (the default elsewhere, with --against and case=: public) or a JSON file
+    like costs/variability/public.json; samples= how many iterations of the whole world are
     drawn; slow= the factor of the one slow GPU.  Calls that calibration= has samples of vary as
     those do.
 
@@ -58,6 +59,8 @@ def predict(args: argparse.Namespace) -> int:
     if not args.programs:
         raise UsageError("predict what?", fix="prism predict DIR")
     refuse_unused(settings, bool(args.against))
+    if args.against or settings["case"] is not None:  # compared under the same spreads
+        settings["variability"] = settings["variability"] or "public"
     if args.against:
         return _against(args, settings)
     if settings["case"] is not None:
@@ -246,13 +249,14 @@ def _answers(args: argparse.Namespace, settings: dict[str, Any], job: _Job) -> t
     return result, run, study
 
 
-def _spread(name: str, programs: Any) -> Any:
-    from megatron_prism.costs.fitted import fitted
+def _spread(name: str | None, programs: Any) -> Any:
+    """What was asked for; without a name what the slices say, if they say anything."""
+    from megatron_prism.costs.fitted import fitted, is_timed
     from megatron_prism.costs.variability import variability
 
-    if name == "fitted":
+    if name == "fitted" or name is None and is_timed(programs):
         return fitted(programs, variability("public"))
-    return variability(name)
+    return variability(name or "public")
 
 
 def _plain(result: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ __all__ = ["name_of", "plan", "refuse_unused", "settings_of"]
 
 _MOST_SAMPLES = 5_000_000
 _RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
-_DEFAULTS = {"machine": None, "calibration": None, "variability": "public", "case": None}
+_DEFAULTS = {"machine": None, "calibration": None, "variability": None, "case": None}
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:

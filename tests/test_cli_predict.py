@@ -1,10 +1,13 @@
 """``prism predict`` from the command line: the page, the JSON and what is refused."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
-from megatron_prism import cli
+from megatron_prism import cli, programs
+from megatron_prism.program_parse import parse
 
 TEXT = """prism-program 1
 world size=4 tp=2
@@ -63,6 +66,26 @@ def test_json_is_the_same_every_time(world, capsys):
 def test_bad_words(world, words, says, capsys):
     assert cli.main(["predict", world, *words]) == (1 if words == ["variability=fitted"] else 2)
     assert says in capsys.readouterr().err
+
+
+def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
+    made = parse(TEXT)
+    one = made.programs[0]
+    path, few = str(tmp_path / "w.prism"), str(tmp_path / "few.prism")
+    for file, count in ((path, 6), (few, 3)):
+        samples = np.linspace(9_000_000, 11_000_000, count).astype(np.int64)[:, None]
+        timed = dataclasses.replace(one, samples=samples)
+        programs.save(dataclasses.replace(made, programs=(timed,)), file)
+    for words, source in (
+        ([], "fitted to 6 timed iterations"), (["variability=public"], "assumed"),
+        (["--against", few], "assumed"), (["case=slow-rank"], "assumed"),
+    ):  # fmt: skip
+        assert cli.main(["predict", path, *words]) == 0
+        out = capsys.readouterr().out
+        assert source in out, words
+        assert ("fitted to" in out) == (not words)
+    assert cli.main(["predict", few]) == 0
+    assert "spreads: assumed" in capsys.readouterr().out
 
 
 def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):

@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_prism.errors import PrismError
 
-__all__ = ["KINDS", "Distribution", "distance", "fit", "largest", "probabilities"]
+__all__ = ["FEWEST", "KINDS", "Distribution", "distance", "fit", "largest", "probabilities"]
 
 KINDS = ("normal", "gamma", "lognormal", "empirical")
 FEWEST = 5  # samples below which nothing is fitted

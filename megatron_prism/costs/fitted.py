@@ -20,19 +20,24 @@ import math
 
 import numpy as np
 
-from megatron_prism.costs.distribution import Distribution, fit
+from megatron_prism.costs.distribution import FEWEST, Distribution, fit
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError
 from megatron_prism.ops import CODE
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
-__all__ = ["fitted"]
+__all__ = ["fitted", "is_timed"]
 
 _SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at
 _WAITS = 0.05  # of a segment's time: waiting less than that for the host is no waiting
 _ENOUGH = 40  # iterations that may stand for themselves
 _RANKS = 5  # of the same ops: fewer say nothing of the spread between GPUs
+
+
+def is_timed(programs: Programs) -> bool:
+    """Whether the slices have the times of enough iterations to fit anything to."""
+    return sum(len(one.samples) for one in programs.programs if len(one.samples) > 1) >= FEWEST
 
 
 def fitted(programs: Programs, other: Variability) -> Variability:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_prism import graph, stochastic
 from megatron_prism.costs import Prices
-from megatron_prism.costs.fitted import fitted
+from megatron_prism.costs.fitted import fitted, is_timed
 from megatron_prism.costs.machine import Machine
 from megatron_prism.costs.variability import variability
 from megatron_prism.errors import PrismError
@@ -50,7 +50,7 @@ def world_of(
     if not options.draw:
         return world, pricing(world), None
     spread = variability("public")
-    if any(len(one.samples) > 1 for one in plain.programs):
+    if is_timed(plain):
         spread = fitted(plain, spread)
 
     def calls(world: WorldGraph, prices: Prices) -> stochastic.CallSpread | None:
