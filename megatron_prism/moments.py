@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_prism.flight_dump import DumpSet
+from megatron_prism.flight_dump import DumpSet, Group
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 
@@ -59,17 +59,25 @@ def part(found: DumpSet) -> Parted:
 
 def _strangers(found: DumpSet) -> str:
     """Several ranks that describe a group otherwise than most of those do who know it."""
-    votes: dict[str, Counter[object]] = defaultdict(Counter)
+    seen: dict[str, Counter[int]] = defaultdict(Counter)  # mostly one object: hashing takes long
+    objects: dict[int, Group] = {}
     for dump in found.dumps.values():
         for name, group in dump.groups.items():
-            votes[name][group] += 1
+            seen[name][id(group)] += 1
+            objects[id(group)] = group
+    votes: dict[str, Counter[Group]] = defaultdict(Counter)
+    for name, counts in seen.items():
+        for number, count in counts.items() if len(counts) > 1 else ():
+            votes[name][objects[number]] += count
     usual = {name: count.most_common(1)[0][0] for name, count in votes.items() if len(count) > 1}
+    if not usual:
+        return ""
     odd = {
         rank: name
         for rank, dump in found.dumps.items()
         for name, group in dump.groups.items()
-        if name in usual and len(group.ranks) > 1 and group != usual[name]
-        and rank in getattr(usual[name], "ranks", ())
+        if name in usual and len(group.ranks) > 1 and group.ranks != usual[name].ranks
+        and rank in usual[name].ranks
     }  # fmt: skip
     if len(odd) < 2:
         return ""
