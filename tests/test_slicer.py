@@ -213,9 +213,11 @@ def test_a_segment_ends_where_its_label_does(recorder):
     with recorder.scope(phase="forward", microbatch=0):
         time.sleep(0.01)
     time.sleep(0.001)
-    forward, after = [op for op in recorder.stop().program() if op.ns >= 500_000]
-    assert (forward.label, after.label) == ("0F", "-")
-    assert forward.ns > after.ns
+    ops = list(recorder.stop().program())
+    assert [op.label for op in ops if op.ns >= 500_000][:2] == ["0F", "-"]
+    took = {label: sum(op.ns for op in ops if op.label == label) for label in ("0F", "-")}
+    assert took["0F"] >= 10_000_000
+    assert took["-"] >= 1_000_000
 
 
 def test_a_segment_excludes_the_time_of_answering(world, recorder):
