@@ -24,7 +24,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
     keys = {
         **dict.fromkeys(("machine", "calibration", "variability", "case"), name_of),
-        "samples": cli_settings.count(0, _MOST_SAMPLES, "samples=100K; more take hours"),
+        "samples": cli_settings.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": cli_settings.count(0, 1 << 62, "seed=2"),
         "slow": cli_settings.number("slow=1.2"),
         **dict.fromkeys(("deadline", "mtbf", "checkpoint_cost", "restart"), _duration),

@@ -66,14 +66,16 @@ def show_study(study: Any) -> None:
     rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
     print_table(("what varies", "half", "twice"), rows)
     placed, hot = study.placement, study.hot
-    out.print(f"\none slow GPU, best and worst class; node {hot.node} hot ({hot.ranks} GPUs)")
+    out.print("\none slow GPU, best and worst class")
     rows = [
-        (f"x {factor:g}", ms(min(row)), ms(max(row)), f"{gain:.3f}", ms(all_))
-        for factor, row, gain, (_, all_) in zip(
-            placed.factors, placed.p95, placed.gain, hot.p95, strict=True
-        )
+        (f"x {factor:g}", ms(min(row)), ms(max(row)), f"{gain:.3f}")
+        for factor, row, gain in zip(placed.factors, placed.p95, placed.gain, strict=True)
     ]
-    print_table(("slower", "best p95", "worst p95", "worst / best", "hot node"), rows)
+    print_table(("slower", "best p95", "worst p95", "worst / best"), rows)
+    out.print(f"\none hot node ({hot[0].ranks} GPUs), of each kind that there is")
+    nodes = [dict(node.p95) for node in hot]
+    rows = [(f"x {factor:g}", *(ms(node[factor]) for node in nodes)) for factor in placed.factors]
+    print_table(("slower", *(f"node {node.node}" for node in hot)), rows)
     if study.scale:
         out.print("\nother worlds")
         rows = [(f"{p.ranks:,}", ms(p.steady), ms(p.p50), ms(p.p95)) for p in study.scale]

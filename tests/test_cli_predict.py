@@ -57,6 +57,7 @@ def test_json_is_the_same_every_time(world, capsys):
         (["slow=nan"], "is no number"),
         (["slow=-1"], "slow is a factor"),
         (["samples=10"], "10 samples say little"),
+        (["samples=0"], "0 is outside 1 to"),
         (["samples=1B"], "take hours"),
         (["variability=fitted"], "hold no repeated times"),
         (["variability=none"], "there is no variability none"),

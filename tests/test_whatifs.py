@@ -67,6 +67,11 @@ def test_a_hot_node_is_in_the_replicas_of_its_ranks():
     assert second.p95[0][1] == pytest.approx(2_500_000)
     with pytest.raises(UsageError, match="there is no node 2"):
         whatifs.hot_node(sampler, spread(), each, 2, 8)
+    assert whatifs.hot_nodes(sampler, spread(), each, 8, (3.0,)) == (first, second)
+    pairs = whatifs.hot_nodes(sampler, spread(), each, 2, (3.0,))
+    assert [(one.node, one.ranks) for one in pairs] == [(0, 2), (4, 2)]  # four nodes of each stage
+    (all_,) = whatifs.hot_nodes(sampler, spread(), each, 32, (3.0,))  # a node larger than the job
+    assert (all_.node, all_.ranks) == (0, 16)
 
 
 def test_the_sweep_has_the_quantiles_of_each_world():
@@ -125,7 +130,7 @@ def test_the_page_is_whole_and_harmless(tmp_path, capsys):
     assert cli.main(words) == 2  # there already
     assert cli.main([*words, "--force", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["study"]["hot"]["ranks"] == 8
+    assert found["study"]["hot"][0]["ranks"] == 8
 
 
 def test_the_study_prices_other_worlds():

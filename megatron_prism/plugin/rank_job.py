@@ -8,6 +8,7 @@ megatron-core's scheduler, DDP and optimizer, as ``megatron.training`` would dri
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -55,6 +56,7 @@ def run(
     ``witness.Watch``) every call is held against the programs of the world.
     """
     start = time.perf_counter()
+    gc.disable()  # what is imported and built stays: looking through it takes a second of five
     warnings.filterwarnings("ignore")
     from megatron_prism import tiers
     from megatron_prism.plugin.proof import Proof
@@ -77,6 +79,9 @@ def run(
     emit("phase", text="importing megatron-core")
     with proof.device_memory():
         job = RankJob(recipe, proof, tier, emit)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
     built = time.perf_counter()
     before = None
     recorder = _recorder(rank, tier, job) if slices is not None else None

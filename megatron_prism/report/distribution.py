@@ -45,7 +45,9 @@ def render(
         parts += [
             _section("p95 and what varies: half and twice its spread", _tornado(study)),
             _section("p95 with one slow GPU, by class", _heat(study)),
-            _section(f"p95 with node {study.hot.node} hot ({study.hot.ranks} GPUs)", _hot(study)),
+            _section(
+                f"p95 with a hot node ({study.hot[0].ranks} GPUs), one of each kind", _hot(study)
+            ),
             _section("Scale", (_scale(study) if study.scale else "") + said),
         ]
     if run is not None:
@@ -215,11 +217,12 @@ def _heat(study: Study) -> str:
 
 
 def _hot(study: Study) -> str:
-    rows = [
-        (f"x {factor:g}", _ms(value), f"{100 * (value / study.base - 1):+.1f} %")
-        for factor, value in study.hot.p95
-    ]
-    return _rows(("slower", "p95", "change"), rows)
+    rows = []
+    for at, (factor, _) in enumerate(study.hot[0].p95):
+        found = [node.p95[at][1] for node in study.hot]
+        shown = [f"{_ms(ns)} ({100 * (ns / study.base - 1):+.1f} %)" for ns in found]
+        rows.append((f"x {factor:g}", *shown, f"{max(found) / min(found):.3f}"))
+    return _rows(("slower", *(f"node {n.node}" for n in study.hot), "worst over best"), rows)
 
 
 def _scale(study: Study) -> str:

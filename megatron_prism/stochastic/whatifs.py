@@ -22,8 +22,8 @@ from megatron_prism.stochastic.predict import busiest, p95, with_slow
 from megatron_prism.stochastic.replicas import replica_of
 from megatron_prism.stochastic.sampler import Sampler
 
-__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "hot_node", "placement", "scale",
-           "study", "tornado"]  # fmt: skip
+__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "hot_node", "hot_nodes", "placement",
+           "scale", "study", "tornado"]  # fmt: skip
 
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
@@ -77,12 +77,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """All what-ifs; ``note`` says what they leave as it is.  base: p95 without any of them."""
+    """All what-ifs; ``note`` says what they leave as it is.  base: p95 without any of them; hot: a
+    node of each kind."""
 
     base: float
     tornado: tuple[Bar, ...]
     placement: Placement
-    hot: HotNode
+    hot: tuple[HotNode, ...]
     scale: tuple[Point, ...]
     note: str
 
@@ -105,7 +106,7 @@ def study(
     bars = tornado(sampler, spread, count, lambda part: told(0.6 * part))
     placed = placement(sampler, spread, each)
     told(0.7)
-    hot = hot_node(sampler, spread, each, 0, gpus_per_node)
+    hot = hot_nodes(sampler, spread, each, gpus_per_node)
     told(0.75)
     points, note = scale(sampler, spread, pricing)
     told(1.0)
@@ -224,6 +225,25 @@ def hot_node(
         }
         found.append((factor, p95(with_slow(sampler, spread, each, slow))))
     return HotNode(node, len(ranks), tuple(found))
+
+
+def hot_nodes(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    gpus_per_node: int,
+    factors: Sequence[float] = FACTORS,
+) -> tuple[HotNode, ...]:
+    """The first node of every kind (which classes, in how many replicas), at most ``_STAGES``."""
+    graph, size = sampler.graph, sampler.graph.programs.world.size
+    count = max(1, size // gpus_per_node)
+    ranks = np.arange(count * gpus_per_node if size >= gpus_per_node else size).reshape(count, -1)
+    replicas = replica_of(graph, ranks.ravel()).reshape(ranks.shape)
+    kind = np.concatenate([graph.classes.of[ranks], replicas - replicas[:, :1]], axis=1)
+    first = np.sort(np.unique(kind, axis=0, return_index=True)[1])[:_STAGES]
+    return tuple(
+        hot_node(sampler, spread, each, int(node), gpus_per_node, factors) for node in first
+    )
 
 
 def scale(
