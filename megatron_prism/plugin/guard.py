@@ -163,13 +163,17 @@ class Guard:
             return
         for fault, call in self.injector.survived.items():
             others = "its peers would wait for good" if self.asked.programs is None else (
-                "it fired where calls are not compared")  # fmt: skip
+                f"it fired where calls are not compared ({self._past()}, each up to an evaluation "
+                "that follows it), or changed their order alone")  # fmt: skip
+            fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
+            if self.asked.programs is not None:
+                fix = "an iter= of these that no evaluation follows"
+                fix = fix if self.asked.sanitize else f"--prism-sanitize for the order; else {fix}"
             raise HangError(
                 f"{fault} fired at {call} on rank {self.rank}, and this run went on only because "
                 f"virtual ranks answer at once: in the real job {others}",
-                fix="--prism-world DIR (prism capture) stops where the job would, with the verdict"
-                if self.asked.programs is None else "an iter= that is neither first nor last",
-            )  # fmt: skip
+                fix=fix,
+            )
         for fault, number in self.injector.first.items():
             steps = {step.number: _text(step) for step in self.steps()}
             skipped = sum(step.skipped for step in self.steps())

@@ -215,7 +215,8 @@ class Injector:
     ) -> Any:  # fmt: skip
         kind, call = fault.kind, make(op, answer)
         ins, outs = arguments(op, args)
-        if kind not in _GOES_ON and not group.all_local:
+        alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
+        if kind not in _GOES_ON and not (group.all_local or alone):
             self.survived[str(fault)] = f"{op} #{self.sequence[group.desc, op in _PAIR]} of " + (
                 group.desc
             )

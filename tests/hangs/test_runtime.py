@@ -263,6 +263,17 @@ def test_a_run_that_only_virtual_peers_let_through_is_no_pass(fault, job):
         guard.check_fired()
 
 
+def test_a_call_among_nobody_else_holds_nobody_up(job, capsys):
+    """Groups of one, as tensor-parallel ones of tp 1: the real job would go on, too."""
+    guard, group = job("drop@rank=1,iter=2,group=dp", strict=False)
+    alone = dist.new_group([1], group_desc="DATA_PARALLEL_GROUP")
+    for number in (1, 2):
+        guard.before(number, 2)
+        dist.all_reduce(torch.ones(1), group=alone)
+    guard.check_fired()
+    assert "and the job went on" in capsys.readouterr().err
+
+
 def test_what_nccl_lets_through_goes_on_and_says_what_it_led_to(job, capsys):
     guard, group = job(
         "dtype@rank=1,iter=2,op=all_reduce:to=int32", "delay@rank=1:ms=1", strict=False
