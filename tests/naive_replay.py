@@ -173,6 +173,8 @@ class Simulation:
             rank.handles[op.handle] = self.marker(stream)
         elif op.name == "wait" and op.handle in rank.handles:
             stream.append(("await", rank.handles[op.handle]))
+            if any(o.name == "barrier" and o.handle == op.handle for o in rank.ops):
+                rank.blocked = [self.marker(stream)]
         elif op.name == "host_wait":
             queues = rank.queues.values() if op.note == "device" else [stream]
             rank.blocked = [self.marker(queue) for queue in queues]

@@ -92,6 +92,29 @@ def test_events_are_as_every_rank_for_itself(seed, disorder, contention):
     assert_equal(programs, world_graph, outcome.dag, outcome.begin, outcome.end, naive)
 
 
+def test_who_waits_for_an_asynchronous_barrier_is_held():
+    """Rank 0 waits at once for a barrier that rank 1 reaches after 1 ms, then launches on another
+    stream; an all-reduce in its place holds the stream only."""
+    text = """prism-program 1
+world size=2 tp=2
+program rank=0 ranks=0
+- NAME handle=0
+- wait handle=0
+- compute ns=5 stream=side
+program rank=1 ranks=1
+- compute ns=1000000
+- NAME handle=0
+- wait handle=0
+"""
+    calls = {"barrier TENSOR_MODEL_PARALLEL_GROUP": 1_000_000,
+             "all_reduce TENSOR_MODEL_PARALLEL_GROUP int8 n=1 reduce=sum": 0}  # fmt: skip
+    for call, least in calls.items():
+        made = replayed(parse(text.replace("NAME", call)), 1)
+        index = int(made.graph.classes.of[0])
+        begin = made.node_start[made.dag.node_of[index][0][2]]
+        assert begin >= least > 0 or begin == least == 0
+
+
 @pytest.mark.slow
 def test_the_random_worlds_hang_contend_and_split():
     seen = {"hangs": 0, "contends": 0, "splits": 0}

@@ -8,10 +8,10 @@ on times, so the graph is built once and evaluated for any durations:
 * a call starts when its issuing stream and its group's stream get there, on every member; all
   members end it together.  A batch of sends and receives starts as one and ends as one
 * the host issues ahead without limit, except that ``host_wait`` holds it until the device is done,
-  and a synchronous barrier until its own stream is (ProcessGroupNCCL, WorkNCCL::synchronize); in
-  programs that say how long it takes, it issues one op after the other, and nothing starts on the
-  device before the host has launched it; what follows a segment on the device also waits until the
-  host is through with the segment
+  and a barrier, or the wait for one, until its own stream is (ProcessGroupNCCL,
+  WorkNCCL::synchronize); in programs that say how long it takes, it issues one op after the other,
+  and nothing starts on the device before the host has launched it; what follows a segment on the
+  device also waits until the host is through with the segment
 
 A cycle means that the job hangs: ``order`` then holds fewer nodes than there are.  Programs are
 read once each (``issue.py``); classes that run the same one are copies.

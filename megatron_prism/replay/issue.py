@@ -98,6 +98,7 @@ class _Reader:
         streams, members = self.streams, columns.members
         self.begins.append(len(self.op))
         self.handles = {}
+        barriers: set[int] = set()
         rows = zip(columns.names, columns.streams, columns.batches, strict=True)
         for i, (name, stream, batch) in enumerate(rows):
             if name == _COMPUTE:
@@ -116,10 +117,14 @@ class _Reader:
                     self._call(stream, together, base)
                     if name == _BARRIER and columns.handles[i] < 0:
                         self._host_wait(stream, False)
+                    elif name == _BARRIER:
+                        barriers.add(columns.handles[i])
             elif name == _WAIT:
                 queue, ends = self._queue(stream), self.handles.get(columns.handles[i], _EMPTY)
                 if ends != queue:
                     streams[stream] = list(dict.fromkeys([*queue, *ends]))
+                if columns.handles[i] in barriers:  # WorkNCCL blocks the host there, too
+                    self._host_wait(stream, False)
             elif name == _RECORD:
                 self.handles[columns.handles[i]] = self._queue(stream)
             elif name == _HOST:
