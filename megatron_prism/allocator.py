@@ -143,7 +143,7 @@ class Machine:
 
     def free(self, storage: int) -> None:
         """All blocks of ``storage`` go back to their pools."""
-        for block in self.state.live.pop(storage):
+        for block in self.state.live.pop(storage, ()):
             self.state.allocated -= block.size
             if block.before is not None and block.before.free:
                 self._take(block.before)

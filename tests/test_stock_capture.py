@@ -150,3 +150,13 @@ def test_on_a_gpu_every_second_iteration_is_only_clocked(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert capture._clocks == [1_005, 1_009]
     assert len(capture._recordings) == 5
+
+
+def test_requests_are_not_written_down_for_ever(tmp_path):
+    from types import SimpleNamespace
+
+    live = SimpleNamespace(history="rows")
+    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
+    capture = StockCapture(options, SimpleNamespace(name="meta", live=live), {})
+    capture._remove(SimpleNamespace())
+    assert live.history is None

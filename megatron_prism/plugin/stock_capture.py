@@ -159,6 +159,8 @@ class StockCapture:
 
         watch.remove()
         self._recorder = proof.recorder = None
+        if self.tier.live is not None:
+            self.tier.live.history = None  # a long job would fill memory
         if (world := current()) is not None:
             world.recorder = None
 
