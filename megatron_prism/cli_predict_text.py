@@ -165,4 +165,6 @@ def show_case(found: Any, spreads: str) -> None:
         False: "the published figure does not come out here",
         None: "nothing was published that could come out",
     }
-    out.print(f"\n{words[found.reached]}\nspreads: {spreads}")
+    marked = any("as published" in row for row in found.rows)
+    said = "only what is marked comes out here" if found.reached is None and marked else None
+    out.print(f"\n{said or words[found.reached]}\nspreads: {spreads}")

@@ -92,7 +92,11 @@ def test_a_hot_node_without_any_variation_is_as_slow_as_its_factor():
 def test_a_large_run_loses_what_the_slowest_of_all_gpus_loses():
     spread = Variability("gpu", 0.02, 0.0, 0.0, 0.0, "")
     found = asked("large", spread)
-    lost = float(found.rows[1][2].removesuffix(" %"))
+    lost = float(found.rows[2][2].removesuffix(" %"))
+    assert [row[3] for row in found.rows] == [
+        "as published" if abs(float(row[2].split()[0]) - float(row[1].split()[0])) <= off else ""
+        for row, off in zip(found.rows, (0.005, 0.005, 3), strict=True)
+    ]
     # the computing of both stages takes the slowest of 4,096 replicas' tp groups of eight
     drawn = np.random.default_rng(0).standard_normal((400, 4096, 2, 8)).max(axis=3)
     made = graph.build(parse(TEXT))
