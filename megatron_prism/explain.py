@@ -240,6 +240,10 @@ class _Explainer:
                     text = f"makes ops {i} and {j} of its program the other way round"
                     yield _Hypothesis(rank, "order", text, tuple(swapped))
 
+    def _two_sided(self, op: Op) -> bool:
+        start = self.groups[op.group].start
+        return 2 * op.peer % int(start[1] - start[0]) != 0
+
     def _foreign(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
         """A call that its program has nowhere, made before one of its calls."""
         like = [op for op in ops if op.group == entry.desc and op.name not in ("send", "recv")]
@@ -267,7 +271,7 @@ class _Explainer:
             twice = (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
             text = f"makes op {i} of its program twice, {op.name} of {op.group}"
             yield _Hypothesis(rank, "extra call", text, twice)
-            if op.name in ("send", "recv"):
+            if op.name in ("send", "recv") and self._two_sided(op):
                 other = (*ops[:i], dataclasses.replace(op, peer=-op.peer), *ops[i + 1 :])
                 text = f"makes op {i} of its program, {op.name}, with the other neighbour"
                 yield _Hypothesis(rank, "order", text, other)

@@ -108,6 +108,9 @@ def _dup(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> Non
 
 
 def _other_side(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
+    if 2 * ops[at].peer % len(groups[ops[at].group].group(rank)) == 0:
+        raise UsageError(f"{fault}: previous and next of rank {rank} are one rank there",
+                         fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
     _change(ops, at, peer=-ops[at].peer)
 
 

@@ -131,7 +131,7 @@ class _Judge:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
-            elif not self.split and self._passed(rank):
+            elif not self.split and sources.outrun(state, rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in sources.unposted(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
@@ -159,19 +159,6 @@ class _Judge:
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
         return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
-
-    def _passed(self, rank: int) -> bool:
-        """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
-        state = self.state
-        mine, counts = state.opened(rank), state.counts(rank)
-        passed = level = 0
-        for other in state.siblings[state.role.get(rank, 0)]:
-            theirs = state.counts(other)
-            common = counts.keys() & theirs.keys()
-            level += all(theirs[k] == counts[k] for k in common)
-            if mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common):
-                passed += any(theirs[k] > counts[k] for k in common)
-        return passed >= max(1, level)
 
     def _gone(self, others_stuck: bool) -> list[Blamed]:
         """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
@@ -229,7 +216,7 @@ class _Judge:
             self.first = odds[0].entry
         state, cycle = self.state, self.state.circle()
         if not odds and not state.missing and (few := self._few(cycle)):
-            return self._result("extra call", few, cycle)
+            return self._result(few[0].kind, few, cycle)
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -240,14 +227,22 @@ class _Judge:
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
     def _few(self, cycle: list[int]) -> list[Blamed]:
-        """Those of a circle who wait where most members never come."""
-        found = sources.few(self.state, cycle)
-        if found is None:
+        """The one rank that left out a message, by what its siblings did; else those of a circle
+        who wait where most members never come."""
+        past, found = dict(sources.passed_over(self.state)), sources.few(self.state, cycle)
+        if len(past) == 1:
+            ((rank, self.first),) = past.items()
+            ranks, kind = [rank], "skipped call"
+            text = (
+                f"does not answer {call_text(self.first)}; its siblings did, before calls it made"
+            )
+        elif found is not None:
+            (self.first, ranks), kind = found, "extra call"
+            text = f"waits in {call_text(self.first)}, to which most of its members never come"
+        else:
             return []
-        self.first, ranks = found
-        text = f"waits in {call_text(self.first)}, to which most of its members never come"
-        self.evidence.append(f"rank {format_ranks(ranks)} {text}, and the others wait for it")
-        return [Blamed(r, "extra call", text) for r in ranks]
+        self.evidence.append(f"rank {format_ranks(ranks)} {text}")
+        return [Blamed(r, kind, text) for r in ranks]
 
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 
-__all__ = ["few", "gone", "unposted"]
+__all__ = ["few", "gone", "outrun", "passed_over", "unposted"]
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -49,6 +49,46 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
+
+
+def outrun(state: State, rank: int) -> bool:
+    """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
+    mine, counts = state.opened(rank), state.counts(rank)
+    passed = level = 0
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs = state.counts(other)
+        common = counts.keys() & theirs.keys()
+        level += all(theirs[k] == counts[k] for k in common)
+        if mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common):
+            passed += any(theirs[k] > counts[k] for k in common)
+    return passed >= max(1, level)
+
+
+def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
+    """Ranks that did not post a message which their siblings posted before a call that they made,
+    too -> the call that waits for it.  Without history nobody is."""
+    for rank in sorted(state.outstanding):
+        head, (why, others) = state.head(rank), state.waits(rank)
+        if head is None or not head.pair or why != "has not posted its side":
+            continue
+        for peer in others:
+            if peer in state.dumps and state.outstanding[peer] and _passed(state, peer, head.desc):
+                yield peer, head
+
+
+def _passed(state: State, rank: int, desc: str) -> bool:
+    entries = state.dumps[rank].entries
+    made = {(e.desc, e.seq) for e in entries if not e.pair}
+    number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
+    yes = no = 0
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs = state.dumps[other].entries
+        at = next((i for i, e in enumerate(theirs)
+                   if e.pair and (e.desc, e.seq) == (desc, number)), None)  # fmt: skip
+        if other != rank and at is not None:
+            later = any((e.desc, e.seq) in made for e in theirs[at:] if not e.pair)
+            yes, no = yes + later, no + (not later)
+    return yes > 0 == no
 
 
 def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:

@@ -240,7 +240,11 @@ class Injector:
         elif kind == "p2p_dup":
             call(group, *args, **kwargs)
         elif kind == "p2p_swap":
-            args[1] = (2 * group.rank() - args[1]) % group.size()
+            other = (2 * group.rank() - args[1]) % group.size()
+            if other == args[1]:
+                raise UnsupportedError(f"{fault}: previous and next are one rank there",
+                                       fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
+            args[1] = other
         elif kind in VALUES:
             injected.spoil(fault, ins, f"{op} of {group.desc}")
         elif kind == "delay":

@@ -413,6 +413,8 @@ CASES = (
     case("half of the replicas have a microbatch more", "nobody can tell which half is right", both(
          *(microbatch_more(r) for r in range(4))), (), ("deadlock", "undetermined"),
          exit=(1, 3)),
+    case("the last receive is lost", "the rank goes on, and waits for who waits for it",
+         without_calls(4, "1", "recv", PP, -1), {4}, ("mismatch", "order"), PP, "send"),
     # ranks that stand still
     case("killed for memory", "the kernel's OOM killer; no dump", stands(
          10, part="2", at=77, silent=True), {10}, "missing dump"),
