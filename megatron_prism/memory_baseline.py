@@ -32,8 +32,9 @@ LEAK = 1 << 20  # bytes that an iteration may leave behind
 TOP = 48  # origins that a class lists; what is smaller is summed up
 PROVENANCE = {
     "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
-    "peak_reserved": "modelled: the caching allocator's rules, pools per stream, from the process's "
-    "first request if the slices have it; midway between a device that keeps up and one far behind",
+    "peak_reserved": "modelled: the caching allocator's rules, pools per stream, from the "
+    "process's first request if the slices have it; midway between a "
+    "device that keeps up and one far behind",
     "peak_device": "unknown: no calibration of context, workspaces and NCCL",
 }
 _NUMBERS = ("count", "peak_allocated", "peak_reserved")
