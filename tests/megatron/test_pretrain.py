@@ -310,6 +310,17 @@ def test_the_jobs_own_checkpoints_are_left_alone(rank, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_what_a_checkpoint_takes_is_known_without_one(tmp_path):
+    save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "2")
+    out = ("--prism-tier", "meta", "--prism-out", str(tmp_path / "out"))
+    done = run(*WORLD, "--prism-ranks", "17", *out, *save)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not (tmp_path / "checkpoints").exists()
+    (file,) = (tmp_path / "out").glob("rank-*.json")
+    parts = json.loads(file.read_text())["memory"]["by_part"]
+    assert 0 < parts["checkpoint"] < parts["steady iteration"]  # all that stands, nothing more
+
+
 def test_an_output_place_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("mine")
     for out, more in (("file", ("--prism-force",)), ("file/x", ())):

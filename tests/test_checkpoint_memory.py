@@ -1,0 +1,44 @@
+"""What a checkpoint takes that may not be written: made up to its state dict, or unknown."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from megatron_prism.plugin import checkpoint_memory
+
+
+@pytest.mark.parametrize("error", [None, KeyError("fp8_checkpoint")])
+def test_a_checkpoint_ends_with_its_state_dict(error, capsys):
+    log, source = [], SimpleNamespace(parts={})
+
+    @contextlib.contextmanager
+    def part(name):
+        try:
+            yield
+        finally:
+            source.parts[name] = 5
+
+    def generate():
+        log.append("state")
+        if error is not None:
+            raise error
+
+    module = SimpleNamespace(generate_state_dict=generate)
+
+    def save():
+        module.generate_state_dict()
+        log.append("written")
+
+    checkpoint_memory.weigh(module, SimpleNamespace(part=part, peak_source=source), save)
+    assert log == ["state"]
+    assert module.generate_state_dict is generate
+    said = capsys.readouterr().err
+    if error is None:
+        assert source.parts == {"checkpoint": 5}
+        assert not said
+    else:
+        assert source.parts == {}
+        assert "takes is unknown: KeyError: 'fp8_checkpoint'" in said
