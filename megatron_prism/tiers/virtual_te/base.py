@@ -145,7 +145,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         self.name: str | None = None
         self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
-        self.fp8_meta: dict[str, Any] = {"recipe": None}
+        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_checkpoint": False}
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
