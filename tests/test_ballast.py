@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 
-from megatron_prism.costs import communicators
 from megatron_prism.costs.communicators import Calibration
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import ballast, flags, memory_watch
@@ -70,13 +69,24 @@ def test_a_summary_says_what_nccl_would_take(monkeypatch):
     reporter = object.__new__(Reporter)
     reporter.options = types.SimpleNamespace(num_processes=1)
     num_bytes, source = reporter._nccl("NVIDIA H200")
-    assert num_bytes == communicators.read("h200").nccl(ballast.connected_by(tally)) > 500 * MIB
+    # the first of a process, a communicator, and what its reductions and gathers connect together
+    assert num_bytes == 442_499_072 + 205_520_896 + 301_989_888
     assert source.startswith("modelled: 4 x NVIDIA H200")
     assert reporter._nccl("NVIDIA A10") == (
         None, "unknown: nobody measured communicators on NVIDIA A10"
     )  # fmt: skip
     reporter.options.num_processes = 2
     assert reporter._nccl("NVIDIA H200")[0] is None
+
+
+def test_every_size_of_call_is_remembered():
+    tally = Tally()
+    for size in [4] * 1000 + [64 * MIB]:
+        tally.add("dp", 8, "all_reduce", size)
+    (one,) = ballast.connected_by(tally)
+    assert one.kinds == {"small", "large"}
+    (row,) = tally.rows()
+    assert (row.calls, row.bytes) == (1001, 4000 + 64 * MIB)
 
 
 def test_messages_outside_a_batch_have_a_communicator_per_pair():

@@ -85,6 +85,13 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
         out = capsys.readouterr().out
         assert source in out, words
         assert ("fitted to" in out) == (not words)
+    # hosts of four iterations say nothing, whatever the segments say
+    hosts = dataclasses.replace(
+        timed, samples=np.tile(timed.samples, (2, 1)), hosts=timed.samples[:, 0]
+    )
+    programs.save(dataclasses.replace(made, programs=(hosts,)), tmp_path / "h.prism")
+    assert cli.main(["predict", str(tmp_path / "h.prism")]) == 0
+    assert "fitted to 6 timed iterations" in capsys.readouterr().out
     assert cli.main(["predict", few]) == 0
     assert "spreads: assumed" in capsys.readouterr().out
 

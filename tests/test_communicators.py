@@ -56,6 +56,7 @@ def test_what_a_communicator_takes(calibration):
     every = frozenset({"small", "ring", "large"})
     assert of(Communicator("g", 2, every)) == 3 + 30  # what they took together, not 52
     assert of(Communicator("g", 4, frozenset(), peers=2)) == 3 + 2 * 100
+    assert of(Communicator("g", 64, frozenset(), peers=63)) == 3 + 7 * 100  # those of its host
     assert of(Communicator("g", 3)) == of(Communicator("g", 2))
     assert of(Communicator("g", 4096, every)) == of(Communicator("g", 4, every))
     assert calibration.process == 501

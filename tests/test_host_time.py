@@ -262,8 +262,8 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     program, count = recordings.typical([written, quick, quick, traced], own_ns=3_000)
     assert count == 2
     assert program.ops["host"].tolist() == [50_000, -1, 57_000]
-    # launched first at 7 of the 60 us that the segment took while it was traced
-    assert program.ops["lead"].tolist() == [50_000, -1, round(57_000 * 7 / 60)]
+    # launched first at 7 - 3 of the 60 - 3 us that the segment took while it was traced
+    assert program.ops["lead"].tolist() == [50_000, -1, 4_000]
     assert program.hosts.tolist() == [107_000] * 2
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_prism import cli
@@ -241,6 +242,8 @@ def test_products_in_a_row_take_what_the_table_says_of_sustained_ones():
     slower = [table.slowdown(share) for share in (0.0, 0.3, 0.6, 0.8, 1.0)]
     assert slower == sorted(slower)
     assert slower[0] == 1.0
+    calm = [float(np.interp(0.3, *points)) for points in table.sustained]
+    assert sum(calm) / len(calm) == pytest.approx(0.92, abs=0.01)
 
 
 def test_the_results_have_these_rows():

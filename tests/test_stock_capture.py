@@ -1,11 +1,13 @@
 """--prism-capture into a folder that holds something: said before the training, not after it."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
+from megatron_prism.plugin import stock_capture
 from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore
@@ -56,107 +58,111 @@ def test_a_folder_that_cannot_be_is_bad_usage(tmp_path):
         check_free(tmp_path / ("a" * 300), 0, False)
 
 
-def test_iterations_without_an_evaluation_are_preferred(tmp_path, monkeypatch):
-    from types import SimpleNamespace
+@dataclass(frozen=True)
+class Recorded:
+    """Of iteration ``number``; ``builder``: it was written down, ``busy``: it was traced."""
 
-    from megatron_prism.plugin import stock_capture
+    number: int
+    builder: object
+    busy: object = None
+    hosts: tuple = ()
 
-    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
 
-    def kept(evaluated, wanted=8):
-        """(which iterations count, which were written down) of a job that evaluates after these."""
-        capture = StockCapture(options, SimpleNamespace(name="cpu", live=None), {})
-        started = []
+@pytest.fixture
+def simulated(tmp_path, monkeypatch):
+    """A job's capture: call with the tier, its train steps and those before an evaluation."""
+    monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
 
-        class Recorder:
-            clock = SimpleNamespace(running=False)
+    def run(tier, wanted, evaluated=(), gathered=False):
+        options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
+        capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {})
+        log = []
 
-            def start(self, quick):
-                started.append((number, quick))
+        class Clock:
+            running = False
+
+            def start(self):
+                log.append((number, "clock"))
+                self.running = True
 
             def stop(self):
-                return started[-1]
+                self.running = False
+                return 1_000 + number - 1
+
+        class Recorder:
+            clock, active = Clock(), False
+
+            def start(self, quick):
+                log.append((number, "times" if quick else "written"))
+                self.active, self.quick = True, quick
+
+            def stop(self):
+                self.active = False
+                return Recorded(number - 1, None if self.quick else object())
+
+            def own_ns(self):
+                return 5
 
             def owned_by(self, *owners):
                 pass
 
-        monkeypatch.setattr(stock_capture.StockCapture, "_remove", lambda self, proof: None)
+        class Tracer:
+            def stop(self):
+                log.append((number - 1, "traced"))
+                return "trace"
+
+        monkeypatch.setattr(StockCapture, "_remove", lambda self, proof: None)
         monkeypatch.setattr(
-            stock_capture.StockCapture,
-            "_install",
-            lambda self, proof: setattr(self, "_recorder", Recorder()),
+            StockCapture, "_install", lambda self, proof: setattr(self, "_recorder", Recorder())
         )
+        monkeypatch.setattr(stock_capture, "Tracer", Tracer)
         for number in range(1, wanted + 1):
-            if capture._recorder is not None and number > wanted:
+            if tier == "meta" and capture._recordings:
                 break
             capture.before(number, wanted, None)
             if number in evaluated and number < wanted:
-                capture.beside(False)
-        return capture._recordings or capture._others
+                capture.beside(gathered)
+        return capture, log
+
+    return run
+
+
+def test_iterations_without_an_evaluation_are_preferred(simulated):
+    def kept(evaluated):
+        capture, _ = simulated("cpu", 8, evaluated)
+        return [(one.number, one.builder is None) for one in capture.kept()]
 
     assert kept(set())[:2] == [(2, False), (3, True)]
     assert kept({2, 4, 6})[:2] == [(3, False), (5, True)]  # 2 has an evaluation: not counted
     assert kept(set(range(1, 9)))[:3] == [(2, False), (3, False), (4, True)]  # all have one
 
 
-def test_on_a_gpu_every_second_iteration_is_only_clocked(tmp_path, monkeypatch):
-    from types import SimpleNamespace
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("tier", ["cuda", "cpu", "meta"])
+@pytest.mark.parametrize(
+    ("wanted", "interval"),
+    [(12, 4), (20, 5), (100, 5), (100, 7), (100, 35), (100, 2), (30, 2), (9, 3), (6, 1), (3, 1)],
+)
+def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, gathered):
+    capture, log = simulated(tier, wanted, range(interval, wanted + 1, interval), gathered)
+    assert any(one.builder is not None for one in capture.kept())
+    if tier == "cuda" and wanted >= 12 and interval > 1 and (interval > 2 or not gathered):
+        # evaluations do not fall on what is timed, clocked or traced alone
+        assert capture._written
+        timed = [one for one in capture.kept() if one.builder is None and one.busy is None]
+        assert timed
+        assert any(one.busy is not None for one in capture.kept())
+        if wanted >= 20:
+            assert 0 < len(capture._clocks) <= len(timed)
 
-    from megatron_prism.plugin import stock_capture
 
-    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
-    capture = StockCapture(options, SimpleNamespace(name="cuda", live=None), {})
-    log = []
-
-    class Clock:
-        running = False
-
-        def start(self):
-            log.append((number, "clock"))
-            self.running = True
-
-        def stop(self):
-            self.running = False
-            return 1_000 + number - 1
-
-    class Recorder:
-        clock = Clock()
-
-        def start(self, quick):
-            log.append((number, "times" if quick else "written"))
-
-        def stop(self):
-            return SimpleNamespace(hosts=[])
-
-        def own_ns(self):
-            return 5
-
-        def owned_by(self, *owners):
-            pass
-
-    def install(self, proof):
-        self._recorder = Recorder()
-
-    monkeypatch.setattr(StockCapture, "_remove", lambda self, proof: None)
-    monkeypatch.setattr(StockCapture, "_install", install)
-    monkeypatch.setattr(stock_capture, "Tracer", lambda: SimpleNamespace(stop=lambda: None))
-    for number in range(1, 12):
-        capture.before(number, 11, None)
-        if number == 7:
-            capture.beside(False)  # an evaluation: no steady iteration
+def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
+    capture, log = simulated("cuda", 11)
     assert log == [
-        (3, "written"), (4, "times"), (5, "clock"), (6, "times"), (7, "clock"), (8, "times"),
-        (9, "clock"), (10, "times"),
+        (3, "written"), (4, "times"), (5, "times"), (6, "clock"), (7, "times"), (8, "times"),
+        (9, "clock"), (10, "times"), (10, "traced"),
     ]  # fmt: skip
-    assert capture._clocks == [1_005, 1_009]
-    assert len(capture._recordings) == 5
-
-
-def test_requests_are_not_written_down_for_ever(tmp_path):
-    from types import SimpleNamespace
-
-    live = SimpleNamespace(history="rows")
-    options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
-    capture = StockCapture(options, SimpleNamespace(name="meta", live=live), {})
-    capture._remove(SimpleNamespace())
-    assert live.history is None
+    assert capture._clocks == [1_006, 1_009]
+    capture, log = simulated("cuda", 11, {6})
+    assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
+    assert log[-1] == (8, "traced")  # an evaluation might come after the others

@@ -30,6 +30,7 @@ FORMAT = 1
 FOLDER = Path(__file__).with_name("device_memory")
 PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
+_HOST_PEERS = 7  # of a rank on a host of 8 GPUs; what connections to other hosts take is not known
 
 
 def connection_bytes(
@@ -94,11 +95,12 @@ class Calibration:
             return None if None in ways else total + sum(ways)  # type: ignore[arg-type]
         apart = [self.alone.get((kind, size)) for kind in sorted(one.kinds)]
         peer = self.alone.get(("peer", size)) if one.peers else 0
+        peers = min(one.peers, _HOST_PEERS)
         if peer is None or None in apart:
             return None
         together = self.alone.get(("all", size), sum(apart))  # type: ignore[arg-type]
         calls = sum(apart) if len(apart) < 2 else min(sum(apart), together)  # type: ignore[arg-type]
-        return total + calls + one.peers * peer
+        return total + calls + peers * peer
 
     def nccl(self, used: Sequence[Communicator]) -> int | None:
         """All of a rank's communicators together; None if one of them was not measured."""

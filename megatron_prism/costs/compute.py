@@ -114,7 +114,7 @@ def parts_of(
             one = table.ns(Kernel.parse(name, match["shapes"], match["dtype"], *own))
         if one is None:
             roof += count * _kernel(name, *own, match["dtype"], machine)
-        elif own[0]:
+        elif name in op_table.PRODUCTS:
             products += count * one
         else:
             others += count * one

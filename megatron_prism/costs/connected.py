@@ -45,10 +45,11 @@ class Used:
     ) -> tuple[Communicator | None, Communicator]:
         """The communicator of a call, (before it, None if it was not there; with what it connects).
 
-        distance : of a message, how many places further in the group the other end is
+        distance : of a message, how many places further in the group the other end is; 0 for what
+                   is no message
         """
         message = op in ("send", "recv")
-        pair = message and not batched
+        pair = message and not batched and distance > 0
         key = (group, distance if pair else 0)
         before = self._made.get(key)
         one = before or Communicator(f"{group} pair" if pair else group, 2 if pair else size)

@@ -50,7 +50,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         raise PrismError(
             "the slices hold no repeated times (only iterations on a GPU or the cpu tier are "
             "timed, a job of few iterations has one, and earlier releases kept the median)",
-            fix="variability=public, or capture more iterations: --train-iters 12",
+            fix="variability=public, or capture more iterations: --train-iters 14",
         )
     for one in timed:
         if (one.samples < 0).any() or not one.samples.sum(axis=1).all():
@@ -68,7 +68,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     hosts = [_widened(one.hosts / one.hosts.mean(), len(one.hosts))
              for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
     shapes = {"step": steps, "segment": segments}
-    if hosts:
+    if sum(map(len, hosts)) >= FEWEST:
         shapes["host"] = _centred(fit(np.concatenate(hosts), "a host's factor", _ENOUGH))
     said = (
         f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
@@ -85,7 +85,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         gpu=gpu,
         step=steps.spread,
         segment=segments.spread,
-        host=shapes["host"].spread if hosts else other.host,
+        host=shapes["host"].spread if "host" in shapes else other.host,
         slow_gpu=(0.0, 1.0),
         shapes={**other.shapes, **shapes},
     )

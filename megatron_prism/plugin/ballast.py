@@ -81,9 +81,9 @@ class Ballast(Tally):
 def connected_by(tally: Tally) -> tuple[Communicator, ...]:
     """The communicators that the calls of a job have connected, as ``tally`` saw them."""
     used = connected.Used()
-    for row in tally.rows():
-        if row.op not in ("send", "recv") and not row.group.endswith(connected.ON_HOST):
-            used.add(row.group, row.group_size, row.op, row.bytes // row.calls)
+    for group, size, op, num_bytes in tally.sizes():
+        if op not in ("send", "recv") and not group.endswith(connected.ON_HOST):
+            used.add(group, size, op, num_bytes)
     for group, size, op, distance, batched in tally.ways():
         used.add(group, size, op, 0, distance, batched)
     return used.all()

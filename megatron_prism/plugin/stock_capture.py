@@ -5,8 +5,8 @@ steps (logging, timers, their barriers) is in the program too.  Of such iteratio
 are recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down,
 the others only timed; the slice has the median time of each segment, and all times beside it.  On a
 GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from kernels,
-and in every second one of the others only the host is clocked (``slicer.clock``).  A job of one or
-two steps has only its last recorded.  The slice is written when the job has trained.
+and in a third of the others only the host is clocked (``slicer.clock``).  A job of one or two steps
+has only its last recorded.  The slice is written when the job has trained.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ class StockCapture:
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
         self._beside = self._next = False  # whether the iteration that is recorded has one
+        self._evaluates = False  # some had
         self._tracer: Any = None
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
-        self._timed = False  # the last iteration's segments were only timed
+        self._quick = False  # the iteration that is recorded is not written down, only timed
+        self._written = self._traced = False  # of ``_recordings``: one was
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def _check_others(self, force: bool) -> None:
@@ -102,20 +104,23 @@ class StockCapture:
             if self._recorder is None:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
-            self._start(last=number == wanted - 1)
+            # of a job with evaluations the last iteration may have one
+            self._start(late=number >= wanted - (3 if self._evaluates else 1))
 
-    def _start(self, last: bool) -> None:
-        """Record the iteration that begins, or only clock the host in it."""
-        cuda = self.tier.name == "cuda"
-        if cuda and self._timed and not last:
-            self._timed = False
+    def _start(self, late: bool) -> None:
+        """Record the iteration that begins, or only clock the host in it: one of three."""
+        cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
+        if self._traced:  # which takes the host a second or two afterwards
+            return
+        if cuda and not late and timed >= 2 * (len(self._clocks) + 1):
             self._recorder.clock.start()
             return
-        if cuda and last and len(self._recordings) > 1:
+        if cuda and late and timed > 0:
             self._tracer = Tracer()
-        # where two in a row have an evaluation, all have
-        self._timed = bool(self._recordings) or len(self._others) > 1
-        self._recorder.start(quick=self._timed)
+        # where two in a row have an evaluation, all may have
+        hopeless = len(self._others) > 1 and not self._recordings
+        self._quick = self.tier.name != "meta" and (self._written or hopeless)
+        self._recorder.start(quick=self._quick)
 
     def _install(self, proof: Any) -> None:
         from megatron_prism.slicer import watch
@@ -132,14 +137,20 @@ class StockCapture:
         """An evaluation follows: iterations without one are preferred, and without one before that
         took something off them."""
         self._beside = self._recorder is not None
-        self._next = gathered
+        self._next, self._evaluates = gathered, True
 
     def _keep(self) -> None:
         if self._recorder.clock.running:
             clocked = self._recorder.clock.stop()
             self._clocks += [] if self._beside else [clocked]
-        else:
-            (self._others if self._beside else self._recordings).append(self._stopped())
+        elif self._recorder.active:
+            recording = self._stopped()
+            if self._beside:
+                self._others.append(recording)
+            else:
+                self._recordings.append(recording)
+                self._written = self._written or not self._quick
+                self._traced = recording.busy is not None
         self._beside = self._next
         self._next = False
 
@@ -164,6 +175,10 @@ class StockCapture:
         if (world := current()) is not None:
             world.recorder = None
 
+    def kept(self) -> list[Any]:
+        """The recordings that count, of which one at least was written down."""
+        return self._recordings if self._written else [*self._others, *self._recordings]
+
     def finish(self, proof: Any) -> Path:
         """Write the slice; returns where."""
         from megatron_prism.slicer.recordings import typical
@@ -171,8 +186,7 @@ class StockCapture:
         if self._recorder is not None:
             self._keep()
             self._remove(proof)
-        kept = self._recordings or self._others
-        self.program, self.num_iterations = typical(kept, self._own_ns, self._clocks)
+        self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)

@@ -2,8 +2,8 @@
 
 Recording a segment takes it no time of its own, but what recording does in between costs the CPU's
 caches and queues more events, and the segment is slower on the host for it (about a tenth on shared
-H200 hosts).  So every second timed iteration is only clocked: from one train step to the next,
-without the calls to virtual peers and the waits for the device, as segments are.
+H200 hosts).  So some iterations are only clocked: from one train step to the next, without the
+calls to virtual peers and the waits for the device, as segments are.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _apart(
     issued = np.rint(middle * scale).astype(np.int64)
     # the trace slows the host down, so of its first launch only the place in the segment counts
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
-    place = np.clip(busy[1] / np.maximum(1, length), 0, 1)
+    place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(place * issued).astype(np.int64)
     program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)

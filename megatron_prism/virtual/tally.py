@@ -44,10 +44,14 @@ class Tally:
             self._ways[group, group_size, op, distance, self.batched] = None
         entry = self._counts.get((group, group_size, op))
         if entry is None:
-            self._counts[group, group_size, op] = [1, num_bytes]
-        else:
-            entry[0] += 1
-            entry[1] += num_bytes
+            self._counts[group, group_size, op] = [1, num_bytes, num_bytes, num_bytes]
+            return
+        entry[0] += 1
+        entry[1] += num_bytes
+        if num_bytes > entry[3]:
+            entry[3] = num_bytes
+        elif num_bytes < entry[2]:
+            entry[2] = num_bytes
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -62,9 +66,15 @@ class Tally:
         """With whom messages went, in the order of the first."""
         return tuple(self._ways)
 
+    def sizes(self) -> list[tuple[str, int, str, int]]:
+        """(group, its size, collective, bytes) of the smallest and of the largest call of each."""
+        return [
+            (*key, size) for key, entry in self._counts.items() for size in sorted(set(entry[2:]))
+        ]
+
     def rows(self) -> list[Row]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""
-        rows = [Row(g, n, op, calls, size) for (g, n, op), (calls, size) in self._counts.items()]
+        rows = [Row(*key, entry[0], entry[1]) for key, entry in self._counts.items()]
         return sorted(rows, key=lambda r: (-r.bytes, -r.calls, r.group, r.group_size, r.op))
 
     def copy(self) -> Tally:
@@ -77,9 +87,8 @@ class Tally:
     def since(self, earlier: Tally) -> Tally:
         """What was added after ``earlier`` was copied from this tally."""
         delta = Tally()
-        for key, (calls, size) in self._counts.items():
+        for key, (calls, size, *ends) in self._counts.items():
             before = earlier._counts.get(key, (0, 0))
             if calls != before[0]:
-                delta._counts[key] = [calls - before[0], size - before[1]]
-        delta._ways = {way: None for way in self._ways if way not in earlier._ways}
+                delta._counts[key] = [calls - before[0], size - before[1], *ends]
         return delta
