@@ -3,7 +3,7 @@
 ``python benchmarks/tracking.py [--times 2]``
 
 Stage 0 of the main job (Llama-3-70B, 4 microbatches, 8 iterations) in fresh processes, in turns:
-without the mode that counts, with that mode answering operators but not counting (``shapes.quick``
+without the mode that counts, with that mode answering operators but not counting (``shapes.answer``
 saves some of what any dispatch mode costs), and as it is.  Processor time of the fastest iteration.
 """
 
@@ -24,8 +24,13 @@ from megatron_prism import recipe
 from megatron_prism.plugin import rank_job
 from megatron_prism.tiers import live, shapes
 
+known = {}
+
 def answers(self, func, types, args=(), kwargs=None):
-    out = shapes.quick(func, args, kwargs)
+    found = known.get(id(func), known)
+    if found is known:
+        found = known[id(func)] = shapes.answer(func)
+    out = None if found is None else found(args, kwargs)
     return func(*args, **(kwargs or {})) if out is None else out
 
 if sys.argv[1] == "without":

@@ -9,7 +9,6 @@ lowest address); a block is split if 512 B or more (small), more than 1 MiB (lar
 neighbours that are both free merge.  With expandable segments each pool is one segment that grows
 in pages (2 and 20 MiB) at its end, and its free end is used last.  Under a limit, segments that are
 all free are given back before memory has run out, and single pages of expandable segments.
-
 Not modelled: garbage collection, private pools, and memory outside the allocator.
 """
 
@@ -94,19 +93,22 @@ def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
             machine.free(late.popleft()[1])
         if change > 0:
             sizes[storage] = sizes.get(storage, 0) + change
-            try:
-                machine.malloc(storage, change, *stream)
-            except _OutOfMemory:
-                state, size = machine.state, machine.settings.rounded(change)
-                state.full = Full(number, size, state.reserved, state.allocated)
-                return state
+            while True:
+                try:
+                    machine.malloc(storage, change, *stream)
+                    break
+                except _OutOfMemory:
+                    if not late:
+                        state, size = machine.state, machine.settings.rounded(change)
+                        state.full = Full(number, size, state.reserved, state.allocated)
+                        return state
+                for _ in range(len(late)):  # before torch says no it waits for other streams
+                    machine.free(late.popleft()[1])
         elif change < 0:
             left = sizes.get(storage, 0) + change
             if left < 0:
-                raise UsageError(
-                    f"storage {storage} gives back {-change} bytes and has {left - change}",
-                    fix="capture the program again",
-                )
+                said = f"storage {storage} gives back {-change} bytes and has {left - change}"
+                raise UsageError(said, fix="capture the program again")
             sizes[storage] = left
             if left == 0:
                 del sizes[storage]
@@ -154,8 +156,7 @@ class Machine:
             self._give(block)
 
     def release(self) -> int:
-        """Give back every segment that is all free (``empty_cache``), and of expandable segments
-        every page that is; returns their bytes."""
+        """Give back every free segment or expandable page (``empty_cache``); their bytes."""
         state, before = self.state, self.state.reserved
         for block in list(self.blocks.values()):
             if block.before is None and block.after is None:
@@ -169,8 +170,7 @@ class Machine:
         return before - state.reserved
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole pages of a free block.  Their addresses are not used again: what
-        comes later is mapped at the end, which takes as many pages."""
+        """Give back the whole pages of a free block; what comes later is mapped at the end."""
         page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
         base = block.address // GAP * GAP
         first = base + -(-(block.address - base) // page) * page

@@ -209,18 +209,16 @@ def growth(program: Program) -> tuple[Holding, ...] | None:
 def overflow(
     program: Program, limit: int, settings: allocator.Settings | None = None
 ) -> Overflow | None:
-    """Where the program runs out of ``limit`` bytes of segments; None if they are enough."""
+    """Where the program runs out of ``limit`` bytes of segments; None if they are enough for its
+    iteration, and for all that the process had asked for before, where that is known."""
     full = allocator.replay(_changes(program), settings, limit).full
     if full is None:
-        return None
+        full = allocator.replay(program.history.tolist(), settings, limit).full
+        return None if full is None else Overflow(None, "", full.size, full.reserved)
     row = program.allocations[full.event]
     at = min(int(row["before"]), len(program) - 1)
-    return Overflow(
-        program[at] if at else None,
-        _split(program.strings[row["note"]])[2],
-        full.size,
-        full.reserved,
-    )
+    site = _split(program.strings[row["note"]])[2]
+    return Overflow(program[at] if at else None, site, full.size, full.reserved)
 
 
 def _origin(

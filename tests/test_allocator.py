@@ -292,6 +292,11 @@ def test_what_another_stream_uses_comes_back_when_the_device_is_past_it():
     assert replay([(0, size, 0, 0), (0, -size, 0, 5), (1, size, 0, 5)]).peak_reserved == size
     used_later = [(0, size, 0, 0), (0, 0, 1, 1), (1, size, 0, 2), (1, -size, 0, 3), (2, size, 0, 4)]
     assert replay(used_later).peak_reserved == 2 * size  # storage 1 was on one stream only
+    # before torch says that there is no room it waits for the other stream
+    short = [(0, size, 0, 0), (0, 0, 1, 1), (0, -size, 0, 1), (1, size, 0, 2)]
+    assert replay(short).peak_reserved == 2 * size
+    assert replay(short, limit=size + 1).full is None
+    assert replay(short, limit=size + 1).peak_reserved == size
 
 
 def test_an_emptied_cache_gives_back_what_is_whole():

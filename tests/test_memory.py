@@ -5,6 +5,7 @@ import io
 import os
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -254,6 +255,20 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     assert memory.overflow(program, limit + missing) is None
     assert not any(c.fails for c in memory_baseline.compare(now, now, limit=limit + missing))
     assert memory.overflow(made.of(0), limit) is None
+
+
+def test_what_came_before_the_iteration_may_not_fit():
+    builder = Builder()
+    builder.memory(0, 150 << 20, "a @core/a.py:1")
+    builder.add("compute", ns=1)
+    builder.memory(0, -(150 << 20), "")
+    size = 600 << 20
+    rows = [[0, size, 0, 0], [0, -size, 0, 1], [1, 150 << 20, 0, 2], [1, -(150 << 20), 0, 3]]
+    program = dataclasses.replace(builder.build(0), history=np.array(rows))
+    assert memory.overflow(program, 700 << 20) is None
+    place = memory.overflow(program, 500 << 20)
+    assert (place.where, place.size, place.reserved) == ("before the iteration", size, 0)
+    assert memory.overflow(program, 100 << 20).size == 150 << 20
 
 
 def test_every_stream_has_a_pool_of_its_own(tmp_path):

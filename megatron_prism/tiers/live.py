@@ -176,9 +176,11 @@ class LiveBytes(TorchDispatchMode):
             self._mark()
 
     def _tell(self, number: int, change: int) -> None:
+        if not change:  # to the history 0 bytes mean something else
+            return
         if self.history is not None:
             self.history.moved(number, change)
-        if self.meter is not None and change:
+        if self.meter is not None:
             note = self.meter.moved(number, change)
             if note:
                 self._notes[number] = note

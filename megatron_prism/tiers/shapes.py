@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["answer", "quick"]
+__all__ = ["answer"]
 
 _META = torch.device("meta")
 _KNOWN = frozenset(("alpha", "approximate"))  # keywords that change no shape and no type
@@ -22,12 +22,6 @@ _aten = torch.ops.aten
 def answer(func: Any) -> Any:
     """What makes the result of ``func`` from (args, kwargs), or None where torch is to be asked."""
     return _ANSWERS.get(func)
-
-
-def quick(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, or None: ask torch."""
-    found = answer(func)
-    return None if found is None else found(args, kwargs)
 
 
 def _rows(tensor: torch.Tensor) -> bool:
