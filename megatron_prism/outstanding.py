@@ -107,11 +107,13 @@ class State:
                 self.enqueued[name, rank] = status.enqueued
                 self.completed[name, rank] = status.completed
         for entry in dump.entries:
+            key = (entry.group, rank)
             if entry.group in self.pairs or entry.group not in dump.status:
-                key = (entry.group, rank)
                 self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
                 if entry.done and not entry.pair:
                     self.completed[key] = max(self.completed.get(key, -1), entry.seq)
+            elif not entry.done and entry.seq <= self.completed.get(key, -1):
+                self.completed[key] = entry.seq - 1  # gloo counts calls that failed, too
 
     def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
         found = [

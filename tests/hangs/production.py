@@ -253,6 +253,17 @@ def of_an_earlier_moment(rank, calls):
     return change
 
 
+def failed_calls_counted(*ranks):
+    """As gloo does: a call that failed is counted as completed, though its record is open."""
+
+    def change(values):
+        for rank in ranks:
+            for status in values[rank]["pg_status"].values():
+                status["last_completed_collective"] = status["last_enqueued_collective"]
+
+    return change
+
+
 def earlier_of(rank, calls, outstanding_only):
     """The same, of dumps that may have outstanding calls only."""
 
@@ -457,6 +468,10 @@ CASES = (
     # nobody
     case("two dumps of an earlier moment", "", GIL, {10}, "host stuck", files=lambda values: [
          of_an_earlier_moment(r, 45)(values) for r in (4, 13)]),
+    case("failed calls counted as completed", "gloo", GIL, {10}, "host stuck",
+         files=failed_calls_counted(8)),
+    case("failed calls counted by one, outstanding only", "gloo", GIL, {10}, "host stuck",
+         files=failed_calls_counted(14), how=ACTIVE),
     case("killed, and another's dump lost", "a message waits for the one, a call for the other",
          stands(10, part="2", at=77, silent=True), {10}, "missing dump", files=lost(12)),
     case("half a node of tensor parallel pairs lost", "ranks 4 to 7 without a dump", stands(
