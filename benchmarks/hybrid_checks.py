@@ -139,22 +139,35 @@ def overhead(sitting: Checks, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def straggler(sitting: Checks, args: argparse.Namespace) -> dict[str, Any]:
-    """Iteration times beside a slow rank: real, felt by every other rank, replayed."""
+    """By how much does a slow rank slow the job down?  Real, felt by every other rank, replayed.
+
+    Bounded is the slowdown: the same run without a slow rank is what each is compared with, so a
+    host that changes between sittings does not count."""
     flags = sitting.pace()
+    others = [[rank] for rank in range(NUM_RANKS) if rank != int(args.slow)]
+
+    def felt_of(name: str, more: list[str]) -> list[float | None]:
+        return [_median(steps_of(one)) for one in sitting.emulated(name, others, [*flags, *more])]
+
+    real_before, felt_before = sitting.plain("plain"), felt_of("beside", [])
     rows = []
     for factor in args.factors.split(","):
         real = sitting.plain(f"slow-{factor}", args.slow, factor)
-        others = [[rank] for rank in range(NUM_RANKS) if rank != int(args.slow)]
-        slow = ["--prism-slow", f"{args.slow}:{factor}"]
-        found = sitting.emulated(f"beside-{factor}", others, [*flags, *slow])
-        felt = [_median(steps_of(one)) for one in found]
-        errors = [_percent(ms, real) for ms in felt]
+        felt = felt_of(f"beside-{factor}", ["--prism-slow", f"{args.slow}:{factor}"])
+        slowdown = _times(real, real_before)
+        felt_slowdown = [_times(*pair) for pair in zip(felt, felt_before, strict=True)]
+        errors = [_percent(one, slowdown) for one in felt_slowdown]
         rows.append({
-            "factor": factor, "real_ms": real, "felt_ms": felt, "errors_percent": errors,
+            "factor": factor, "real_ms": real, "felt_ms": felt, "real_slowdown": slowdown,
+            "felt_slowdown": felt_slowdown, "errors_percent": errors,
             "replayed_ms": sitting.replayed(args.slow, factor),
             "met": all(e is not None and abs(e) <= STRAGGLER for e in errors),
         })  # fmt: skip
-    return {"slow": args.slow, "rows": rows}
+    return {"slow": args.slow, "real_ms": real_before, "felt_ms": felt_before, "rows": rows}
+
+
+def _times(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else round(after / before, 4)
 
 
 CHECKS = {"pairs": pairs, "overhead": overhead, "straggler": straggler}
