@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,3 +167,24 @@ def test_a_device_by_its_number_is_the_tiers(target):
         with torch.device(0):  # as Megatron's yarn embedding does
             assert torch.ones(2).device.type == target
         assert torch.device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("file", "heard"),
+    [("megatron/core/tensor_parallel/random.py", []), ("megatron/training/x.py", ["item", "bool"])],
+)
+def test_reads_of_what_is_the_hosts_wait_for_no_device(file, heard, monkeypatch):
+    """Megatron compares states of the CPU's generator, which no GPU holds."""
+    import torch
+
+    from megatron_prism.tiers import cuda_stubs
+    from megatron_prism.tiers.remap import Remap
+
+    told = []
+    monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))
+    scope = {}
+    text = "def read(torch, a):\n    return torch.all(a == a).item(), bool((a == a).all())\n"
+    exec(compile(text, f"/somewhere/{file}", "exec"), scope)
+    with Remap("cpu"):
+        assert scope["read"](torch, torch.zeros(3)) == (True, True)
+    assert told == heard
