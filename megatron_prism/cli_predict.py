@@ -32,7 +32,7 @@ def predict(args: argparse.Namespace) -> int:
     prism predict DIR
     prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
 
-    variability= is fitted (to the timed iterations of DIR: the default where there are any), the
+    variability= is fitted (to the timed iterations of DIR: the default if there are five), the
     name of shipped spreads (the default elsewhere, with --against and case=: public) or a JSON file
     like costs/variability/public.json; samples= how many iterations of the whole world are
     drawn; slow= the factor of the one slow GPU.  Calls that calibration= has samples of vary as
