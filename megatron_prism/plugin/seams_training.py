@@ -128,11 +128,6 @@ def _label_optimizer(optimizer: Any, proof: Any) -> None:
     optimizer.step = step
 
 
-def _gathers(args: Any) -> bool:
-    """Whether an evaluation leaves gathered parameters behind."""
-    return bool(getattr(args, "overlap_param_gather", False))
-
-
 def _followed_by_more(args: Any) -> bool:
     """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
     @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone."""
@@ -146,6 +141,10 @@ def _prove(module: ModuleType, context: Context) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     proof = context.proof
 
+    def beside() -> None:
+        """What comes now leaves gathered parameters behind where gathers overlap."""
+        proof.beside(bool(getattr(_get_args(), "overlap_param_gather", False)))
+
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
@@ -157,7 +156,7 @@ def _prove(module: ModuleType, context: Context) -> None:
                 result = original(*args, **kwargs)
                 proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
             if _followed_by_more(_get_args()):
-                proof.beside(_gathers(_get_args()))
+                beside()
             return result
 
         return call
@@ -171,24 +170,22 @@ def _prove(module: ModuleType, context: Context) -> None:
 
     def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            proof.beside(_gathers(_get_args()))
+            beside()
             with proof.part("evaluation"):
                 return original(*args, **kwargs)
 
         return call
 
-    def beside(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gathers(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            proof.beside(_gathers(_get_args()))
+            beside()
             return original(*args, **kwargs)
 
         return call
 
     _wrap(module, "train_step", step)
     _wrap(module, "evaluate", evaluate)
-    _wrap(
-        module, "disable_forward_pre_hook", beside
-    )  # gathers before an evaluation or a checkpoint
+    _wrap(module, "disable_forward_pre_hook", gathers)  # before evaluations and checkpoints
     _wrap(module, "pretrain", whole)
 
 

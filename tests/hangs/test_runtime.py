@@ -1,6 +1,5 @@
 """Faults of running ranks and the strict rendezvous: in process, and on whole jobs."""
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs import TRAINING
 from torch import distributed as dist
 
 from megatron_prism import fault_plan
@@ -479,12 +479,7 @@ def test_a2_sft_broadcasts_of_two_real_ranks():
 # -- whole jobs -----------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.megatron
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None
-    or importlib.util.find_spec("megatron.training") is None
-    or sys.version_info < (3, 12),
-    reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
-)
+@TRAINING
 def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
     sys.path.insert(0, str(HERE.parent / "megatron"))
     from test_pretrain import JOB, run

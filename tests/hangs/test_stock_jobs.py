@@ -4,24 +4,14 @@ train steps, and a fault right after an evaluation is found.
 Needs megatron.training (0.19).  Every job is captured and compared under the same command line.
 """
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from needs import TRAINING
 
 HERE = Path(__file__).parent
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None
-        or importlib.util.find_spec("megatron.training") is None
-        or sys.version_info < (3, 12),
-        reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
 JOB = """
 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32

@@ -1,7 +1,6 @@
 """No flag, no effect: with the package installed, a run that asks for nothing is the run it was."""
 
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import re
@@ -9,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from needs import TRAINING
 
 pytest.importorskip("megatron.core")
 SCRIPT = pathlib.Path(__file__).with_name("train_by_hand.py")
@@ -21,10 +21,6 @@ pytestmark = [
         reason="megatron_prism is not installed, so torch does not attach it",
     ),
 ]
-TRAINING = pytest.mark.skipif(
-    sys.version_info < (3, 12) or importlib.util.find_spec("megatron.training") is None,
-    reason="pretrain_tiny.py needs megatron.training 0.19",
-)
 
 LIGHT = {"megatron_prism", "megatron_prism._attach"}  # all that the attach itself may import
 

@@ -4,7 +4,6 @@ Each case is a process: attach, emulate, verdict, exit status.  Needs megatron.t
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
@@ -13,17 +12,10 @@ import subprocess
 import sys
 
 import pytest
+from needs import TRAINING
 
 SCRIPT = pathlib.Path(__file__).with_name("pretrain_tiny.py")
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.skipif(
-        importlib.util.find_spec("megatron") is None
-        or importlib.util.find_spec("megatron.training") is None
-        or sys.version_info < (3, 12),
-        reason="megatron.training 0.19 needs Python 3.12 and megatron-core[training]",
-    ),
-]
+pytestmark = [pytest.mark.megatron, TRAINING]
 
 JOB = """
 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
