@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from groundtruth import COMMON, CONFIGS, MOE, NUM_RANKS, TE
+from groundtruth import COMMON, CONFIGS, LOCAL, MOE, NUM_RANKS, TE
 
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
@@ -62,7 +62,17 @@ JOBS8 = {
     " --fp8-format hybrid",
     "llama3_8b_tp4dp2": f"{TE} {LLAMA3_8B} --tensor-model-parallel-size 4 {SP} {OVERLAP}",
 }
-EVERY = {4: JOBS, 8: JOBS8}  # by GPUs
+TWO = "--tensor-model-parallel-size 2"
+JOBS2 = {  # what two GPUs can say about the same effects
+    "tp2": f"{LOCAL} {TWO}",
+    "pp2": f"{LOCAL} {PP2}",
+    "dp2ov": f"{LOCAL} --num-layers 8 {OVERLAP}",
+    "te_tp2sp": f"{TE} {TWO} {SP}",
+    "te_pp2vp2": f"{TE} {PP2} --num-layers-per-virtual-pipeline-stage 4",
+    "te_moe_ep2": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')}",
+    "llama7b_tp2": f"{TE} {LLAMA_7B} {TWO} --num-layers 16 --global-batch-size 8",
+}
+EVERY = {2: JOBS2, 4: JOBS, 8: JOBS8}  # by GPUs
 BOUND_MEAN, BOUND_MAX = 2.0, 5.0  # percent
 
 
@@ -143,7 +153,7 @@ class Sitting:
         if file.exists():
             return read_calibration(file)
         words = ["-m", "megatron_prism", "calibrate", "-o", str(file)]
-        words += [f"processes={NUM_RANKS}"]
+        words += [f"processes={min(self.num_ranks, NUM_RANKS)}"]
         self._start("calibrate", words).wait()
         return read_calibration(file)
 

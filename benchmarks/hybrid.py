@@ -2,12 +2,12 @@
 
 ``python benchmarks/hybrid.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR] [--gpus 4]``
 
-On a host with 4 (or 8) GPUs, for every configuration of ``accuracy.py``: every rank alone with
-``--prism-capture``; the prediction from those slices and one ``prism calibrate`` of 4 GPUs, written
-down before the real job runs; then the real job, and every rank alone with ``--prism-pace``.  Ranks
-alone run side by side, each on a GPU of its own (the one that runs it in the job).  Nothing is
-fitted to the real runs.  With ``--gpus 1`` ranks come one
-after the other, without real runs or calibration, each stage captured by ``--prism-pace`` itself.
+On a host with 4 (or 2, or 8) GPUs, for every configuration of ``accuracy.py``: every rank alone
+with ``--prism-capture``; the prediction from those slices and one ``prism calibrate`` of 4 GPUs,
+written down before the real job runs; then the real job, and every rank alone with ``--prism-
+pace``. Ranks alone run side by side, each on a GPU of its own (the one that runs it in the job).
+Nothing is fitted to the real runs. With ``--gpus 1`` ranks come one after the other, without real
+runs or calibration, each stage captured by ``--prism-pace`` itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Hybrid(Sitting):
     def __init__(self, scripts: Path, work: Path, gpus: int) -> None:
         super().__init__(scripts, work)
         self.gpus = gpus
-        self.num_ranks = max(NUM_RANKS, gpus)
+        self.num_ranks = NUM_RANKS if gpus == 1 else gpus
 
     def paced(self, config: str, ranks: list[int]) -> list[dict[str, Any]]:
         """The summary of every rank, alone with paced peers; {} where one failed."""

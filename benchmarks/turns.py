@@ -1,0 +1,332 @@
+"""Real and emulated iterations in turns: what is left of the error when the host changes for both?
+
+``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
+[--beside 5] [--alone-steps 11] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
+[--json OUT] [--work DIR]``
+
+Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
+one after the other do not see the same host.  Here the processes of the real job and of the
+emulated ranks stay in memory side by side (each rank on the GPU that it has in the job), and only
+one job makes train steps at a time: a few of the real one, a few of the other, and again
+(``turnstile.py``).  For every configuration:
+
+1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
+   the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
+   ``tails_reality.py`` wants);
+2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
+   ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
+   real job slowed so.
+
+The first iteration of a turn does not count.  Errors are of medians; beside them the spread of the
+real job's turns, and of the emulated ones.  One ``prism calibrate`` comes first, unless the work
+folder has its ``calibration.json``; nothing is fitted to the real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, predict
+from groundtruth import NUM_RANKS
+from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
+
+from megatron_prism.errors import PrismError
+
+ENDLESS = 1000  # train steps of a job that is stopped by us
+PATIENCE_S = 150.0  # for one turn, start-up included
+
+
+@dataclass
+class Runner:
+    """The processes of one job, and what they have done so far."""
+
+    name: str
+    folder: Path
+    num_processes: int
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    steps: int = 0
+    turns: list[list[float]] = field(default_factory=list)  # ms of each turn's iterations
+
+    def open(self, steps: int) -> None:
+        """Let everybody make ``steps`` train steps in all; 0 starts the program."""
+        new = self.folder / "go.new"
+        new.write_text(str(steps))
+        new.replace(self.folder / "go")
+
+    def stopped(self) -> bool:
+        """Whether everybody has come to rest after the steps they may make."""
+        files = sorted(self.folder.glob("rank-*.json"))
+        found = [json.loads(file.read_text())["steps"] for file in files]
+        return len(found) == self.num_processes and all(steps >= self.steps for steps in found)
+
+    def wait(self) -> bool:
+        """Until everybody has; False if somebody ended, or it takes too long."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.stopped():
+            gone = any(process.poll() is not None for process in self.processes)
+            if time.monotonic() > until or gone and not self.stopped():
+                return False
+            time.sleep(0.01)
+        return True
+
+    def turn(self, steps: int, skipped: int = 1) -> bool:
+        """Make ``steps`` train steps; the first ``skipped`` iterations do not count."""
+        before, self.steps = self.steps, self.steps + steps
+        self.open(self.steps)
+        if not self.wait():
+            return False
+        self.turns.append(self.lead()[before:][skipped:])
+        return True
+
+    def lead(self) -> list[float]:
+        """ms from start to start of the first rank's iterations; the last of a turn runs to its
+        stop."""
+        file = min(self.folder.glob("rank-*.json"))
+        stored = json.loads(file.read_text())
+        starts = [*stored["starts_ns"], stored["stopped_ns"]]
+        return [(b - a) / 1e6 for a, b in zip(starts, starts[1:], strict=False)]
+
+    def memory(self) -> list[dict[str, int]]:
+        """Peaks by rank, bytes."""
+        files = sorted(self.folder.glob("rank-*.json"))
+        kept = ("allocated_peak", "reserved_peak")
+        return [{k: json.loads(file.read_text()).get(k, 0) for k in kept} for file in files]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait()
+
+
+class Turns(Hybrid):
+    """A sitting in which jobs take turns."""
+
+    steps = 5  # of a turn
+    beside = 5  # of the real job's turns before and after the captures
+
+    def runner(self, name: str, *commands: tuple[list[str], dict[str, str]], ranks: int) -> Runner:
+        """Start commands behind a turnstile; their programs wait."""
+        folder = self.work / f"{name}-turns"
+        folder.mkdir(parents=True)
+        made = Runner(name, folder, ranks)
+        program = str(Path(__file__).with_name("turnstile.py"))
+        for index, (words, environment) in enumerate(commands):
+            at = next(i for i, word in enumerate(words) if word == "@")
+            words = [*words[:at], program, str(folder), *words[at + 1 :]]
+            made.processes.append(self._start(f"{name}-{index}", words, **environment))
+        return made
+
+    def real_job(self, config: str, *slow: str) -> Runner:
+        """The real job, its rank ``slow[0]`` ``slow[1]`` times as slow."""
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(self.num_ranks), "@"]
+        program = [str(Path(__file__).with_name("slow_rank.py")), *slow, "-"] if slow else []
+        name = "-".join([config, "real", *slow])
+        words = [*launcher, *program, *self.job(config, ENDLESS)]
+        return self.runner(name, (words, {}), ranks=self.num_ranks)
+
+    def alone(self, name: str, rank: int, config: str, steps: int, *ours: str) -> Runner:
+        """One emulated rank."""
+        words = ["@", "-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
+        words += ["--prism-ranks", str(rank), "--prism-force", *ours]
+        words += ["--prism-out", str(self.work / f"{name}-{rank}"), "--", *self.job(config, steps)]
+        return self.runner(f"{name}-{rank}", (words, {"CUDA_VISIBLE_DEVICES": str(rank)}), ranks=1)
+
+    def captures(self, config: str, steps: int) -> list[Runner]:
+        """Every rank alone, to be captured."""
+        flags = ["--prism-capture", str(self.work / f"{config}-slices")]
+        ranks = range(self.num_ranks)
+        return [self.alone(f"{config}-capture", r, config, steps, *flags) for r in ranks]
+
+    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str) -> list[Runner]:
+        """Ranks alone, with paced peers."""
+        slices = self.work / f"{config}-slices"
+        flags = ["--prism-pace", str(slices), *more]
+        return [self.alone(f"{config}-{name}", r, config, ENDLESS, *flags) for r in ranks]
+
+
+def everybody(runners: Sequence[Runner]) -> bool:
+    """Wait for all; False if one ended."""
+    return all(list(map(Runner.wait, runners)))
+
+
+def together(runners: Sequence[Runner], steps: int, skipped: int = 1) -> bool:
+    """One turn of several jobs that run side by side on GPUs of their own."""
+    before = [runner.steps for runner in runners]
+    for runner in runners:
+        runner.steps += steps
+        runner.open(runner.steps)
+    fine = everybody(runners)
+    if fine:
+        for runner, begun in zip(runners, before, strict=True):
+            runner.turns.append(runner.lead()[begun:][skipped:])
+    return fine
+
+
+def captured(sitting: Turns, config: str, real: Runner) -> bool:
+    """Phase 1: the captures, between two turns of the real job."""
+    runners = sitting.captures(config, sitting.alone_steps)
+    for runner in (real, *runners):
+        runner.open(0)
+    waiting = everybody((real, *runners))  # booted, none has begun
+    ready = waiting and real.turn(WARM_UP + sitting.beside, WARM_UP)
+    for runner in runners:
+        runner.open(ENDLESS)
+    for runner in runners:
+        for process in runner.processes:
+            process.wait(PATIENCE_S)
+    return ready and real.turn(sitting.beside)
+
+
+def rounds(sitting: Turns, groups: Sequence[Sequence[Runner]], count: int) -> bool:
+    """Phase 2: ``count`` turns of everybody."""
+    for group in groups:
+        for runner in group:
+            runner.open(runner.steps)
+    begun = everybody([runner for group in groups for runner in group])
+    for group in groups:
+        fresh = [runner for runner in group if not runner.steps]
+        begun = begun and together(fresh, WARM_UP)
+        for runner in fresh:
+            runner.turns = []
+    return begun and all(together(group, sitting.steps) for _ in range(count) for group in groups)
+
+
+def median(turns: Sequence[Sequence[float]]) -> float | None:
+    every = [ms for turn in turns for ms in turn]
+    return statistics.median(every) if every else None
+
+
+def spread(turns: Sequence[Sequence[float]]) -> float | None:
+    """How far apart the medians of turns are, percent of the median."""
+    medians = [statistics.median(turn) for turn in turns if turn]
+    whole = median(turns)
+    return 100 * (max(medians) - min(medians)) / whole if whole else None
+
+
+def percent(found: float | None, real: float | None) -> float | None:
+    return None if not found or not real else 100 * (found / real - 1)
+
+
+def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One configuration."""
+    begin = time.time()
+    row: dict[str, Any] = {"config": config, "more": " ".join(sitting.more)}
+    real = sitting.real_job(config)
+    running = [real]
+    try:
+        row["captured"] = captured(sitting, config, real)
+        row["real_ms"] = median(real.turns)
+        row["spread_percent"] = spread(real.turns)
+        row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
+        slices = sitting.work / f"{config}-slices"
+        written = sitting.calibrate()
+        (slices / "calibration.json").write_bytes((sitting.work / "calibration.json").read_bytes())
+        try:
+            row["predicted_ms"] = predict(slices, written)
+        except (PrismError, OSError) as error:
+            print(f"{config}: {error}", file=sys.stderr)
+        real.turns = []
+        if not args.rounds:
+            return row
+        groups = [[real], sitting.paced_ranks(config, "paced", range(sitting.num_ranks))]
+        names = ["real", "paced"]
+        others = [rank for rank in range(sitting.num_ranks) if rank != 1]
+        for factor in args.factors.split(",") if args.factors else ():
+            groups.append([sitting.real_job(config, "1", factor)])
+            flags = ["--prism-slow", f"1:{factor}"]
+            groups.append(sitting.paced_ranks(config, f"beside-{factor}", others, *flags))
+            names += [f"real, 1:{factor}", f"beside 1:{factor}"]
+        running = [runner for group in groups for runner in group]
+        row["whole"] = rounds(sitting, groups, args.rounds)
+        row["groups"] = {
+            name: [{"turns_ms": r.turns, "memory": r.memory()} for r in group]
+            for name, group in zip(names, groups, strict=True)
+        }
+    finally:
+        for runner in running:
+            runner.end()
+        row["took_s"] = round(time.time() - begin, 1)
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> int:
+    """Print what was found; 0 if every bound was met."""
+    replays, felt = [], []
+    for row in rows:
+        turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
+        base = median(turns["real"][0]) if "real" in turns else None
+        error = percent(row.get("predicted_ms"), row.get("real_ms"))
+        replays += [] if error is None else [error]
+        print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
+              f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
+        for name, runs in turns.items():
+            medians = [median(run) for run in runs]
+            errors = [percent(ms, base) for ms in medians]
+            felt += [e for e in errors if e is not None] if name == "paced" else []
+            print(f"  {name}: {', '.join(map(_ms, medians))} ({', '.join(map(_percent, errors))}), "
+                  f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
+    ends = []
+    for name, errors, mean, most in (
+        ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX)
+    ):  # fmt: skip
+        if errors:
+            found = statistics.fmean(map(abs, errors)), max(map(abs, errors))
+            print(f"{name}: mean |error| {found[0]:.2f} % (bound {mean}), "
+                  f"most {found[1]:.2f} % ({most})")  # fmt: skip
+            ends.append(found[0] <= mean and found[1] <= most)
+    return 0 if len(ends) == 2 and all(ends) else 1
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.2f} %"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("scripts", type=Path)
+    parser.add_argument("--gpus", type=int, choices=tuple(EVERY), default=NUM_RANKS)
+    parser.add_argument("--configs", help="by default all of that many GPUs")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=Turns.steps, help="of a turn")
+    parser.add_argument("--beside", type=int, default=Turns.beside, help="of turns of phase 1")
+    parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
+    parser.add_argument("--more", default="", help="arguments that every job gets, too")
+    parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
+    parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        sitting = Turns(args.scripts, work, args.gpus)
+        sitting.steps, sitting.beside = args.steps, args.beside
+        sitting.alone_steps = args.alone_steps
+        sitting.more = tuple(args.more.split())
+        sitting.calibrate()
+        for config in (args.configs or ",".join(EVERY[sitting.num_ranks])).split(","):
+            rows.append(measure(sitting, config, args))
+            table(rows[-1:])
+            if args.json is not None:  # what is there is worth having if the rest fails
+                args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    return table(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A process whose train steps happen in turns: it waits before a step until that step may begin.
+
+``python benchmarks/turnstile.py DIR (-m MODULE | SCRIPT) arguments…`` imports what takes long,
+waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
+stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
+(ns of the clock that all processes of a host share) and the peaks so far, in bytes. ``turns.py``
+is at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs
+between two stops is untouched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LOOK_S = 0.005  # between two looks at ``go``
+_HEAVY = (
+    "numpy",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformer_engine.pytorch",
+)
+
+
+class Turnstile:
+    """Lets a process through while ``go`` allows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.starts: list[int] = []
+
+    def allowed(self) -> int:
+        """How many steps may have begun; -1 as long as nothing may."""
+        try:
+            return int((self.folder / "go").read_text() or -1)
+        except FileNotFoundError:
+            return -1
+
+    def step(self) -> None:
+        """Before a train step."""
+        if len(self.starts) >= self.allowed():
+            self.tell()
+            while len(self.starts) >= self.allowed():
+                time.sleep(LOOK_S)
+        self.starts.append(time.monotonic_ns())
+
+    def tell(self) -> None:
+        """Come to rest and say how far this process is."""
+        import torch
+
+        found = {"steps": len(self.starts), "starts_ns": self.starts}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            found["allocated_peak"] = torch.cuda.max_memory_allocated()
+            found["reserved_peak"] = torch.cuda.max_memory_reserved()
+        found["stopped_ns"] = time.monotonic_ns()
+        file = self.folder / f"rank-{os.environ.get('RANK', '0')}.json"
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(found))
+        new.replace(file)
+
+    def install(self) -> None:
+        """Wrap ``train_step`` once everybody else has, which is when training begins."""
+        from megatron_prism.plugin.hooks import after_import
+
+        def at_training(module: Any) -> None:
+            train = module.train
+
+            def whole(*args: Any, **kwargs: Any) -> Any:
+                train_step = module.train_step
+
+                def step(*args: Any, **kwargs: Any) -> Any:
+                    self.step()
+                    return train_step(*args, **kwargs)
+
+                module.train_step = step
+                return train(*args, **kwargs)
+
+            module.train = whole
+
+        after_import("megatron.training.training", at_training)
+
+
+def _preload() -> None:
+    for name in _HEAVY:
+        with suppress(ImportError):  # whatever a job needs and lacks it says itself
+            importlib.import_module(name)
+
+
+def main() -> None:
+    turnstile = Turnstile(Path(sys.argv[1]))
+    program = sys.argv[2:]
+    _preload()
+    while turnstile.allowed() < 0:
+        time.sleep(LOOK_S)
+    turnstile.install()
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+    turnstile.tell()
+
+
+if __name__ == "__main__":
+    main()
