@@ -5,11 +5,15 @@ waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
 (ns of the clock that all processes of a host share) and the peaks so far, in bytes. ``turns.py``
 is at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs
-between two stops is untouched.
+between two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the
+host did in every step: calls of process groups, ns in them, ns of garbage collection, ns of
+processor time (clocks take about 1 us a call).
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import json
 import os
@@ -21,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 LOOK_S = 0.005  # between two looks at ``go``
+_METHODS = ("allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base",
+            "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "barrier", "send",
+            "recv", "_start_coalescing", "_end_coalescing")  # fmt: skip
 _HEAVY = (
     "numpy",
     "torch._dynamo",
@@ -31,12 +38,54 @@ _HEAVY = (
 )
 
 
+class Host:
+    """What the host does, added up: ``read`` gives [calls, ns in calls, ns of gc, ns of cpu]."""
+
+    def __init__(self) -> None:
+        self.calls = self.in_calls = self.in_gc = self._gc_began = 0
+        self.methods: dict[str, list[int]] = {}
+
+    def install(self) -> None:
+        """Time the methods of the job's process groups, and the garbage collector."""
+        from torch import distributed as dist
+
+        kind = type(dist.distributed_c10d._get_default_group())
+        for name in _METHODS:
+            setattr(kind, name, self._timed(name, getattr(kind, name)))
+        gc.callbacks.append(self._collected)
+
+    def _timed(self, name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter_ns()
+            made = method(*args, **kwargs)
+            ns = time.perf_counter_ns() - begin
+            self.calls += 1
+            self.in_calls += ns
+            self.methods.setdefault(name, []).append(ns)
+            return made
+
+        return call
+
+    def _collected(self, phase: str, info: Any) -> None:
+        now = time.perf_counter_ns()
+        if phase == "start":
+            self._gc_began = now
+        else:
+            self.in_gc += now - self._gc_began
+
+    def read(self) -> list[int]:
+        return [self.calls, self.in_calls, self.in_gc, time.process_time_ns()]
+
+
 class Turnstile:
     """Lets a process through while ``go`` allows it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.starts: list[int] = []
+        self.host = Host() if os.environ.get("TURNS_HOST") else None
+        self.read: list[list[int]] = []  # of the host, when each step began
 
     def allowed(self) -> int:
         """How many steps may have begun; -1 as long as nothing may."""
@@ -51,6 +100,8 @@ class Turnstile:
             self.tell()
             while len(self.starts) >= self.allowed():
                 time.sleep(LOOK_S)
+        if self.host is not None:
+            self.read.append(self.host.read())
         self.starts.append(time.monotonic_ns())
 
     def tell(self) -> None:
@@ -62,6 +113,10 @@ class Turnstile:
             torch.cuda.synchronize()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
+        if self.host is not None:
+            found["host"] = [*self.read, self.host.read()]
+            found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
+                                for k, v in self.host.methods.items()}  # fmt: skip
         found["stopped_ns"] = time.monotonic_ns()
         file = self.folder / f"rank-{os.environ.get('RANK', '0')}.json"
         new = file.with_suffix(".new")
@@ -83,6 +138,8 @@ class Turnstile:
                     return train_step(*args, **kwargs)
 
                 module.train_step = step
+                if self.host is not None:
+                    self.host.install()
                 return train(*args, **kwargs)
 
             module.train = whole
