@@ -39,6 +39,7 @@ from typing import Any
 from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, predict
 from groundtruth import NUM_RANKS
 from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
+from hybrid_checks import STRAGGLER
 
 from megatron_prism.errors import PrismError
 
@@ -219,12 +220,29 @@ def percent(found: float | None, real: float | None) -> float | None:
     return None if not found or not real else 100 * (found / real - 1)
 
 
+def jobs(sitting: Turns, config: str, factors: Sequence[str]) -> dict[str, list[Runner]]:
+    """What takes turns in phase 2, by name; the programs wait until they are opened."""
+    ranks = range(sitting.num_ranks)
+    made = {
+        "real": [sitting.real_job(config)],
+        "paced": sitting.paced_ranks(config, "paced", ranks),
+    }
+    for factor in factors:
+        made[f"real, 1 x {factor}"] = [sitting.real_job(config, "1", factor)]
+        flags = ["--prism-slow", f"1:{factor}"]
+        others = [rank for rank in ranks if rank != 1]
+        made[f"paced, 1 x {factor}"] = sitting.paced_ranks(
+            config, f"beside-{factor}", others, *flags
+        )
+    return made
+
+
 def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, Any]:
     """One configuration."""
     begin = time.time()
     row: dict[str, Any] = {"config": config, "more": " ".join(sitting.more)}
-    real = sitting.real_job(config)
-    running = [real]
+    groups = jobs(sitting, config, args.factors.split(",") if args.factors else ())
+    (real,) = groups["real"]
     try:
         row["captured"] = captured(sitting, config, real)
         row["real_ms"] = median(real.turns)
@@ -238,55 +256,62 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         real.turns = []
-        if not args.rounds:
-            return row
-        groups = [[real], sitting.paced_ranks(config, "paced", range(sitting.num_ranks))]
-        names = ["real", "paced"]
-        others = [rank for rank in range(sitting.num_ranks) if rank != 1]
-        for factor in args.factors.split(",") if args.factors else ():
-            groups.append([sitting.real_job(config, "1", factor)])
-            flags = ["--prism-slow", f"1:{factor}"]
-            groups.append(sitting.paced_ranks(config, f"beside-{factor}", others, *flags))
-            names += [f"real, 1:{factor}", f"beside 1:{factor}"]
-        running = [runner for group in groups for runner in group]
-        row["whole"] = rounds(sitting, groups, args.rounds)
-        row["groups"] = {
-            name: [{"turns_ms": r.turns, "memory": r.memory()} for r in group]
-            for name, group in zip(names, groups, strict=True)
-        }
+        if args.rounds:
+            row["whole"] = rounds(sitting, list(groups.values()), args.rounds)
+            row["groups"] = {
+                name: [{"turns_ms": r.turns, "memory": r.memory()} for r in group]
+                for name, group in groups.items()
+            }
     finally:
-        for runner in running:
-            runner.end()
+        for group in groups.values():
+            for runner in group:
+                runner.end()
         row["took_s"] = round(time.time() - begin, 1)
     return row
 
 
 def table(rows: Sequence[dict[str, Any]]) -> int:
     """Print what was found; 0 if every bound was met."""
-    replays, felt = [], []
+    replays, felt, slowdowns = [], [], []
     for row in rows:
-        turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
-        base = median(turns["real"][0]) if "real" in turns else None
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
+        turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
+        medians = {name: [median(run) for run in runs] for name, runs in turns.items()}
+        base = medians.get("real", [None])[0]
         for name, runs in turns.items():
-            medians = [median(run) for run in runs]
-            errors = [percent(ms, base) for ms in medians]
+            kind, _, slow = name.partition(", ")
+            errors = [percent(ms, base) for ms in medians[name]]
+            if slow and kind == "paced":  # by how much it slowed down, each against itself
+                slowed = _times(medians[f"real, {slow}"][0], base)
+                pairs = zip(medians[name], _without(medians["paced"], 1), strict=True)
+                errors = [percent(_times(*pair), slowed) for pair in pairs]
+                slowdowns += [e for e in errors if e is not None]
             felt += [e for e in errors if e is not None] if name == "paced" else []
-            print(f"  {name}: {', '.join(map(_ms, medians))} ({', '.join(map(_percent, errors))}), "
+            print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
+                  f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
     ends = []
     for name, errors, mean, most in (
-        ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX)
+        ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX),
+        ("slowdown", slowdowns, STRAGGLER, STRAGGLER)
     ):  # fmt: skip
         if errors:
             found = statistics.fmean(map(abs, errors)), max(map(abs, errors))
             print(f"{name}: mean |error| {found[0]:.2f} % (bound {mean}), "
                   f"most {found[1]:.2f} % ({most})")  # fmt: skip
             ends.append(found[0] <= mean and found[1] <= most)
-    return 0 if len(ends) == 2 and all(ends) else 1
+    return 0 if len(ends) >= 2 and all(ends) else 1
+
+
+def _times(after: float | None, before: float | None) -> float | None:
+    return after / before if after and before else None
+
+
+def _without(values: Sequence[Any], place: int) -> list[Any]:
+    return [value for i, value in enumerate(values) if i != place]
 
 
 def _ms(value: float | None) -> str:
