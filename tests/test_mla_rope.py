@@ -108,3 +108,27 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
     with pytest.raises(UnsupportedError, match="virtual ranks have none"):
         module.maybe_wrap_for_inprocess_restart(3)
+
+
+def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_prism.errors import UnsupportedError
+    from megatron_prism.plugin import seams_training
+
+    class Sharded:
+        made = 0
+
+        def __init__(self):
+            Sharded.made += 1
+
+    settings = SimpleNamespace(world_size=2)
+    monkeypatch.setattr(seams_training, "_get_args", lambda: settings)
+    module = SimpleNamespace(FullyShardedDataParallel=Sharded)
+    seams_training._no_megatron_fsdp(module, SimpleNamespace(local_ranks=(0,)))
+    with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
+        Sharded()
+    assert Sharded.made == 0
+    settings.world_size = 1
+    Sharded()
+    assert Sharded.made == 1

@@ -32,6 +32,16 @@ assert torch.cuda.is_available() and torch.cuda.current_device() == 0
 with torch.cuda.stream(torch.cuda.Stream()):
     event = torch.cuda.Event(enable_timing=True); event.record(); event.synchronize()
 x.record_stream(torch.cuda.current_stream())
+aside = torch.cuda.Stream(); context = torch.cuda.stream(aside)
+for _ in range(2):  # torch's may be entered again
+    with context:
+        assert torch.cuda.current_stream() is aside
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()
+torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+import fused_weight_gradient_mlp_cuda as apex
+kept = torch.ones(3, 2); rows = torch.arange(8.0).view(4, 2)
+apex.wgrad_gemm_accum_fp32(rows, torch.ones(4, 3), kept)
+assert kept.tolist() == [[13.0, 17.0]] * 3
 loader = torch.utils.data.DataLoader([1, 2], pin_memory=True)
 assert [int(v) for v in loader] == [1, 2]
 assert torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() == 0
@@ -71,6 +81,9 @@ with live.scope(phase="forward", microbatch=3):
     z = x + 1
 assert live.peak() == 8192 and live.high.labels == {"phase": "forward", "microbatch": 3}
 del z; gc.collect()
+assert live.current() == 4096 and live.peak() == 8192
+import fused_weight_gradient_mlp_cuda as apex
+apex.wgrad_gemm_accum_fp16(y, y, y)
 assert live.current() == 4096 and live.peak() == 8192
 live.reset_peak(); assert live.peak() == 4096
 w = torch.nn.Linear(16, 16, device="cuda"); before = live.current()

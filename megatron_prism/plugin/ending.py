@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_prism.errors import NotTrainedError, PrismError
 
-__all__ = ["at_good_end", "expect_megatron", "note", "report"]
+__all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report"]
 
 LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
 
@@ -60,7 +60,7 @@ def _never_attached() -> NotTrainedError | None:
         "megatron_prism.plugin.launch" in sys.modules  # attached: the proof has the verdict
         or {"torch.distributed.run", "pytest"} & sys.modules.keys()
         or children.children_user + children.children_system > LAUNCHED_S
-        or _is_worker()
+        or is_worker()
     ):
         return None
     return NotTrainedError(
@@ -69,7 +69,7 @@ def _never_attached() -> NotTrainedError | None:
     )
 
 
-def _is_worker() -> bool:
+def is_worker() -> bool:
     """Whether multiprocessing made this process: it has its parent's command line."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None

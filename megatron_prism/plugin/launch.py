@@ -285,7 +285,7 @@ def _arrange_verdict(proof: Any) -> None:
     """A script that ends well without ever training must not exit 0."""
 
     def untrained() -> NotTrainedError | None:
-        if proof.finished:
+        if proof.finished or ending.is_worker():  # of a checkpoint, with the job's command line
             return proof.failure
         if proof.started:
             return NotTrainedError(

@@ -82,6 +82,10 @@ class Proof:
             for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
         }
 
+    def microbatches(self) -> int:
+        """Microbatches of the schedule that runs."""
+        return int(self._schedule.get("num_microbatches") or 0)
+
     def forward_labels(self, chunk: int | None) -> dict[str, Any]:
         """Labels of the next forward of ``chunk``: the schedule runs microbatches in order."""
         number = self._forwards.get(chunk, 0)

@@ -13,7 +13,7 @@ from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
 from megatron_prism.tiers import mla_rope
 
-__all__ = ["SEAMS"]
+__all__ = ["SEAMS", "SEAMS_META"]
 
 
 def _mla_rope(module: ModuleType, context: Context) -> None:
@@ -47,7 +47,65 @@ def _no_fsdp2(module: ModuleType, context: Context) -> None:
     _wrap(module.TorchFullyShardedDataParallel, "__init__", make)
 
 
+def _no_offloaded_optimizer(module: ModuleType, context: Context) -> None:
+    """It sorts parameters by the device they are on, and here that is one for all."""
+    what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
+    make = refused(what, "leave it out, or --prism-tier cuda")
+    _wrap(module.HybridDeviceOptimizer, "__init__", make)
+
+
+def _no_affinity(module: ModuleType, context: Context) -> None:
+    """There is no GPU whose NUMA node this process could move to."""
+    _wrap(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
+
+
+def _plain_softmax(module: ModuleType, context: Context) -> None:
+    """Megatron has the same softmax in torch, for shapes that apex's kernels do not know."""
+    _wrap(module.FusedScaleMaskSoftmax, "is_kernel_available", lambda _: lambda *a, **k: False)
+
+
+def _refuse_allgather(module: ModuleType, context: Context) -> None:
+    """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
+    make = refused(
+        "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
+        "and tier meta has none",
+        "use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
+    )
+    _wrap(module.MoEAllGatherTokenDispatcher, "__init__", make)
+
+
+def _refuse_offloading(module: ModuleType, context: Context) -> None:
+    """Nothing would leave the counted bytes: tensors of one device are not moved."""
+    make = refused(
+        "--fine-grained-activation-offloading moves activations to the host, "
+        "and tier meta cannot tell host from device",
+        "leave it out (memory is then an upper bound), or --prism-tier cuda",
+    )
+    _wrap(module.ChunkOffloadHandler, "__init__", make)
+
+
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "plain-softmax",
+        "megatron.core.fusions.fused_softmax",
+        "apex's softmax kernels unless --no-masked-softmax-fusion",
+        "core/fusions/fused_softmax.py:176 @0.16.1; :357 @0.19.0",
+        _plain_softmax,
+    ),
+    Seam(
+        "no-offloaded-optimizer",
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
+        "host and device are one here",
+        "core/optimizer/cpu_offloading/hybrid_optimizer.py:240 @0.19.0",
+        _no_offloaded_optimizer,
+    ),
+    Seam(
+        "no-affinity",
+        "megatron.core.pipeline_parallel.utils",
+        "offloading asks for the host cores beside the GPU",
+        "core/pipeline_parallel/utils.py:131 @0.19.0",
+        _no_affinity,
+    ),
     Seam(
         "no-fsdp2",
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
@@ -75,5 +133,22 @@ SEAMS: tuple[Seam, ...] = (
         "the same where triton would time a kernel first",
         "triton/runtime/autotuner.py (Autotuner.run) @3.6",
         _no_triton,
+    ),
+)
+
+SEAMS_META: tuple[Seam, ...] = (
+    Seam(
+        "refuse-offloading",
+        "megatron.core.pipeline_parallel.fine_grained_activation_offload",
+        "peaks came out as if nothing were offloaded",
+        "core/pipeline_parallel/fine_grained_activation_offload.py:765 @0.16.1; :872 @0.19.0",
+        _refuse_offloading,
+    ),
+    Seam(
+        "refuse-allgather",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "its tensors are sized by values",
+        "core/transformer/moe/token_dispatcher.py (MoEAllGatherTokenDispatcher)",
+        _refuse_allgather,
     ),
 )

@@ -1,5 +1,6 @@
-"""Where a recording meets Megatron: the router's decisions.  Applied only with --prism-record or
---prism-values recorded:PATH.
+"""What is changed in Megatron's experts: dispatchers that go round torch.distributed are refused.
+
+And with --prism-record or --prism-values recorded:PATH the router's decisions meet a recording.
 """
 
 from __future__ import annotations
@@ -8,10 +9,33 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
 from megatron_prism.virtual.recording import Recorder, Replayer
 
-__all__ = ["seams_for_recording"]
+__all__ = ["SEAMS", "seams_for_recording"]
+
+
+def _no_flex(module: ModuleType, context: Context) -> None:
+    """Their kernels write into the memory of the other ranks, which are not there."""
+    for owner, name in (("_DeepepManager", "DeepEP"), ("_HybridEPManager", "HybridEP")):
+        make = refused(
+            f"--moe-token-dispatcher-type flex talks to the other ranks through {name}, "
+            "and virtual ranks have no memory that it could write to",
+            "use --moe-token-dispatcher-type alltoall: tokens, experts and layers are the same",
+        )
+        if hasattr(module, owner):
+            _wrap(getattr(module, owner), "__init__", make)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-flex",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "DeepEP and HybridEP know nothing of process groups",
+        "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216 @0.19.0",
+        _no_flex,
+    ),
+)
 
 
 def seams_for_recording(recording: Recorder | Replayer) -> tuple[Seam, ...]:

@@ -5,7 +5,7 @@ Same form as ``seams``: each answers what only an absent rank could answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +38,15 @@ def _label_receives(module: ModuleType, context: Context) -> None:
     def shapes(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
             prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
+            if getattr(self.config, "mtp_standalone", False):
+                if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
+                    self._prism_lengths = mtp_lengths(self, context.proof.microbatches())
+                forward, backward = self._prism_lengths
+                one = _shape_here(self.config)
+                return (
+                    [one[0] * next(forward), *one[1:]] if recv_prev else prev,
+                    [one[0] * next(backward), *one[1:]] if recv_next else after,
+                )
             known = _shape_here(self.config, send_next, send_prev)
             return (
                 known if recv_prev and not all(prev) else prev,
@@ -59,6 +68,34 @@ def _shape_here(config: Any, *sent: Any) -> list[int]:
     if config.sequence_parallel:
         tokens //= config.tensor_model_parallel_size
     return [tokens, settings.micro_batch_size, config.hidden_size]
+
+
+def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], Iterator[int]]:
+    """How many sequences long what comes is where MTP layers have a stage of their own: the n-th
+    activation and the n-th gradient of a schedule.
+
+    Such a stage sends its input and a hidden state of every MTP layer as one tensor, and gets its
+    gradient back (core/transformer/multi_token_prediction.py:804 @0.19.0).  Messages come in the
+    order of the schedule, of those chunks that receive at all.
+    """
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+    from megatron.core.transformer.enums import LayerType
+
+    config, stage = communicator.config, communicator.pp_group.rank()
+    layout = config.pipeline_model_parallel_layout.layout
+    stages, chunks = len(layout), len(layout[0])
+    order = [0] * microbatches
+    if chunks > 1:
+        group = config.microbatch_group_size_per_vp_stage
+        order = [chunk for _, chunk in get_schedule_table(microbatches, chunks, group)]
+    mtp = next(s for s in range(stages) if LayerType.mtp in layout[s][-1]) + stages * (chunks - 1)
+    long = 1 + config.mtp_num_layers
+    forward = [chunk * stages + stage for chunk in order]
+    backward = [(chunks - 1 - chunk) * stages + stage for chunk in order]
+    return (
+        iter([long if place > mtp else 1 for place in forward if place > 0]),
+        iter([long if place >= mtp else 1 for place in backward if place < stages * chunks - 1]),
+    )
 
 
 def _scaled_gradients(module: ModuleType, context: Context) -> None:

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin import seams, seams_kernels, seams_pipeline, seams_training
-from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
+from megatron_prism.plugin import (
+    seams,
+    seams_kernels,
+    seams_moe,
+    seams_pipeline,
+    seams_places,
+    seams_training,
+)
+from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import cuda_stubs, stand_ins
 
 __all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
@@ -35,7 +42,8 @@ def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
-            if config.sequence_parallel or config.layernorm_zero_centered_gamma:
+            ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
+            if ours or config.persist_layer_norm:  # torch's refuses all three
                 return stand_ins.SequenceParallelNorm(config, hidden_size, eps)
             return original(cls, config, hidden_size, eps, **kwargs)
 
@@ -181,16 +189,6 @@ def _believe_the_step(module: ModuleType, context: Context) -> None:
     _wrap(module, "logical_and_across_model_parallel_group", make)
 
 
-def _refuse_allgather(module: ModuleType, context: Context) -> None:
-    """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
-    make = refused(
-        "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
-        "and tier meta has none",
-        "use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
-    )
-    _wrap(module.MoEAllGatherTokenDispatcher, "__init__", make)
-
-
 SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
     Seam(
         "no-fused-kernels",
@@ -253,13 +251,6 @@ SEAMS_META: tuple[Seam, ...] = (
         _always_finite,
     ),
     Seam(
-        "refuse-allgather",
-        "megatron.core.transformer.moe.token_dispatcher",
-        "its tensors are sized by values",
-        "core/transformer/moe/token_dispatcher.py (MoEAllGatherTokenDispatcher)",
-        _refuse_allgather,
-    ),
-    Seam(
         "believe-the-step",
         "megatron.training.utils",
         "update_successful is reduced as a device tensor",
@@ -286,6 +277,7 @@ SEAMS_META: tuple[Seam, ...] = (
 def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
+    chosen += seams_places.SEAMS + seams_moe.SEAMS
     if tier != "cuda":
         chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
-    return chosen + SEAMS_META if tier == "meta" else chosen
+    return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen

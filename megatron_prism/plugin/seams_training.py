@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin import checkpoint_memory
+from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
 from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.session import current
@@ -189,34 +185,6 @@ def _prove(module: ModuleType, context: Context) -> None:
     _wrap(module, "pretrain", whole)
 
 
-def _no_checkpoints(module: ModuleType, context: Context) -> None:
-    """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
-
-    Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
-    """
-    told = []
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(context.local_ranks) == torch.distributed.get_world_size():
-                with context.proof.part("checkpoint"):
-                    return original(iteration, *args, **kwargs)
-            if not told and context.leads:
-                why = "those of an emulated job are meaningless"
-                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
-            told.append(iteration)
-            proof = context.proof
-            watched = proof.recorder is not None or proof.guard is not None  # they hear of calls
-            if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
-                save = partial(original, iteration, *args, **kwargs)
-                checkpoint_memory.weigh(module, proof, save)
-            return None
-
-        return call
-
-    _wrap(module, "save_checkpoint", make)
-
-
 def _no_restarts(module: ModuleType, context: Context) -> None:
     """It waits at a store of its own until every rank of the job has come."""
 
@@ -234,7 +202,57 @@ def _no_restarts(module: ModuleType, context: Context) -> None:
     _wrap(module, "maybe_wrap_for_inprocess_restart", make)
 
 
+def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
+    """It gathers where every rank's shard begins and ends; shards that do not add up stop it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(context.local_ranks) < _get_args().world_size:
+                raise UnsupportedError(
+                    "--use-megatron-fsdp compares the shards of all ranks with each other, "
+                    "and virtual ranks have none of their own",
+                    fix="leave it out: --use-distributed-optimizer shards the optimizer alone",
+                )
+            return original(*args, **kwargs)
+
+        return call
+
+    _wrap(module.FullyShardedDataParallel, "__init__", make)
+
+
+def _own_words(module: ModuleType, context: Context) -> None:
+    """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except PrismError as error:
+                first: BaseException = error
+                while isinstance(first.__context__, PrismError):
+                    first = first.__context__
+                raise first from None
+
+        return call
+
+    _wrap(module, "build_module", make)
+
+
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-megatron-fsdp",
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        "Megatron-FSDP's shards of virtual ranks are those of the local one",
+        "core/distributed/fsdp/mcore_fsdp_adapter.py:58 @0.16.1; :63 @0.19.0",
+        _no_megatron_fsdp,
+    ),
+    Seam(
+        "own-words",
+        "megatron.core.transformer.spec_utils",
+        "a refusal ends with what to type",
+        "core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
+        _own_words,
+    ),
     Seam(
         "no-restarts",
         "megatron.training.inprocess_restart",
@@ -269,12 +287,5 @@ SEAMS: tuple[Seam, ...] = (
         "an emulated run that did not train must not exit 0",
         "training/training.py:1603 @0.16.1; :2336 @0.19.0",
         _prove,
-    ),
-    Seam(
-        "no-checkpoints",
-        "megatron.training.checkpointing",
-        "--save names the real job's folder, and virtual ranks have no shards to put there",
-        "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
-        _no_checkpoints,
     ),
 )

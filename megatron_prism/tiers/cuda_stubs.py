@@ -9,9 +9,7 @@ running, else by zero, and the run's summary says which.
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,17 +131,22 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return stats
 
 
-@contextlib.contextmanager
-def _stream_context(stream: Any) -> Iterator[Any]:
-    if stream is None:
-        yield stream
-        return
-    if watcher is not None:
-        watcher.cut()
-    with stream:
-        try:
-            yield stream
-        finally:
+class StreamContext:
+    """Stands in for torch.cuda.StreamContext, which may be entered again (Megatron does, where
+    there are several instances of the distributed optimizer)."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            if watcher is not None:
+                watcher.cut()
+            self.stream.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(*exc)
             if watcher is not None:
                 watcher.cut()
 
@@ -216,6 +219,7 @@ _WITHOUT_EFFECT = (
     "set_device",
     "init",
     "_lazy_init",
+    "check_error",  # of what cudart() answers, --profile
 )
 
 
@@ -233,7 +237,8 @@ def _device_answers(num_devices: int) -> dict[str, Any]:
         "default_stream": lambda device=None: _streams[0],
         "set_stream": _set_stream,
         "synchronize": _synchronize,
-        "stream": _stream_context,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,

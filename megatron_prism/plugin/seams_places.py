@@ -1,0 +1,193 @@
+"""What of the real job's places an emulated job must not write, or cannot read, and why.
+
+Same form as ``seams``.  A copied command line names the folders of the real job's checkpoints and
+curves; an emulated job has no business there.  With all ranks local the job is real, and writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.plugin import checkpoint_memory
+from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+
+__all__ = ["SEAMS"]
+
+
+def _no_checkpoints(module: ModuleType, context: Context) -> None:
+    """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
+
+    Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
+    """
+    told = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(context.local_ranks) == torch.distributed.get_world_size():
+                with context.proof.part("checkpoint"):
+                    return original(iteration, *args, **kwargs)
+            if not told and context.leads:
+                why = "those of an emulated job are meaningless"
+                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            told.append(iteration)
+            proof = context.proof
+            watched = proof.recorder is not None or proof.guard is not None  # they hear of calls
+            if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
+                save = partial(original, iteration, *args, **kwargs)
+                checkpoint_memory.weigh(module, proof, save)
+            return None
+
+        return call
+
+    _wrap(module, "save_checkpoint", make)
+
+
+def _no_values_to_read(module: ModuleType, context: Context) -> None:
+    """Which iteration a checkpoint is of comes back through a device tensor, and so does the rest:
+    on shapes a job begins where one without ``--load`` does."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not context.meta:
+                return original(*args, **kwargs)
+            if context.leads:
+                sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
+            return 0, 0  # iteration, floating-point operations so far
+
+        return call
+
+    _wrap(module, "load_checkpoint", make)
+
+
+def _unchecked_shards(module: ModuleType, context: Context) -> None:
+    """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(context.local_ranks) == torch.distributed.get_world_size():
+                return original(*args, **kwargs)
+            return None
+
+        return call
+
+    _wrap(module, "validate_sharding_integrity", make)
+
+
+# who would write -> the option that asks for it
+_WRITERS = {
+    "_set_tensorboard_writer": "tensorboard_dir",
+    "_set_wandb_writer": "wandb_project",
+    "_set_one_logger": "",  # on by default, silent where it is not installed
+}
+
+
+def _no_writers(module: ModuleType, context: Context) -> None:
+    """Megatron makes them on the last rank, and lives without them on all others."""
+    told: list[str] = []
+
+    def make(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(args: Any) -> Any:
+                if len(context.local_ranks) == args.world_size:
+                    return original(args)
+                if option and getattr(args, option, None) and context.leads and not told:
+                    why = "TensorBoard, W&B and progress.txt are the real job's"
+                    sys.stderr.write(f"prism: {why}: nothing of an emulated job is written there\n")
+                    told.append(option)
+                return None
+
+            return call
+
+        return replace
+
+    for name, option in _WRITERS.items():
+        _wrap(module, name, make(option))
+
+
+def _no_progress(module: ModuleType, context: Context) -> None:
+    """Rank 0 appends to a file in ``--save``; its barrier stays."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, barrier: bool = True, **kwargs: Any) -> Any:
+            if len(context.local_ranks) == torch.distributed.get_world_size():
+                return original(*args, barrier=barrier, **kwargs)
+            if barrier:
+                torch.distributed.barrier()
+            return None
+
+        return call
+
+    _wrap(module, "append_to_progress_log", make)
+
+
+def _no_throughputs(module: ModuleType, context: Context) -> None:
+    """At a checkpoint it reads the file back, which only rank 0's host need have."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(context.local_ranks) == torch.distributed.get_world_size():
+                return original(*args, **kwargs)
+            return None
+
+        return call
+
+    _wrap(module, "compute_throughputs_and_append_to_progress_log", make)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-checkpoints",
+        "megatron.training.checkpointing",
+        "--save names the real job's folder, and virtual ranks have no shards to put there",
+        "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
+        _no_checkpoints,
+    ),
+    Seam(
+        "no-values-to-read",
+        "megatron.training.checkpointing",
+        "on shapes --load looked for the folder of iteration 0",
+        "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
+        _no_values_to_read,
+    ),
+    Seam(
+        "unchecked-shards",
+        "megatron.core.dist_checkpointing.validation",
+        "an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
+        "core/dist_checkpointing/validation.py:363 @0.19.0",
+        _unchecked_shards,
+    ),
+    Seam(
+        "no-writers",
+        "megatron.training.global_vars",
+        "an emulated last rank would write its losses among the real job's",
+        "training/global_vars.py:170 @0.16.1; :210 @0.19.0",
+        _no_writers,
+    ),
+    Seam(
+        "no-progress",
+        "megatron.training.utils",
+        "--log-progress appends to a file of the real job",
+        "training/utils.py:451 @0.16.1",
+        _no_progress,
+    ),
+    Seam(
+        "no-progress-0.19",
+        "megatron.training.utils.log_utils",
+        "the same in its new home",
+        "training/utils/log_utils.py:114 @0.19.0",
+        _no_progress,
+    ),
+    Seam(
+        "no-throughputs",
+        "megatron.training.training",
+        "it reads the progress file, which a virtual rank 0 has not begun",
+        "training/training.py:2114 @0.16.1; :2954 @0.19.0",
+        _no_throughputs,
+    ),
+)

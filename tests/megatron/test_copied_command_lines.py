@@ -1,0 +1,118 @@
+"""Flags that the command line of a real job has, copied as they are: they work, or are refused by
+name, and what they name of the real job's is left alone.
+
+Needs megatron.training (0.19).  All jobs are forks of one process (``stock_jobs``).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from needs import TRAINING
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
+
+JOB = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --train-iters 3 --lr 1e-3 --mock-data
+--vocab-size 1000 --bf16 --use-distributed-optimizer --log-interval 1 --num-workers 0
+--eval-iters 0 --eval-interval 1000 --transformer-impl transformer_engine --normalization RMSNorm
+--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --prism-emulate
+"""
+TWO = "--pipeline-model-parallel-size 2 --prism-world-size 8 --global-batch-size 8"
+ONE = "--prism-world-size 8 --global-batch-size 8"
+WRITES = """--tensorboard-dir {place}/curves --log-progress --save {place}/saved --save-interval 2
+--profile --profile-step-start 1 --profile-step-end 2 --profile-ranks 7"""
+MOE = "--num-experts 8 --expert-model-parallel-size 8 --moe-grouped-gemm"
+OWN = """--prism-world-size 1 --global-batch-size 1 --log-progress --save {place}/own
+--save-interval 2"""
+LOAD = "--load {place}/own --override-opt-param-scheduler --no-load-optim"
+JOBS = {
+    "writes": f"{TWO} {WRITES} --prism-ranks 7 --prism-tier cpu --prism-out {{place}}/fused",
+    "unfused": f"{TWO} --no-gradient-accumulation-fusion --prism-ranks 7 --prism-tier cpu "
+    "--prism-out {place}/unfused",
+    "writes, rank 0": f"{TWO} {WRITES} --prism-ranks 0 --prism-tier cpu",
+    "DeepEP": f"{ONE} {MOE} --moe-token-dispatcher-type flex --moe-enable-deepep --prism-ranks 3 "
+    "--prism-tier cpu",
+    "offload, optimizer": f"{ONE} --optimizer-cpu-offload --use-precision-aware-optimizer "
+    "--prism-ranks 3 --prism-tier meta",
+    "offload, activations": f"{ONE} --fine-grained-activation-offloading --prism-ranks 3 "
+    "--offload-modules core_attn --prism-tier meta",
+    "own": f"{OWN} --prism-ranks 0 --prism-tier cpu",
+}
+LATER = {
+    "load, rank 0": f"{ONE} {LOAD} --train-iters 5 --prism-ranks 0 --prism-tier cpu",
+    "load, shapes": f"{ONE} {LOAD} --train-iters 5 --prism-ranks 0 --prism-tier meta",
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """name -> (status, output); and where they were told to write."""
+    import stock_jobs
+
+    place = tmp_path_factory.mktemp("place")
+    script = Path(__file__).with_name("pretrain_tiny.py")
+
+    def words(flags):
+        return ["--", script, *(JOB + flags).format(place=place).split()]
+
+    phases = [[words(flags) for flags in some.values()] for some in (JOBS, LATER)]
+    answers = stock_jobs.run(*phases)
+    return dict(zip([*JOBS, *LATER], answers, strict=True)), place
+
+
+@pytest.mark.parametrize("name", ["writes", "writes, rank 0"])
+def test_nothing_is_added_to_the_real_jobs_records(name, jobs):
+    found, place = jobs
+    status, said = found[name]
+    assert status == 0, said[-3000:]
+    assert not (place / "curves").exists()
+    assert not (place / "saved").exists()
+    assert "nothing of an emulated job is written there" in said
+
+
+def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
+    found, place = jobs
+    iterations = []
+    for name, folder in (("writes", "fused"), ("unfused", "unfused")):
+        assert found[name][0] == 0, found[name][1][-3000:]
+        summary = json.loads((place / folder / "rank-000007.json").read_text())
+        iterations.append([(i["losses"], i["grad_norm"]) for i in summary["iterations"]])
+    assert len(iterations[0]) == 3
+    assert iterations[0] == iterations[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("DeepEP", "--moe-token-dispatcher-type flex talks to the other ranks through DeepEP"),
+        ("offload, optimizer", "--optimizer-cpu-offload moves states"),
+        ("offload, activations", "--fine-grained-activation-offloading moves activations"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(name, what, jobs):
+    found, _ = jobs
+    status, said = found[name]
+    assert status == 1, said[-3000:]
+    last = said.splitlines()[-2:]
+    assert last[0].startswith(f"prism: error: {what}")
+    assert last[1].startswith("  fix: ")
+    assert "instantiating" not in last[1]  # Megatron's build_module adds it to every message
+
+
+def test_a_job_of_local_ranks_alone_is_real_and_writes(jobs):
+    found, place = jobs
+    status, said = found["own"]
+    assert status == 0, said[-3000:]
+    assert (place / "own" / "progress.txt").read_text().count("Starting job") == 1
+    assert (place / "own" / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    assert "prism: error" not in said  # nor from the processes that write it
+
+
+@pytest.mark.parametrize(("name", "steps"), [("load, rank 0", 2), ("load, shapes", 5)])
+def test_the_real_jobs_checkpoint_can_be_named(name, steps, jobs):
+    found, _ = jobs
+    status, said = found[name]
+    assert status == 0, said[-3000:]
+    assert f"{steps} optimizer steps applied of {steps}" in said

@@ -1,0 +1,74 @@
+"""What a stage receives where MTP layers have a stage of their own: as long as what its peer sends.
+
+The oracle is the order of Megatron's schedule and the layout: what a stage sends follows from the
+layers it has, and the n-th message of one is the n-th of the other.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.megatron
+
+LAYERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+
+
+def communicator(layout, stages, stage, group=None):
+    from megatron.core.transformer.enums import LayerType
+
+    parts = [[LayerType[LAYERS[letter]] for letter in part] for part in layout.split("|")]
+    table = [parts[stage::stages] for stage in range(stages)]
+    mtp = layout.count("m")
+    config = SimpleNamespace(
+        pipeline_model_parallel_layout=SimpleNamespace(layout=table),
+        microbatch_group_size_per_vp_stage=group or stages,
+        mtp_num_layers=mtp,
+    )
+    return SimpleNamespace(config=config, pp_group=SimpleNamespace(rank=lambda: stage))
+
+
+def lengths(*args, microbatches, **how):
+    from megatron_prism.plugin.seams_pipeline import mtp_lengths
+
+    return [list(side) for side in mtp_lengths(communicator(*args, **how), microbatches)]
+
+
+def test_without_chunks():
+    layout = "Ett|tt|m|L"
+    assert lengths(layout, 4, 0, microbatches=3) == [[], [1, 1, 1]]
+    assert lengths(layout, 4, 1, microbatches=3) == [[1, 1, 1], [1, 1, 1]]
+    assert lengths(layout, 4, 2, microbatches=3) == [[1, 1, 1], [2, 2, 2]]
+    assert lengths(layout, 4, 3, microbatches=3) == [[2, 2, 2], []]
+
+
+def test_the_stage_before_the_last_of_deepseeks_layout():
+    """Et*3|(tt|)*29m|L in Megatron's own docs, here for 4 stages of 2 chunks; groups of 4."""
+    layout = "Ettt|tt|tt|tt|tt|tt|m|L"
+    forward, backward = lengths(layout, 4, 2, microbatches=4)
+    assert forward == [1] * 8
+    assert backward == [2] * 4 + [1] * 4  # the later chunk goes back first
+    forward, backward = lengths(layout, 4, 3, microbatches=4)
+    assert forward == [1] * 4 + [2] * 4
+    assert backward == [1] * 4  # of the loss nothing comes back
+
+
+@pytest.mark.parametrize("microbatches", [4, 6, 8, 11])
+@pytest.mark.parametrize("layout", ["Ettt|tt|tt|tt|tt|tt|m|L", "Et|t|t|t|t|t|tmm|", "Et|t|mmm|L"])
+def test_what_comes_is_what_the_peer_sends(layout, microbatches):
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    layout = layout.replace("m|", "m|L") if layout.endswith("|") else layout
+    stages, places = 4, layout.split("|")
+    chunks = len(places) // stages
+    order = [chunk for _, chunk in get_schedule_table(microbatches, chunks, stages)]
+    at = next(i for i, held in enumerate(places) if "m" in held)
+    long = 1 + layout.count("m")
+    for stage in range(stages):
+        after, last = (stage + 1) % stages, len(places) - 1
+        out = [c * stages + stage for c in order]
+        sent = [long if place >= at else 1 for place in out if place < last]
+        assert lengths(layout, stages, after, microbatches=microbatches)[0] == sent
+        back = [(chunks - 1 - c) * stages + after for c in order]
+        returned = [long if place - 1 >= at else 1 for place in back if place > 0]
+        assert lengths(layout, stages, stage, microbatches=microbatches)[1] == returned
