@@ -132,3 +132,28 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     settings.world_size = 1
     Sharded()
     assert Sharded.made == 1
+
+
+def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
+    """Megatron's build_module makes a new exception of each, once per level."""
+    from types import SimpleNamespace
+
+    from megatron_prism.errors import UnsupportedError
+    from megatron_prism.plugin import seams_kernels, seams_training
+
+    class MambaMixer:
+        pass
+
+    def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
+        try:
+            return inside() if inside else module()
+        except Exception as e:
+            raise type(e)(f"{e} when instantiating {module.__name__}") from e
+
+    module = SimpleNamespace(MambaMixer=MambaMixer, build_module=build_module)
+    seams_kernels._no_mixers(module, None)
+    seams_training._own_words(module, None)
+    with pytest.raises(UnsupportedError, match="Mamba layers are CUDA kernels") as caught:
+        module.build_module(list, lambda: module.build_module(set, MambaMixer))
+    assert caught.value.fix.endswith("--prism-tier cuda")
+    assert "instantiating" not in str(caught.value)

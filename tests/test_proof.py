@@ -57,6 +57,15 @@ def test_a_run_that_did_not_train_is_an_error(steps, skipped, words):
     assert caught.value.fix
 
 
+def test_iterations_that_the_job_skips_are_not_asked_for():
+    """--iterations-to-skip: those outside of the run count for nothing."""
+    proof = Proof()
+    run(proof, 2, iterations_to_skip=[2, 7])
+    assert proof.expected == 2
+    with pytest.raises(NotTrainedError, match="only 1 updates of 2"):
+        run(Proof(), 1, iterations_to_skip=[2, 7])
+
+
 def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
     with pytest.raises(NotTrainedError):
         run(Proof(), 0, end=0)

@@ -38,6 +38,10 @@ for _ in range(2):  # torch's may be entered again
         assert torch.cuda.current_stream() is aside
     assert torch.cuda.current_stream() is torch.cuda.default_stream()
 torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+try:
+    torch.cuda.memory._record_memory_history(max_entries=5)
+except Exception as error:
+    assert type(error).__name__ == "UnsupportedError" and "--record-memory-history" in error.fix
 import fused_weight_gradient_mlp_cuda as apex
 kept = torch.ones(3, 2); rows = torch.arange(8.0).view(4, 2)
 apex.wgrad_gemm_accum_fp32(rows, torch.ones(4, 3), kept)

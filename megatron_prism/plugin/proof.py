@@ -212,7 +212,9 @@ class Proof:
         self.finished = True
         args = get_args()
         # args.iteration is where the run began: 0, or a checkpoint's
-        wanted = max(0, (args.train_iters or 0) - int(getattr(args, "iteration", 0) or 0))
+        begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
+        skipped = {n for n in getattr(args, "iterations_to_skip", None) or () if begin < n <= end}
+        wanted = max(0, end - begin - len(skipped))
         early = any(
             getattr(args, name, None)
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")

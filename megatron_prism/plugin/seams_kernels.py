@@ -84,7 +84,36 @@ def _refuse_offloading(module: ModuleType, context: Context) -> None:
     _wrap(module.ChunkOffloadHandler, "__init__", make)
 
 
+def _no_mixers(module: ModuleType, context: Context) -> None:
+    """Their packages are CUDA kernels, and do not even install on a host without nvcc."""
+    for owner, what, fix in _MIXERS:
+        if hasattr(module, owner):
+            make = refused(what, f"{fix}, or --prism-tier cuda")
+            _wrap(getattr(module, owner), "__init__", make)
+
+
+_MIXERS = (
+    ("MambaMixer", "Mamba layers are CUDA kernels of mamba-ssm, and have no stand-in here",
+     "leave M out of --hybrid-layer-pattern"),
+    ("GatedDeltaNet", "GatedDeltaNet is CUDA kernels of flash-linear-attention, and has no "
+     "stand-in here", "leave --experimental-attention-variant out"),
+)  # fmt: skip
+
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-mamba",
+        "megatron.core.ssm.mamba_mixer",
+        "Megatron asks for a package that needs a GPU",
+        "core/ssm/mamba_mixer.py:203 @0.19.0",
+        _no_mixers,
+    ),
+    Seam(
+        "no-gated-delta-net",
+        "megatron.core.ssm.gated_delta_net",
+        "the same",
+        "core/ssm/gated_delta_net/common.py:142 @0.19.0",
+        _no_mixers,
+    ),
     Seam(
         "plain-softmax",
         "megatron.core.fusions.fused_softmax",

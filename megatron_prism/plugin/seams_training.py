@@ -228,10 +228,10 @@ def _own_words(module: ModuleType, context: Context) -> None:
             try:
                 return original(*args, **kwargs)
             except PrismError as error:
-                first: BaseException = error
+                first = error
                 while isinstance(first.__context__, PrismError):
                     first = first.__context__
-                raise first from None
+            raise first from None  # out here: else the copy would become its context
 
         return call
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_prism.errors import UnsupportedError
+
 __all__ = ["Event", "Stream", "install", "set_memory_source"]
 
 _H200 = types.SimpleNamespace(
@@ -188,6 +190,12 @@ def _empty_cache() -> None:
         history.emptied()
 
 
+def _no_history(*args: Any, **kwargs: Any) -> None:
+    """Stands in for torch's recorder of allocations, which only the CUDA allocator feeds."""
+    fix = "leave --record-memory-history out: the summary has the peaks, prism memory what is alive"
+    raise UnsupportedError("torch records allocations of a CUDA device only", fix=fix)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Has no effect without a device."""
 
@@ -207,6 +215,7 @@ def install(num_devices: int = 8) -> None:
     for name, answer in {**_memory_answers(), "empty_cache": _empty_cache}.items():
         setattr(cuda.memory, name, answer)
     cuda.empty_cache = _empty_cache
+    cuda.memory._record_memory_history = _no_history
     # its binding insists on a real stream before any function mode is asked
     torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     cuda.cudart = lambda: types.SimpleNamespace(

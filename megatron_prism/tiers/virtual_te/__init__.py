@@ -194,10 +194,11 @@ def _other_modules() -> dict[str, dict[str, Any]]:
             "replace_raw_data", "cast_master_weights_to_fp8", "quantize_master_weights",
             "post_all_gather_processing",
         ),
-        ".graph": _refusing(
-            "make_graphed_callables", "save_fp8_tensors", "restore_fp8_tensors",
-            "set_capture_start", "set_capture_end",
-        ),
+        ".graph": {
+            n: absent_function(f"CUDA graphs ({n})")
+            for n in ("make_graphed_callables", "save_fp8_tensors", "restore_fp8_tensors",
+                      "set_capture_start", "set_capture_end")
+        },
         ".utils": {
             "cast_if_needed": base.cast_if_needed,
             **_refusing("make_weak_ref", "get_cudnn_version"),
