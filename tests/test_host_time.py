@@ -295,9 +295,22 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
 
         return answer
 
-    one = recorder.Recorder(0, "cuda")
+    one, rests = recorder.Recorder(0, "cuda"), []
+
+    def synchronized():  # as the watch wraps it
+        told = one.host_waited("device")
+        now[0] += 900_000
+        rests.append(told)
+        if told:
+            one.host_resumed()
+
+    monkeypatch.setattr(clock.torch.cuda, "synchronize", synchronized)
     one.clock.start()
-    now[0] += 100
+    with one.scope(phase="forward"):
+        now[0] += 60
+    with one.scope(phase="backward"):
+        now[0] += 40
+    assert rests == [True, True]  # a launch never waits for a place in the queue
     assert one.record("tp", "all_reduce", takes(7_000), (1,), {"x": 2}) == ("tp", (1,), {"x": 2})
     now[0] += 20
 
@@ -314,6 +327,9 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
     now[0] += 40_000
     one.host_resumed()
     assert one.clock.stop() == 123
+    assert rests == [True, True, False]  # the last behind the call that answered
+    with one.scope(phase="optimizer"):
+        assert len(rests) == 3
     assert not one.host_waited("device")  # nothing runs any more
     assert one.record("tp", "barrier", takes(5), (), {}) == ("tp", (), {})
 

@@ -4,6 +4,10 @@ Recording a segment takes it no time of its own, but what recording does in betw
 caches and queues more events, and the segment is slower on the host for it (about a tenth on shared
 H200 hosts).  So some iterations are only clocked: from one train step to the next, without the
 calls to virtual peers and the waits for the device, as segments are.
+
+A launch waits where some thousand others are before it, and then the host's time is the device's:
+a rank whose GPU is the bottleneck would seem to need its host just as long.  So the device comes to
+rest behind every call and at every label, which does not count either.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any
+
+import torch
 
 __all__ = ["HostClock"]
 
@@ -40,10 +46,17 @@ class HostClock:
             return answer(group, *args, **kwargs)
         self._aside, begin = True, perf_counter_ns()
         try:
-            return answer(group, *args, **kwargs)
+            made = answer(group, *args, **kwargs)
+            torch.cuda.synchronize()
+            return made
         finally:
             self._away += perf_counter_ns() - begin
             self._aside = False
+
+    def settle(self) -> None:
+        """Let the device come to rest; whoever watches it counts that as a wait."""
+        if self.running and not self._aside:
+            torch.cuda.synchronize()
 
     def wait(self) -> bool:
         """The host is about to wait for the device; whether ``resume`` is to follow."""

@@ -117,6 +117,7 @@ class Recorder:
     def scope(self, **labels: Any) -> Iterator[None]:
         """Label what runs inside: phase, microbatch, chunk."""
         self.cut()
+        self.clock.settle()
         before, self._labels = self._labels, {**self._labels, **labels}
         try:
             yield
