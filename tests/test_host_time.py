@@ -352,6 +352,16 @@ def test_calls_without_a_handle_are_timed_too(monkeypatch):
     assert len(waited) == calibrate_host._REPEATS + 1
 
 
+def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
+    from megatron_prism.plugin.calibrate_host import middle
+
+    def rows(*ns):
+        return [{"op": f"op{i}", "asynchronous": False, "ns": value} for i, value in enumerate(ns)]
+
+    assert middle([rows(20, 40), rows(90, 41), rows(21, 10)]) == rows(21, 40)
+    assert middle([[], [], []]) == []
+
+
 def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
     from megatron_prism.report.figures import figures
     from megatron_prism.report.text import render

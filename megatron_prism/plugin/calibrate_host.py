@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["host_calls"]
+__all__ = ["host_calls", "middle"]
 
 _BYTES = 1 << 18
 _REPEATS, _CALLS = 7, 20
@@ -58,6 +58,15 @@ def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
     both = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
     rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
     return rows
+
+
+def middle(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of several ``host_calls``, each with the median of its ns: a shared host is slow or
+    quick for ten seconds at a time, so one moment does not say how it usually is."""
+    return [
+        {**rows[0], "ns": round(statistics.median(row["ns"] for row in rows))}
+        for rows in zip(*rounds, strict=True)
+    ]
 
 
 def _with(kind: Any, asynchronous: bool, method: Any, *args: Any) -> Callable[[], Any]:

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_prism.artefact import write_whole
-from megatron_prism.plugin.calibrate_host import host_calls
+from megatron_prism.plugin.calibrate_host import host_calls, middle
 from megatron_prism.plugin.calibrate_overlap import overlaps
 
 __all__ = ["main"]
@@ -163,10 +163,16 @@ def _text(stored: dict[str, Any]) -> str:
 @record  # so that the launcher shows what went wrong here
 def main() -> int:
     """Entry of one process; argument: the file to write."""
-    bench = _Bench()
+    bench, hosts = _Bench(), []
+
+    def look_at_host() -> None:
+        hosts.append(host_calls(bench.rank, bench.size) if bench.cuda else [])
+
+    look_at_host()
     rows = _collectives(bench)
-    host = host_calls(bench.rank, bench.size) if bench.cuda else []
+    look_at_host()
     overlap = overlaps(bench.cuda, bench.size, lambda size: _calls(bench, None, bench.size, size))
+    look_at_host()
     if bench.rank == 0:
         name = torch.cuda.get_device_name() if bench.cuda else "CPU"
         kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
@@ -176,7 +182,7 @@ def main() -> int:
             "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
             "collectives": rows,
             "overlap": overlap,
-            "host": host,
+            "host": middle(hosts),
         }
         write_whole(sys.argv[1], _text(stored), force=True)
     dist.barrier()
