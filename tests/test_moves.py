@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.collectives import BY_METHOD
 from megatron_prism.virtual import answers
 from megatron_prism.virtual.moves import COPY, KINDS, move_of
+from megatron_prism.virtual.parts import Rows
 from megatron_prism.virtual.values import Values
 
 N, P, K = 4, 2, 24
@@ -142,6 +143,18 @@ def test_sends_are_read_and_a_ring_is_left_to_its_answers():
 )
 def test_what_takes_more_is_left_to_the_answers(method, args):
     assert move_of[method](Group(), *args) is None
+
+
+def test_sums_of_parts_are_left_to_the_answers():
+    group, out, whole = Group(), some(4, 3), some(4 * N, 3)
+    total = with_op(c10d.AllreduceOptions, dist.ReduceOp.SUM)
+    largest = with_op(c10d.AllreduceOptions, dist.ReduceOp.MAX)
+    scattered = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
+    with group._values.of_parts(Rows(some(5, 3), torch.arange(4))):
+        assert move_of["allreduce"](group, [out], total) is None
+        assert move_of["_reduce_scatter_base"](group, out, whole, scattered) is None
+        assert move_of["allreduce"](group, [out], largest) is not None
+    assert move_of["allreduce"](group, [out], total).scale == N
 
 
 def test_noise_is_left_to_the_answers():

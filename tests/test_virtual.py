@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.virtual import answers, session
 from megatron_prism.virtual.hybrid import Mixed
+from megatron_prism.virtual.parts import Rows
 from megatron_prism.virtual.tally import Row, Tally
 from megatron_prism.virtual.values import Values, rms
 
@@ -155,6 +156,32 @@ def test_nothing_is_allocated_by_an_answer(world):
         dist.broadcast(shard, 0)
         dist.recv(shard, 4)
     assert allocations.names == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mirror", "noise"])
+def test_a_sum_of_parts_is_a_lookup_without_a_temporary(policy):
+    world = start(policy=policy)
+    table, tokens = numbers(12).view(3, 4), torch.arange(32) + 5
+    whole, chunk, other = torch.zeros(32, 4), torch.zeros(2, 4), numbers(16)
+    expected = table[tokens % 3]
+    with world.values.of_parts(Rows(table, tokens)):
+        with Allocations(table, tokens, whole, chunk, other) as allocations:
+            dist.all_reduce(whole)
+            dist.reduce_scatter_tensor(chunk, torch.zeros(32, 4))
+        dist.all_reduce(other)  # no lookup of these tokens
+    assert torch.equal(whole, expected)
+    assert torch.equal(chunk, expected.view(16, 2, 4)[5])
+    assert [name for name in allocations.names if "zeros" not in name] == [
+        "aten.remainder.Scalar"
+    ] * 2, "nothing but indices"
+    after = numbers(16)
+    dist.all_reduce(after)
+    if policy == "mirror":
+        assert torch.equal(other, numbers(16) * 16)
+        assert torch.equal(after, other), "the block has ended"
+    else:
+        assert rms(other).item() < 3 * 16**0.5 * 10
 
 
 # -- values ---------------------------------------------------------------------------------------

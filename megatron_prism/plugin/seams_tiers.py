@@ -15,6 +15,7 @@ import torch
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin import (
     seams,
+    seams_embedding,
     seams_kernels,
     seams_moe,
     seams_pipeline,
@@ -277,7 +278,7 @@ SEAMS_META: tuple[Seam, ...] = (
 def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
-    chosen += seams_places.SEAMS + seams_moe.SEAMS
+    chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS
     if tier != "cuda":
         chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
     return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen

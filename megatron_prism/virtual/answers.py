@@ -60,7 +60,8 @@ def reduce_op_name(op: ReduceOp) -> str:
 def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
     """In place: the reduction of ``tensor`` over n members that all hold it (any shape).
 
-    Sums and products of bools are ``or`` and ``and``, as NCCL has them.
+    A sum of parts (``Values.of_parts``) is completed.  Sums and products of bools are ``or`` and
+    ``and``, as NCCL has them.
     """
     if n == 1 or op in _IDENTITIES or tensor.is_meta:
         return
@@ -68,6 +69,8 @@ def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
     if target.dtype == torch.bool and op != "bxor":
         return
     if op == "sum":
+        if values.parts is not None and values.parts.fill(target):
+            return
         if values.policy == "noise" and target.is_floating_point():
             values.add_peers(target, n - 1)
         else:
@@ -103,6 +106,8 @@ def reduce_scatter(
 ) -> None:
     """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members."""
     if out.is_meta or not out.numel():
+        return
+    if op == "sum" and n > 1 and values.parts is not None and values.parts.fill(out, n, p):
         return
     chunk = whole.detach().view(n, -1)[p]
     if out.data_ptr() != chunk.data_ptr():

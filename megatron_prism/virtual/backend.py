@@ -137,7 +137,7 @@ class PrismGroup(dist.ProcessGroup):
         op = answers.reduce_op_name(opts.reduceOp) if opts is not None else "sum"
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
-                mixed.reduced(tensor, op)
+                mixed.reduced(tensor, op, self._values.parts)
             else:
                 answers.reduced(tensor, op, self._n, self._values)
         return self._done("all_reduce", tensors, tensors)
@@ -199,7 +199,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def _scatter_one(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
         if (mixed := self._mixed_for(whole)) is not None:
-            mixed.reduce_scatter(out, whole, op)
+            mixed.reduce_scatter(out, whole, op, self._values.parts)
         else:
             answers.reduce_scatter(out, whole, op, self._n, self._p, self._values)
 

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.virtual.answers import fill_rows
+from megatron_prism.virtual.parts import Rows
 from megatron_prism.virtual.values import Values
 
 __all__ = ["Mixed"]
@@ -50,6 +51,8 @@ class Mixed:
         # group rank -> index of the local member that it is or mirrors
         self.mirrors = [slot_of[m] if m in slot_of else next(turn) for m in range(n)]
         self.weight = self.mirrors.count(self.index)
+        # group rank -> whether its part of a sum of parts is this process's to give
+        self.held = [member == self.index for member in self.mirrors]
 
     def local_index(self, group_rank: int) -> int | None:
         """Index of ``group_rank`` among the local members, None if it is virtual."""
@@ -60,9 +63,22 @@ class Mixed:
         opts.reduceOp = getattr(dist.ReduceOp, op.upper())
         self.real.allreduce([tensor], opts).wait()
 
-    def reduced(self, tensor: torch.Tensor, op: str) -> None:
-        """In place: the reduction over the local members, each counted once per mirror."""
+    def _parts_of(self, op: str, parts: Rows | None) -> Rows | None:
+        """What completes this reduction: with all members here there is nothing to complete."""
+        return parts if op == "sum" and len(self.positions) < self.n else None
+
+    def reduced(self, tensor: torch.Tensor, op: str, parts: Rows | None = None) -> None:
+        """In place: the reduction over the local members, each counted once per mirror.
+
+        parts : completes a sum of which every member holds a part (``Values.of_parts``)
+        """
         target = tensor.detach()
+        if (rows := self._parts_of(op, parts)) is not None:
+            part = _contiguous_like(target)
+            if rows.fill(part, held=self.held):
+                self._all_reduce(part, "sum")
+                target.copy_(part)
+                return
         if target.dtype == torch.bool:  # gloo reduces none
             words = target.to(torch.uint8, memory_format=torch.contiguous_format)
             self.reduced(words, _FOR_BOOLS[op])
@@ -109,10 +125,16 @@ class Mixed:
         for position, out in enumerate(outs):
             fill_rows(out, received[self.mirrors[position]])
 
-    def reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
-        """``out`` [k] from ``whole`` [n*k] of every local member."""
+    def reduce_scatter(
+        self, out: torch.Tensor, whole: torch.Tensor, op: str, parts: Rows | None = None
+    ) -> None:
+        """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced()."""
         chunks = whole.detach().view(self.n, -1)[list(self.positions)].contiguous()
-        self.reduced(chunks, op)
+        rows, places = self._parts_of(op, parts), zip(chunks, self.positions, strict=True)
+        if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
+            self._all_reduce(chunks, "sum")
+        else:
+            self.reduced(chunks, op)
         out.detach().view(-1).copy_(chunks[self.index])
 
     def reduce_scatter_list(

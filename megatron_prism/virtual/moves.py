@@ -70,6 +70,8 @@ def _scaling(group: Any, tensor: torch.Tensor, reduce_op: Any) -> tuple[int, int
     if reduce_op != _SUM:
         return (COPY, 1) if reduce_op_name(reduce_op) in _KEPT else None
     kind = KINDS.get(tensor.dtype)
+    if group._values.parts is not None:  # completed, not scaled
+        return None
     if kind is None or (kind < 5 and group._values.policy == "noise"):
         return None
     return kind, group._n

@@ -10,7 +10,8 @@
 Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
 (equal router logits send every token to the same experts, and matrix products run measurably faster
 on zeros than on data).  Gradients among them carry the job's loss scale.  What comes round a ring
-has a counterpart, see ``exchange``.  Noise comes from generators of our own: the job's random
+has a counterpart, see ``exchange``; so has a lookup in a table whose rows are dealt out over a
+group, see ``parts``.  Noise comes from generators of our own: the job's random
 streams never move.
 """
 
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_prism.errors import UsageError
+from megatron_prism.virtual.parts import Rows
 
 __all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
 
@@ -41,6 +43,7 @@ class Values:
 
     loss_scale : answers the factor (one element, on the device) that the job multiplies its loss
                  by now, so that half-precision gradients do not vanish; None if it does not
+    parts      : completes the sums made now, of which each member holds a part; mostly None
 
     Raises UsageError for an unknown policy.
     """
@@ -60,6 +63,7 @@ class Values:
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None
+        self.parts: Rows | None = None
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
         self._expected: dict[int, str] = {}
@@ -83,6 +87,15 @@ class Values:
         finally:
             for key in mine:
                 self._expected.pop(key, None)
+
+    @contextlib.contextmanager
+    def of_parts(self, parts: Rows) -> Iterator[None]:
+        """Sums inside the block are of parts that one member holds each, under any policy."""
+        self.parts = parts
+        try:
+            yield
+        finally:
+            self.parts = None
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a tensor that a virtual rank sent; shape ``[tokens, micro-batch, hidden]`` or any.

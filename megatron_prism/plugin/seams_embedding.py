@@ -1,0 +1,61 @@
+"""What is changed in Megatron's vocabulary-parallel embedding, and why.  Same form as ``seams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.virtual.backend import PrismGroup
+from megatron_prism.virtual.parts import Rows
+
+__all__ = ["SEAMS"]
+
+
+def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
+    """What the embedding's sum over tp is complete with; None if nothing is missing or known.
+
+    A weight that is not this rank's whole partition (DTensor, 0.19's gtp_remat) is not known here.
+    """
+    group, weight = embedding.tp_group, embedding.weight
+    if not isinstance(group, PrismGroup) or group.size() == 1 or group.all_local:
+        return None
+    if type(weight) is not torch.nn.Parameter or getattr(embedding, "gtp_remat_size", 1) > 1:
+        return None
+    if weight.shape[0] != embedding.num_embeddings_per_partition:
+        return None
+    # [b, s] is looked up, and [s, b, h] reduced and scattered
+    order = tokens.transpose(0, 1) if embedding.reduce_scatter_embeddings else tokens
+    return Rows(weight, order)
+
+
+def _whole_lookup(module: ModuleType, context: Context) -> None:
+    """Only data of the call's answer changes: gradients go where the local mask lets them."""
+    if context.meta:
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, input_: torch.Tensor) -> Any:
+            rows = _rows(self, input_)
+            if rows is None:
+                return original(self, input_)
+            with self.tp_group.world.values.of_parts(rows):
+                return original(self, input_)
+
+        return call
+
+    _wrap(module.VocabParallelEmbedding, "forward", make)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "whole-lookup",
+        "megatron.core.tensor_parallel.layers",
+        "tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
+        "core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
+        _whole_lookup,
+    ),
+)

@@ -1,0 +1,101 @@
+"""A lookup in a table whose rows are dealt out is what gloo adds up, if virtual tables are alike.
+
+Of n members j holds rows j*R to (j+1)*R of a table, looks its tokens up there and leaves zeros for
+the others (written out in ``lookup``; Megatron's own in ``megatron/test_embedding.py``).  The
+oracle is a plain gloo group in which the process of each virtual rank does so with the table of the
+local rank that it mirrors; the sums must agree bitwise, on every local rank.
+"""
+
+import json
+import pathlib
+import tempfile
+import traceback
+
+import pytest
+import torch
+from collective_cases import NUM_PROCESSES, TIMEOUT, WORLDS, mirrored
+from torch import distributed as dist
+from torch import multiprocessing
+
+from megatron_prism.virtual import patches, session
+from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.values import Values
+
+R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
+
+
+def table(member, dtype):
+    return (torch.arange(R * WIDTH).view(R, WIDTH) + 1000 * (member + 1)).to(dtype)
+
+
+def lookup(tokens, member, start, dtype):
+    """What a member that holds rows ``start`` to ``start + R`` gives to the sum."""
+    mine = (tokens >= start) & (tokens < start + R)
+    rows = table(member, dtype)[torch.where(mine, tokens - start, 0)]
+    return rows * mine.unsqueeze(1)
+
+
+def sums(group, n, part):
+    """The sum of everybody's ``part`` [n * k, WIDTH] by both ways in which Megatron makes it."""
+    whole, chunk = part.clone(), torch.full((part.shape[0] // n, WIDTH), 99, dtype=part.dtype)
+    dist.all_reduce(whole, group=group)
+    dist.reduce_scatter_tensor(chunk, part, group=group)
+    return whole, chunk
+
+
+def compare(rank, store):
+    """What is wrong, one line each, and how often both agreed."""
+    gloo = {n: dist.new_group(range(n)) for n in range(1, NUM_PROCESSES + 1)}
+    wrong, agreed = [], 0
+    tries = [
+        (n, local, policy, dtype)
+        for n, local in WORLDS
+        for policy in ("mirror", "noise")
+        for dtype in DTYPES
+    ]
+    for number, (n, local, policy, dtype) in enumerate(tries):
+        if rank >= n:
+            continue
+        tokens = (torch.arange(4 * n) * 7 + number) % (n * R)
+        member, start = mirrored(n, local)[rank], rank * R
+        expected = sums(gloo[n], n, lookup(tokens, member, start, dtype))
+        if rank not in local:
+            continue
+        prefix, cpu = dist.PrefixStore(f"world {number}", store), torch.device("cpu")
+        world = session.VirtualWorld(n, rank, local, Values(policy), cpu, prefix)
+        group = world.build_group(range(n), f"parts_{number}", "PARTS")
+        patches.install(world)
+        patches.register(group, "gloo")
+        with world.values.of_parts(Rows(table(rank, dtype), tokens)):
+            got = sums(group, n, lookup(tokens, rank, start, dtype))
+        for name, mine, theirs in zip(("all_reduce", "reduce_scatter"), got, expected, strict=True):
+            if torch.equal(mine, theirs):
+                agreed += 1
+            else:
+                wrong.append(f"{name} {dtype} {policy} local={local} of {n}: {mine} not {theirs}")
+    return wrong, agreed
+
+
+def run(rank, folder):
+    store = dist.FileStore(f"{folder}/store", NUM_PROCESSES)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=NUM_PROCESSES, timeout=TIMEOUT
+    )
+    session._TIMEOUT = TIMEOUT
+    try:
+        found = compare(rank, store)
+    except Exception:  # the parent wants to know, whatever it is
+        found = [traceback.format_exc()], 0
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_lookup_is_what_gloo_adds_up():
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(run, args=(folder,), nprocs=NUM_PROCESSES)
+        found = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.json")]
+    assert [line for wrong, _ in found for line in wrong] == []
+    local_ranks = sum(len(local) for _, local in WORLDS)
+    assert sum(agreed for _, agreed in found) == 2 * 2 * len(DTYPES) * local_ranks
