@@ -1,0 +1,122 @@
+"""Jobs that take turns: nobody makes a step before it may, and errors are of the right pairs."""
+
+import importlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    if not BENCHMARKS.exists():
+        pytest.skip("benchmarks are in the checkout only")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("turns"), importlib.import_module("turnstile")
+
+
+class Alive:
+    """A process that has not ended, or has."""
+
+    def __init__(self, status=None):
+        self.status = status
+
+    def poll(self):
+        return self.status
+
+
+def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, tmp_path):
+    turns, turnstile = modules
+    gate = turnstile.Turnstile(tmp_path)
+    runner = turns.Runner("job", tmp_path, 1, [Alive()])
+    assert gate.allowed() == -1  # the program has not been started
+
+    def job():
+        for _ in range(5):
+            gate.step()
+            time.sleep(0.02)
+        gate.tell()
+
+    runner.open(0)
+    thread = threading.Thread(target=job, daemon=True)
+    thread.start()
+    assert runner.wait()
+    assert gate.starts == []
+    assert runner.turn(2)
+    assert len(gate.starts) == 2
+    time.sleep(0.03)
+    assert len(gate.starts) == 2  # it waits for its next turn
+    assert runner.turn(3, skipped=1)
+    assert len(gate.starts) == 5
+    thread.join(5)
+    assert [len(turn) for turn in runner.turns] == [1, 2]
+    assert all(ms > 15 for turn in runner.turns for ms in turn)
+    assert runner.memory() == [{"allocated_peak": 0, "reserved_peak": 0}]
+
+
+def test_a_job_that_ended_is_not_waited_for(modules, tmp_path):
+    turns, _ = modules
+    runner = turns.Runner("job", tmp_path, 2, [Alive(), Alive(1)])
+    (tmp_path / "rank-0.json").write_text(json.dumps({"steps": 0, "starts_ns": []}))
+    assert not runner.wait()
+    assert not turns.together([runner], 3)
+    assert runner.turns == []
+
+
+def test_what_the_host_did_is_added_up(modules, monkeypatch):
+    from torch import distributed as dist
+
+    _, turnstile = modules
+
+    class Group:
+        def allreduce(self, tensors):
+            time.sleep(0.002)
+            return tensors
+
+    for name in turnstile._METHODS:
+        if not hasattr(Group, name):
+            setattr(Group, name, lambda self: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", Group)
+    monkeypatch.setattr(turnstile.gc, "callbacks", [])
+    host = turnstile.Host()
+    host.install()
+    assert Group().allreduce([1]) == [1]
+    assert Group().barrier() is None
+    calls, in_calls, in_gc, cpu = host.read()
+    assert calls == 2
+    assert in_calls > 1_500_000
+    assert in_gc == 0 < cpu
+    assert {name: len(ns) for name, ns in host.methods.items()} == {"allreduce": 1, "barrier": 1}
+
+
+def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys):
+    turns, _ = modules
+
+    def runs(*lists):
+        return [{"turns_ms": found} for found in lists]
+
+    row = {
+        "config": "pp2",
+        "real_ms": 100.0,
+        "predicted_ms": 101.0,
+        "groups": {
+            "real": runs([[100, 102], [98, 100]]),
+            "paced": runs([[100.5, 100.5]], [[99.0, 101.0]]),
+            "real, 1 x 2": runs([[150, 150]]),
+            "paced, 1 x 2": runs([[156.0, 156.0]]),
+        },
+    }
+    assert turns.table([row]) == 0
+    shown = capsys.readouterr().out
+    assert "replayed 101.0 ms (+1.00 %)" in shown
+    assert "paced: 100.5 ms, 100.0 ms (+0.50 %, +0.00 %), spread +0.00 %, +0.00 %" in shown
+    assert "real: 100.0 ms (+0.00 %), spread +2.00 %" in shown
+    # 156 of 100.5 beside 150 of 100
+    assert "paced, 1 x 2: 156.0 ms (+3.48 %)" in shown
+    row["groups"]["paced"] = runs([[103.0]], [[100.0]])
+    assert turns.table([row]) == 1
+    assert turns.table([{"config": "pp2"}]) == 1  # nothing was measured
