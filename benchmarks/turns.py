@@ -220,29 +220,24 @@ def percent(found: float | None, real: float | None) -> float | None:
     return None if not found or not real else 100 * (found / real - 1)
 
 
-def jobs(sitting: Turns, config: str, factors: Sequence[str]) -> dict[str, list[Runner]]:
-    """What takes turns in phase 2, by name; the programs wait until they are opened."""
-    ranks = range(sitting.num_ranks)
-    made = {
-        "real": [sitting.real_job(config)],
-        "paced": sitting.paced_ranks(config, "paced", ranks),
+def beside(sitting: Turns, config: str, factor: str) -> dict[str, list[Runner]]:
+    """The real job with a slow rank 1, and every other rank alone beside a virtual one as slow."""
+    others = [rank for rank in range(sitting.num_ranks) if rank != 1]
+    flags = ["--prism-slow", f"1:{factor}"]
+    return {
+        f"real, 1 x {factor}": [sitting.real_job(config, "1", factor)],
+        f"paced, 1 x {factor}": sitting.paced_ranks(config, f"beside-{factor}", others, *flags),
     }
-    for factor in factors:
-        made[f"real, 1 x {factor}"] = [sitting.real_job(config, "1", factor)]
-        flags = ["--prism-slow", f"1:{factor}"]
-        others = [rank for rank in ranks if rank != 1]
-        made[f"paced, 1 x {factor}"] = sitting.paced_ranks(
-            config, f"beside-{factor}", others, *flags
-        )
-    return made
 
 
 def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, Any]:
     """One configuration."""
     begin = time.time()
-    row: dict[str, Any] = {"config": config, "more": " ".join(sitting.more)}
-    groups = jobs(sitting, config, args.factors.split(",") if args.factors else ())
-    (real,) = groups["real"]
+    row: dict[str, Any] = {"config": config, "more": " ".join(sitting.more), "whole": True}
+    # all start now, which takes long; GPUs hold only what has been opened
+    real, ranks = sitting.real_job(config), range(sitting.num_ranks)
+    groups = {"real": [real], "paced": sitting.paced_ranks(config, "paced", ranks)}
+    slow = [beside(sitting, config, factor) for factor in filter(None, args.factors.split(","))]
     try:
         row["captured"] = captured(sitting, config, real)
         row["real_ms"] = median(real.turns)
@@ -256,18 +251,27 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         real.turns = []
+        for more in (slow or [{}]) if args.rounds else ():  # side by side they need more memory
+            both = [*groups.values(), *more.values()]
+            row["whole"] = rounds(sitting, both, args.rounds) and row["whole"]
+            _end(more)
         if args.rounds:
-            row["whole"] = rounds(sitting, list(groups.values()), args.rounds)
+            every = {name: found for part in (groups, *slow) for name, found in part.items()}
             row["groups"] = {
                 name: [{"turns_ms": r.turns, "memory": r.memory()} for r in group]
-                for name, group in groups.items()
+                for name, group in every.items()
             }
     finally:
-        for group in groups.values():
-            for runner in group:
-                runner.end()
+        for part in (groups, *slow):
+            _end(part)
         row["took_s"] = round(time.time() - begin, 1)
     return row
+
+
+def _end(groups: dict[str, list[Runner]]) -> None:
+    for group in groups.values():
+        for runner in group:
+            runner.end()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> int:
