@@ -59,10 +59,31 @@ def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
         if isinstance(found, DumpError):
             broken[rank] = found.message
         else:
+            _is_of(found)
             dumps[rank] = found
     if not dumps:
         raise DumpError(next(iter(broken.values())), fix=FIX)
     return DumpSet(dumps, broken)
+
+
+def _is_of(dump: Dump) -> None:
+    """A dump under another rank's name would make that rank the culprit: DumpError.
+
+    Nothing in it says whose it is, but whoever calls in a group is a member of it.
+    """
+    used = {entry.group for entry in dump.entries}
+    used |= {name for name, status in dump.status.items() if status.enqueued > 0}
+    members = [dump.groups[n].ranks for n in used if n in dump.groups and dump.groups[n].ranks]
+    other = next((ranks for ranks in members if dump.rank not in ranks), None)
+    if other is None:
+        return
+    own = set(other).intersection(*members)
+    whose = f"rank {min(own)}" if len(own) == 1 else f"one of the ranks {sorted(other)[:8]}"
+    raise DumpError(
+        f"the dump that is named as rank {dump.rank}'s was written by {whose}: it has calls of "
+        f"groups without rank {dump.rank}",
+        fix="name every file after the global rank that wrote it, such as _dump_517",
+    )
 
 
 class HostileError(DumpError):
@@ -80,8 +101,8 @@ def files(folder: Path) -> dict[int, Path]:
         raise DumpError(f"cannot read {folder}: {error.strerror}", fix=FIX) from error
     for path in paths:
         match = _FILE.search(path.name)
-        if not match or not path.is_file() or path.name.startswith(".prism"):
-            continue
+        if not match or not path.is_file() or path.name.startswith("."):
+            continue  # .nfs0012 is no dump of rank 12
         rank = int(match[1])
         if rank in found:
             raise DumpError(

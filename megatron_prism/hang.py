@@ -135,6 +135,7 @@ class _Judge:
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in sources.unposted(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
+        found = {r: found[r] for r in sources.speaking(state, found)}
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
         if extra:

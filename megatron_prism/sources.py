@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 
-__all__ = ["few", "gone", "outrun", "passed_over", "unposted"]
+__all__ = ["few", "gone", "outrun", "passed_over", "speaking", "unposted"]
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -26,6 +26,8 @@ def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
         if head is None or not why or not (head.pair or why == "left no dump"):
             continue
         lost = [r for r in others if r not in state.dumps]
+        # a file that was cut off is of a process that lived to write it
+        lost = [r for r in lost if r not in state.unreadable] or lost
         if lost and not set(known) & set(lost):
             waits.append((head, lost))
     if any(not head.pair for head, _ in waits):
@@ -49,6 +51,17 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
+
+
+def speaking(state: State, ranks: Collection[int]) -> list[int]:
+    """Those of ``ranks`` whose dumps say anything, if there are any; else all of them.
+
+    A dump without calls and without counters is of a rank that was started again, or of a recorder
+    that was off; where others have counters and somebody else is stuck, it proves nothing.
+    """
+    counted = any(dump.status for dump in state.dumps.values())
+    said = [r for r in ranks if state.dumps[r].entries or state.dumps[r].status]
+    return said if said and counted else list(ranks)
 
 
 def outrun(state: State, rank: int) -> bool:

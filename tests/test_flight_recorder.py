@@ -153,6 +153,13 @@ def test_foreign_files_are_explained(data, says, tmp_path):
     assert caught.value.fix
 
 
+def test_hidden_files_are_nobodys(tmp_path):
+    """NFS leaves .nfs0003 where somebody removed an open file."""
+    folder = written(tmp_path)
+    (folder / ".nfs0001").write_bytes(b"")
+    assert sorted(flight_recorder.read(folder).dumps) == list(range(16))
+
+
 def test_folders_that_cannot_be(tmp_path):
     with pytest.raises(DumpError, match="no folder"):
         flight_recorder.read(tmp_path / "x")

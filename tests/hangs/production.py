@@ -253,6 +253,16 @@ def of_an_earlier_moment(rank, calls):
     return change
 
 
+def recorder_off(*ranks):
+    """TORCH_FR_BUFFER_SIZE=0 there, or reset: neither calls nor counters."""
+
+    def change(values):
+        for rank in ranks:
+            values[rank]["entries"], values[rank]["pg_status"] = [], {}
+
+    return change
+
+
 def failed_calls_counted(*ranks):
     """As gloo does: a call that failed is counted as completed, though its record is open."""
 
@@ -476,6 +486,8 @@ CASES = (
          stands(10, part="2", at=77, silent=True), {10}, "missing dump", files=lost(12)),
     case("half a node of tensor parallel pairs lost", "ranks 4 to 7 without a dump", stands(
          4, 5, 6, 7, part="2", at=30, silent=True), range(4, 8), "missing dump"),
+    case("recorder off on two ranks", "they say nothing, also not that they are late", stands(
+         6, part="3", at=70), {6}, "host stuck", world="interleaved", files=recorder_off(4, 5)),
     case("healthy", "everything ended", nothing, (), "healthy", exit=(0,)),
     case("healthy, outstanding only", "everything ended", nothing, (), "healthy", how=ACTIVE,
          exit=(0,)),

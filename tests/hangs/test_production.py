@@ -80,3 +80,33 @@ def test_a_dump_that_is_cut_off_is_no_culprit(tmp_path, capsys):
     code, found = command(tmp_path / "d", capsys)
     assert (code, [row["rank"] for row in found["culprits"]]) == (1, [10])
     assert any("_dump_11 is no dump, or damaged" in line for line in found["missing"])
+
+
+def test_who_was_cut_off_while_it_wrote_is_not_who_wrote_nothing(tmp_path, capsys):
+    """Ranks 14 and 15 are both needed for one call: 15 is dead, of 14 half a file is there."""
+    one = next(c for c in CASES if c.name == "healthy")
+    dead = production.stands(15, part="2", at=30, silent=True)
+    production.dumps(
+        production.dataclasses.replace(one, fault=dead, world="interleaved"), tmp_path / "d"
+    )
+    file = tmp_path / "d" / "_dump_14"
+    file.write_bytes(file.read_bytes()[:2000])
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [15])
+    assert found["verdict"] == "missing dump"
+
+
+@pytest.mark.parametrize("how", [{}, production.ACTIVE])
+def test_a_dump_under_another_rank_s_name_is_refused(how, tmp_path, capsys):
+    """Else the rank of that name would be the culprit: here 11 for 10."""
+    one = next(c for c in CASES if c.name == "half of the dumps lost")
+    one = production.dataclasses.replace(one, files=None, how=how)
+    production.dumps(one, tmp_path / "d")
+    a, b = (tmp_path / "d" / f"_dump_{rank}" for rank in (10, 11))
+    was = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(was)
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 2
+    said = capsys.readouterr().err
+    assert "named as rank 10's was written by rank 11" in said
+    assert "fix: name every file after the global rank" in said
