@@ -19,6 +19,8 @@ N, P, K = 4, 2, 24
 class Group:
     """What moves ask of a PrismGroup."""
 
+    _sequence = False
+
     def __init__(self, policy="mirror", ring=None):
         self._n, self._p, self._values, self.ring = N, P, Values(policy), ring
 
@@ -155,6 +157,17 @@ def test_sums_of_parts_are_left_to_the_answers():
         assert move_of["_reduce_scatter_base"](group, out, whole, scattered) is None
         assert move_of["allreduce"](group, [out], largest) is not None
     assert move_of["allreduce"](group, [out], total).scale == N
+
+
+def test_chunks_of_sequences_are_left_to_the_answers():
+    group, out, whole = Group(), some(K), some(N * K)
+    group._sequence = True
+    total = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
+    largest = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.MAX)
+    find, counts = move_of["_reduce_scatter_base"], torch.ones(N * K, dtype=torch.int64)
+    assert find(group, out, whole, total) is None
+    assert find(group, out, whole, largest) is not None
+    assert find(group, counts[:K].clone(), counts, total).scale == N
 
 
 def test_noise_is_left_to_the_answers():

@@ -184,6 +184,32 @@ def test_a_sum_of_parts_is_a_lookup_without_a_temporary(policy):
         assert rms(other).item() < 3 * 16**0.5 * 10
 
 
+@pytest.mark.parametrize(
+    ("desc", "policy", "dtype", "expected"),
+    [
+        ("TENSOR_MODEL_PARALLEL_GROUP", "mirror", torch.float32, [1 + 3 + 5 + 7, 2 + 4 + 6 + 8]),
+        ("TENSOR_MODEL_PARALLEL_GROUP", "mirror", torch.int64, [3 * 4, 4 * 4]),
+        ("DATA_PARALLEL_GROUP", "mirror", torch.float32, [3 * 4, 4 * 4]),
+        ("TENSOR_MODEL_PARALLEL_GROUP", "noise", torch.float32, None),
+    ],
+)
+def test_chunks_of_a_sequence_are_added_up(desc, policy, dtype, expected):
+    start(policy=policy)
+    group = dist.new_group(range(4, 8), group_desc=desc)
+    out, whole = torch.zeros(2, dtype=dtype), numbers(8).to(dtype)
+    dist.reduce_scatter_tensor(out, whole, group=group)
+    assert whole.tolist() == list(range(1, 9))
+    if expected is None:
+        assert torch.isfinite(out).all()
+        assert out.tolist() not in ([16, 20], [12, 16])
+    else:
+        assert out.tolist() == expected
+    inside = whole[2:4]  # in place: gradients, whose chunks are of different parameters
+    dist.reduce_scatter_tensor(inside, whole, group=group)
+    if expected is not None:
+        assert inside.tolist() == [12, 16]
+
+
 # -- values ---------------------------------------------------------------------------------------
 
 

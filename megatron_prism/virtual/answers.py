@@ -102,14 +102,27 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, n: int, p: int, values: V
 
 
 def reduce_scatter(
-    out: torch.Tensor, whole: torch.Tensor, op: str, n: int, p: int, values: Values
+    out: torch.Tensor,
+    whole: torch.Tensor,
+    op: str,
+    n: int,
+    p: int,
+    values: Values,
+    sequence: bool = False,
 ) -> None:
-    """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members."""
+    """``out`` [k] from ``whole`` [n*k]: the local chunk, reduced over n equal members.
+
+    sequence : mirrored chunks are added up instead (``parts.holds_sequences``)
+    """
     if out.is_meta or not out.numel():
         return
     if op == "sum" and n > 1 and values.parts is not None and values.parts.fill(out, n, p):
         return
-    chunk = whole.detach().view(n, -1)[p]
+    chunks = whole.detach().view(n, -1)
+    chunk = chunks[p]
+    if op == "sum" and sequence and values.mirrors(out) and out.data_ptr() != chunk.data_ptr():
+        torch.sum(chunks, 0, out=out.detach().view(-1))
+        return
     if out.data_ptr() != chunk.data_ptr():
         out.detach().view(-1).copy_(chunk)
     reduced(out, op, n, values)

@@ -23,6 +23,7 @@ from megatron_prism.virtual import answers
 from megatron_prism.virtual.arguments import arguments, message_size, size_of
 from megatron_prism.virtual.exchange import Exchange, is_ring
 from megatron_prism.virtual.hybrid import Mixed
+from megatron_prism.virtual.parts import holds_sequences
 from megatron_prism.virtual.work import Done
 
 __all__ = ["PrismGroup"]
@@ -52,6 +53,7 @@ class PrismGroup(dist.ProcessGroup):
         self._name = name
         self._n, self._p = len(ranks), rank
         self._values = world.values
+        self._sequence = holds_sequences(desc)
         self._count = world.tally.add
         self.sequence = 0
         self.real, self._mixed = world.connect(self, backend)
@@ -199,9 +201,10 @@ class PrismGroup(dist.ProcessGroup):
 
     def _scatter_one(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
         if (mixed := self._mixed_for(whole)) is not None:
-            mixed.reduce_scatter(out, whole, op, self._values.parts)
+            mixed.reduce_scatter(out, whole, op, self._values.parts, self._sequence)
         else:
-            answers.reduce_scatter(out, whole, op, self._n, self._p, self._values)
+            values, sequence = self._values, self._sequence
+            answers.reduce_scatter(out, whole, op, self._n, self._p, values, sequence)
 
     def _reduce_scatter_base(self, out: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
         self._scatter_one(out, whole, answers.reduce_op_name(opts.reduceOp))

@@ -126,12 +126,26 @@ class Mixed:
             fill_rows(out, received[self.mirrors[position]])
 
     def reduce_scatter(
-        self, out: torch.Tensor, whole: torch.Tensor, op: str, parts: Rows | None = None
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        op: str,
+        parts: Rows | None = None,
+        sequence: bool = False,
     ) -> None:
-        """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced()."""
-        chunks = whole.detach().view(self.n, -1)[list(self.positions)].contiguous()
+        """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced().
+
+        sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
+        """
+        slots = whole.detach().view(self.n, -1)
+        chunks = slots[list(self.positions)].contiguous()
         rows, places = self._parts_of(op, parts), zip(chunks, self.positions, strict=True)
         if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
+            self._all_reduce(chunks, "sum")
+        elif op == "sum" and sequence and out.is_floating_point():
+            for position, source in enumerate(self.mirrors):
+                if position not in self.positions:
+                    chunks[source].add_(slots[position])
             self._all_reduce(chunks, "sum")
         else:
             self.reduced(chunks, op)

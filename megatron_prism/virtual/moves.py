@@ -111,6 +111,8 @@ def _reduce_scatter(group: Any, out: torch.Tensor, whole: torch.Tensor, opts: An
     scaling = _scaling(group, out, opts.reduceOp)
     if scaling is None or size != group._n * part:
         return None
+    if scaling[1] != 1 and group._sequence and group._values.mirrors(out):
+        return None  # all chunks count
     read = whole.data_ptr()
     source = read + group._p * part
     return Move(out.data_ptr(), source, part, part, *scaling, read, size, size, (out,))

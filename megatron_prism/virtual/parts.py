@@ -13,7 +13,18 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "holds_sequences"]
+
+
+def holds_sequences(desc: str) -> bool:
+    """Whether members hold stretches of one sequence (Megatron's sequence parallelism).
+
+    Stretches gathered from mirrors are n copies of the local one.  A reduce-scatter that took n
+    times the local chunk would not be the transpose of that: through causal attention the first
+    chunk collects gradients from all copies, so the first rank's would grow with every layer.  Its
+    transpose is the sum of all chunks, and gradients are then those of the mirrored network.
+    """
+    return desc == "TENSOR_MODEL_PARALLEL_GROUP"
 
 
 class Rows:

@@ -88,6 +88,10 @@ class Values:
             for key in mine:
                 self._expected.pop(key, None)
 
+    def mirrors(self, tensor: torch.Tensor) -> bool:
+        """Whether peers hold payloads (floating point) like ``tensor``'s, not noise or integers."""
+        return self.policy != "noise" and tensor.is_floating_point()
+
     @contextlib.contextmanager
     def of_parts(self, parts: Rows) -> Iterator[None]:
         """Sums inside the block are of parts that one member holds each, under any policy."""

@@ -43,10 +43,19 @@ def sums(group, n, part):
     return whole, chunk
 
 
+def transposed(group, n, rank):
+    """<gathered x, w> and <x, reduced and scattered w> of this rank, in whole numbers."""
+    x, w = torch.arange(4.0) + 3 * rank, torch.arange(4.0 * n).square() % 11 + rank
+    gathered, scattered = torch.empty(4 * n), torch.empty(4)
+    dist.all_gather_into_tensor(gathered, x, group=group)
+    dist.reduce_scatter_tensor(scattered, w, group=group)
+    return (gathered @ w).item(), (x @ scattered).item()
+
+
 def compare(rank, store):
-    """What is wrong, one line each, and how often both agreed."""
+    """What is wrong, one line each, how often both agreed, and the products of ``transposed``."""
     gloo = {n: dist.new_group(range(n)) for n in range(1, NUM_PROCESSES + 1)}
-    wrong, agreed = [], 0
+    wrong, agreed, products = [], 0, []
     tries = [
         (n, local, policy, dtype)
         for n, local in WORLDS
@@ -63,17 +72,18 @@ def compare(rank, store):
             continue
         prefix, cpu = dist.PrefixStore(f"world {number}", store), torch.device("cpu")
         world = session.VirtualWorld(n, rank, local, Values(policy), cpu, prefix)
-        group = world.build_group(range(n), f"parts_{number}", "PARTS")
+        group = world.build_group(range(n), f"parts_{number}", "TENSOR_MODEL_PARALLEL_GROUP")
         patches.install(world)
         patches.register(group, "gloo")
         with world.values.of_parts(Rows(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))
+        products.append((f"{local} of {n} {policy} {dtype}", *transposed(group, n, rank)))
         for name, mine, theirs in zip(("all_reduce", "reduce_scatter"), got, expected, strict=True):
             if torch.equal(mine, theirs):
                 agreed += 1
             else:
                 wrong.append(f"{name} {dtype} {policy} local={local} of {n}: {mine} not {theirs}")
-    return wrong, agreed
+    return wrong, agreed, products
 
 
 def run(rank, folder):
@@ -86,7 +96,7 @@ def run(rank, folder):
     try:
         found = compare(rank, store)
     except Exception:  # the parent wants to know, whatever it is
-        found = [traceback.format_exc()], 0
+        found = [traceback.format_exc()], 0, []
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -96,6 +106,13 @@ def test_a_lookup_is_what_gloo_adds_up():
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, args=(folder,), nprocs=NUM_PROCESSES)
         found = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.json")]
-    assert [line for wrong, _ in found for line in wrong] == []
+    assert [line for wrong, *_ in found for line in wrong] == []
     local_ranks = sum(len(local) for _, local in WORLDS)
-    assert sum(agreed for _, agreed in found) == 2 * 2 * len(DTYPES) * local_ranks
+    assert sum(agreed for _, agreed, _ in found) == 2 * 2 * len(DTYPES) * local_ranks
+    total = {}
+    for label, gathered, scattered in (line for *_, products in found for line in products):
+        if "noise" not in label:
+            one, other = total.get(label, (0, 0))
+            total[label] = one + gathered, other + scattered
+    assert len(total) == len(set(WORLDS)) * len(DTYPES)
+    assert all(one == other for one, other in total.values()), total
