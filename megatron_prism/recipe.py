@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
-from megatron_prism import guards, recipe_schema
+from megatron_prism import guards, recipe_checks, recipe_schema
 from megatron_prism.errors import RecipeError
 from megatron_prism.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
 
@@ -182,13 +182,16 @@ def _unknown(key: str, where: str) -> RecipeError:
     known, leaf = keys(), key.rpartition(".")[2]
     close = [name for name in known if name.rpartition(".")[2] == leaf]
     sections = [item.name for item in fields(Recipe)]
+    if leaf in recipe_checks.RENAMED:  # Megatron's own word
+        close = [recipe_checks.RENAMED[leaf]]
     close = close or difflib.get_close_matches(key, [*known, *sections], n=2, cutoff=0.75)
     fix = (
         f"did you mean {' or '.join(close)}?"
         if close
         else f"the sections are {', '.join(sections)}"
     )
-    if key.startswith("model.") and leaf not in (name.rpartition(".")[2] for name in known):
+    taken = {*recipe_checks.RENAMED, *(name.rpartition(".")[2] for name in known)}
+    if key.startswith("model.") and leaf not in taken:
         verbatim = f"a field of TransformerConfig goes to model.extra.{leaf}"
         fix = f"{fix} Or: {verbatim}" if close else verbatim
     return RecipeError(f"{where}: a recipe has no {key}", fix=fix)

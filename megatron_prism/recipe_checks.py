@@ -55,6 +55,17 @@ RENAMED = {
     "layernorm_epsilon": "model.norm_epsilon",
 }
 
+# fields of TransformerConfig that need more than the model and the loop that a recipe stands for
+BEYOND = (
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "fine_grained_activation_offloading",
+    "heterogeneous_block_specs",
+    "hybrid_context_parallel",
+    "mtp_num_layers",
+    "multi_latent_attention",
+)
+
 
 def check(recipe: Recipe) -> None:
     """RecipeError or WorldError for the first rule the recipe breaks."""
@@ -106,6 +117,11 @@ def _extra(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, value in recipe.model.extra.items():
         if key in places:
             yield f"model.extra.{key}: the recipe has {places[key]}", f"{places[key]}={value}"
+        if key in BEYOND and value not in (None, False, 0, "none"):
+            yield (
+                f"model.extra.{key}: recipes build a plain GPT, without that",
+                "run the job's own script: prism run --prism-ranks 0 -- pretrain_gpt.py …",
+            )
 
 
 def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -17,9 +17,9 @@ __all__ = ["markdown", "page"]
 _MOST = 64  # victims in the table
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.25em} h2{font-size:1.05em;margin-top:1.6em} pre{overflow-x:auto;background:#f6f6f6}
+h1{font-size:1.25em} h2{font-size:1.05em;margin-top:1.6em} pre{background:#f6f6f6}
 td,th{padding:.15em .8em .15em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}
-.healthy{color:#186a3b}.fault{color:#922b21}pre{padding:.6em}
+.healthy{color:#186a3b}.fault{color:#922b21}pre{padding:.6em;white-space:pre-wrap;overflow-wrap:anywhere}
 @media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}pre{background:#242424}}
 """
 
