@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.collectives import BY_METHOD
 from megatron_prism.virtual import answers
 from megatron_prism.virtual.moves import COPY, KINDS, move_of
+from megatron_prism.virtual.pace_moves import ADDED
 from megatron_prism.virtual.parts import Rows
 from megatron_prism.virtual.values import Values
 
@@ -29,7 +30,14 @@ class Group:
 
 
 def carried_out(move):
-    """The kernel's contract in Python: ``to[i] = scale * source[i % period]``."""
+    """The kernel's contract in Python: ``to[i] = scale * source[i % period]``, or a sum."""
+    if move.kind >= ADDED:
+        dtype = {kind: dtype for dtype, kind in KINDS.items()}[move.kind - ADDED]
+        chunks = bytearray(ctypes.string_at(move.source, move.period * move.scale))
+        total = torch.frombuffer(chunks, dtype=dtype).view(move.scale, -1).sum(0)
+        assert total.nbytes == move.size
+        ctypes.memmove(move.to, total.view(torch.uint8).numpy().tobytes(), move.size)
+        return
     source = ctypes.string_at(move.source, move.period)
     words = bytearray(source[i % move.period] for i in range(move.size))
     if move.kind != COPY:
@@ -159,14 +167,23 @@ def test_sums_of_parts_are_left_to_the_answers():
     assert move_of["allreduce"](group, [out], total).scale == N
 
 
-def test_chunks_of_sequences_are_left_to_the_answers():
-    group, out, whole = Group(), some(K), some(N * K)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_chunks_of_sequences_are_added_up(dtype):
+    group, out, whole = Group(), torch.empty(K, dtype=dtype), some(N * K, dtype=dtype)
     group._sequence = True
     total = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
-    largest = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.MAX)
-    find, counts = move_of["_reduce_scatter_base"], torch.ones(N * K, dtype=torch.int64)
-    assert find(group, out, whole, total) is None
-    assert find(group, out, whole, largest) is not None
+    find, expected = move_of["_reduce_scatter_base"], torch.empty_like(out)
+    answers.reduce_scatter(expected, whole, "sum", N, P, Values(), sequence=True)
+    move = find(group, out, whole, total)
+    carried_out(move)
+    assert torch.equal(out, expected)
+    assert move.payload == whole.nbytes
+    assert move.seen == 0  # all of it is read to be added
+    for op in (dist.ReduceOp.MAX, dist.ReduceOp.AVG):  # no sums
+        assert find(group, out, whole, with_op(c10d.ReduceScatterOptions, op)).kind == COPY
+    inside = whole[P * K : (P + 1) * K]  # the answers do not add up over themselves either
+    assert find(group, inside, whole, total).kind < ADDED
+    counts = torch.ones(N * K, dtype=torch.int64)
     assert find(group, counts[:K].clone(), counts, total).scale == N
 
 

@@ -8,11 +8,15 @@ import ctypes
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_prism.replay.release import Releases
+from megatron_prism.virtual.moves import KINDS
+from megatron_prism.virtual.pace_moves import ADDED
 from megatron_prism.virtual.pace_source import CLOCK, RING, SOURCE, TABLE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -35,6 +39,9 @@ static void __nanosleep(int ns) { ticks += ns; }
 template <typename T> static T __shfl_sync(unsigned, T value, int) { return value; }
 template <typename T> static T __shfl_xor_sync(unsigned, T value, int) { return value; }
 static float __uint_as_float(unsigned word) { float f; memcpy(&f, &word, 4); return f; }
+static unsigned short nearest(float f) {  // bf16, ties to even
+  unsigned w; memcpy(&w, &f, 4); return (w + 0x7fff + ((w >> 16) & 1)) >> 16;
+}
 typedef unsigned long long u64;
 static void atomicCAS(int* at, int old, int to) { if (*at == old) *at = to; }
 static void atomicMax(u64* at, u64 to) { if (*at < to) *at = to; }
@@ -60,6 +67,9 @@ def library(tmp_path_factory):
     """The kernels as functions; one thread does the work of a warp."""
     source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
     source = re.sub(r'asm volatile\("mov.u64 .*?\);', "t = ticks += 10;", source)
+    source = re.sub(r'asm\("cvt.rn.bf16.*?\);', "h = nearest(f);", source)
+    source = re.sub(r'asm\("cvt.rn.f16.*?\);', "_Float16 s = f; memcpy(&h, &s, 2);", source)
+    source = re.sub(r'asm\("cvt.f32.f16.*?\);', "_Float16 s; memcpy(&s, &h, 2); f = s;", source)
     source = re.sub(r"asm( volatile)?\s*\(.*?\);", ";", source, flags=re.DOTALL)
     source = source.replace("k += 32", "k += 1")
     folder = tmp_path_factory.mktemp("kernel")
@@ -185,3 +195,55 @@ def test_what_is_summed_over_equal_members_is_scaled_where_it_is(library, kind, 
     library.prism_call(Call(ctypes.addressof(device.table), at, at, values.nbytes, values.nbytes,
                             fresh=1, kind=kind, scale=3))  # fmt: skip
     assert (values == expected).all()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("count", [1, 8, 37, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_chunks_are_added_up(library, dtype, count, odd, chunks):
+    device = Device(library, table_of([0], [0], (0,)), 0)
+    generator = torch.Generator().manual_seed(count)
+    whole = torch.randn(chunks * count + odd, generator=generator).to(dtype)[odd:]
+    out = torch.full((count + odd + 8,), 7, dtype=dtype)
+    to, part = out[odd:], count * out.element_size()
+    kind = ADDED + KINDS[dtype]
+    library.prism_call(Call(ctypes.addressof(device.table), to.data_ptr(), whole.data_ptr(), part,
+                            part, fresh=1, kind=kind, scale=chunks))  # fmt: skip
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    expected = torch.zeros(count, dtype=wide)
+    for chunk in whole.view(chunks, count).to(wide):
+        expected += chunk
+    assert torch.equal(to[:count], expected.to(dtype))
+    assert (out[:odd] == 7).all()
+    assert (to[count:] == 7).all()
+
+
+def test_the_source_compiles_for_a_gpu(tmp_path):
+    """NVRTC needs no GPU, and a kernel that does not compile would end every paced run."""
+    pytest.importorskip("nvidia", reason="torch's CUDA libraries are not installed")
+    nvrtc = _nvrtc()
+    source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    made = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"prism.cu", 0, None, None
+    )
+    assert made == 0
+    options = (ctypes.c_char_p * 1)(b"--gpu-architecture=sm_90")
+    status = nvrtc.nvrtcCompileProgram(program, 1, options)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+
+
+def _nvrtc():
+    """The library that torch's CUDA wheels bring; the test is skipped where there is none."""
+    import nvidia  # of those wheels
+
+    for root in nvidia.__path__:
+        for path in sorted(Path(root).glob("*/lib/libnvrtc.so.*")):
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path))
+    return pytest.skip("torch's CUDA libraries are not installed")

@@ -5,7 +5,7 @@ Read in this order: ``session`` (start and stop a world), ``backend`` (the proce
 to which each member gives another part), ``patches`` (object collectives and group creation),
 ``tally`` (how much was communicated), ``work`` (handles).
 When they answer: ``pacing`` (which stream, which call; ``batch``, ``streams``, ``driver``),
-``moves`` (what one kernel can answer), ``pace_kernel`` and ``pace_source`` (the device waits),
-``pace_shared`` (several local ranks), ``pace_report``.  Whether they would make the call at all:
+``moves`` (what one kernel can answer), ``pace_kernel``, ``pace_source`` (the device waits) and
+``pace_moves`` (and moves), ``pace_shared`` (several local ranks), ``pace_report``.  Whether they would make the call at all:
 ``rendezvous``.
 """

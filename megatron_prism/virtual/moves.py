@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.virtual.answers import reduce_op_name
+from megatron_prism.virtual.pace_moves import ADDED
 
 __all__ = ["KINDS", "Move", "move_of"]
 
@@ -36,9 +37,11 @@ _SUM, _AVERAGE = ReduceOp(ReduceOp.SUM), ReduceOp(ReduceOp.AVG)
 class Move(NamedTuple):
     """``to[i] = scale * source[i % period]`` for every byte i below ``size``.
 
+    From kind ADDED on: the sum of ``scale`` chunks of ``source``, each ``period`` bytes long.
+
     to, source   : addresses; equal where a tensor is rewritten
     size, period : bytes of the one and the other
-    kind, scale  : COPY, or which numbers are scaled
+    kind, scale  : COPY, or which numbers are scaled, or ADDED and which are added up
     read, seen   : address and bytes of what is read besides, as sending it would
     payload      : bytes of the call, as the tally counts them
     outs         : what the call answers
@@ -111,10 +114,11 @@ def _reduce_scatter(group: Any, out: torch.Tensor, whole: torch.Tensor, opts: An
     scaling = _scaling(group, out, opts.reduceOp)
     if scaling is None or size != group._n * part:
         return None
-    if scaling[1] != 1 and group._sequence and group._values.mirrors(out):
-        return None  # all chunks count
     read = whole.data_ptr()
     source = read + group._p * part
+    kind, scale = scaling
+    if kind and group._sequence and group._values.mirrors(out) and out.data_ptr() != source:
+        return Move(out.data_ptr(), read, part, part, ADDED + kind, scale, 0, 0, size, (out,))
     return Move(out.data_ptr(), source, part, part, *scaling, read, size, size, (out,))
 
 

@@ -1,9 +1,9 @@
 """The two kernels that make a device wait until a virtual peer would have answered, in CUDA C++.
 
 ``prism_arrive`` writes down when a call's turn has come.  ``prism_call`` is the call itself: it
-works out when the call ends, tells the calls after it, moves what the call moves while it runs, and
-holds its stream (and as many blocks as NCCL would) until the end.  Times are of %globaltimer, ns
-(32 ns a tick on H200).
+works out when the call ends, tells the calls after it, moves what the call moves while it runs
+(``pace_moves``), and holds its stream (and as many blocks as NCCL would) until the end.  Times are
+of %globaltimer, ns (32 ns a tick on H200).
 
 A call waits from its arrival until its peers are there, then runs for its own time (``own``); what
 it moves is spread evenly over that time.  One warp of block 0 works the ends out, the other blocks
@@ -16,6 +16,8 @@ second measurement on the drift since the last is continued.
 """
 
 from __future__ import annotations
+
+from megatron_prism.virtual.pace_moves import MOVES
 
 __all__ = ["CLOCK", "RING", "SHARED", "SOURCE", "TABLE"]
 
@@ -31,7 +33,7 @@ SHARED = ("end", "tag", "here", "seen", "gone")
 # struct Clock, as numpy has it.
 CLOCK = [("offset", "<i8"), ("at", "<i8"), ("rate", "<f8"), ("round_trip", "<i8")]
 
-SOURCE = r"""
+_TABLES = r"""
 #define RING %(ring)d
 #define TIMEOUT %(timeout)dLL
 #define TILE 4
@@ -66,7 +68,7 @@ struct Table {
 };
 struct Call {
   Table* t;
-  char* to; const char* source; i64 size, period;  // to[i] = scale * source[i mod period]
+  char* to; const char* source; i64 size, period;  // as virtual/moves.py says
   const char* read; i64 seen;                      // read besides
   int launch, iteration, first, fresh, kind, scale;
 };
@@ -111,75 +113,9 @@ static __device__ void publish(const Call& c, i64 begin) {
   for (int m = t->part[c.launch]; m < t->part[c.launch + 1]; ++m)
     t->seen[base + t->mine[m]] = c.iteration + 1;
 }
-struct alignas(16) Word16 { unsigned w[4]; };
+"""
 
-static __device__ float of_half(unsigned short h) {
-  float f; asm("cvt.f32.f16 %%0, %%1;" : "=f"(f) : "h"(h)); return f;
-}
-static __device__ unsigned short to_half(float f) {
-  unsigned short h; asm("cvt.rn.f16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
-}
-static __device__ unsigned short to_bfloat(float f) {
-  unsigned short h; asm("cvt.rn.bf16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
-}
-template <typename W> static __device__ __forceinline__ W scaled(W word, int kind, int scale) {
-  if (kind == 0) return word;
-  unsigned short* h = (unsigned short*)&word; float* f = (float*)&word; double* d = (double*)&word;
-  int* i = (int*)&word; i64* l = (i64*)&word;
-  float by = scale;
-  switch (kind) {
-    case 1:
-      for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_bfloat(__uint_as_float(h[k] << 16) * by);
-      break;
-    case 2: for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_half(of_half(h[k]) * by); break;
-    case 3: for (int k = 0; k < sizeof(W) / 4; ++k) f[k] *= by; break;
-    case 4: for (int k = 0; k < sizeof(W) / 8; ++k) d[k] *= scale; break;
-    case 5: for (int k = 0; k < sizeof(W) / 4; ++k) i[k] *= scale; break;
-    case 6: for (int k = 0; k < sizeof(W) / 8; ++k) l[k] *= scale; break;
-  }
-  return word;
-}
-// Tile by tile, each at its time: this thread's words of one tile are ``blockDim.x`` apart.
-// What changes nothing (rewriting, reading) is left when the call is over.
-template <typename W> static __device__ void move(const Call& c, i64 from, i64 until) {
-  const W* source = (const W*)c.source; W* to = (W*)c.to;
-  i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
-  i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
-  double each = tiles ? (double)(until - from) / tiles : 0;
-  bool same = c.to == c.source && c.kind == 0;
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    hold(from + (i64)(each * tile));
-    if (same && now() >= until) return;
-    i64 at = tile * step + threadIdx.x;
-    W held[TILE];
-    #pragma unroll
-    for (int k = 0; k < TILE; ++k) {
-      i64 w = at + k * blockDim.x;
-      if (w < words) held[k] = source[period == words ? w : (unsigned)w %% (unsigned)period];
-    }
-    #pragma unroll
-    for (int k = 0; k < TILE; ++k) {
-      i64 w = at + k * blockDim.x;
-      if (w < words) to[w] = scaled(held[k], c.kind, c.scale);
-    }
-  }
-}
-static __device__ void look(const Call& c, i64 from, i64 until) {
-  i64 words = c.seen / 16, step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
-  double each = tiles ? (double)(until - from) / tiles : 0;
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    hold(from + (i64)(each * tile));
-    if (now() >= until) return;
-    #pragma unroll
-    for (int k = 0; k < TILE; ++k) {
-      i64 w = tile * step + threadIdx.x + k * blockDim.x;
-      unsigned a, b, d, e;  // nobody asks for them
-      if (w < words)
-        asm volatile("ld.global.v4.u32 {%%0,%%1,%%2,%%3}, [%%4];"
-                     : "=r"(a), "=r"(b), "=r"(d), "=r"(e) : "l"(c.read + 16 * w));
-    }
-  }
-}
+_CALLS = r"""
 // The first warp of block 0: when does each interaction of the launch end?
 static __device__ void settle(const Call& c, i64 begin) {
   Table* t = c.t;
@@ -243,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(512) prism_call(Call c) {
   if (until - begin > TIMEOUT) from = until = begin;  // nonsense that must not hold the job
   i64 odd = (i64)c.to | (i64)c.source | c.size | c.period;
   if (odd %% 16 == 0) move<Word16>(c, from, until);
+  else if (c.kind >= ADDED) added(c, from, until);
   else if (odd %% 8 == 0) move<i64>(c, from, until);
   else if (odd %% 4 == 0) move<int>(c, from, until);
   else if (odd %% 2 == 0) move<short>(c, from, until);
@@ -298,3 +235,5 @@ extern "C" __global__ void prism_ping(Ping p) {
   *t->clock = other;
 }
 """
+
+SOURCE = _TABLES + MOVES + _CALLS

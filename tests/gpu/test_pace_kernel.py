@@ -8,6 +8,7 @@ import torch
 
 from megatron_prism.replay.release import Releases
 from megatron_prism.virtual.moves import COPY, KINDS, Move
+from megatron_prism.virtual.pace_moves import ADDED
 from megatron_prism.virtual.pacing import Call, Pacer
 from megatron_prism.virtual.streams import Streams
 from megatron_prism.virtual.work import Done
@@ -124,6 +125,26 @@ def test_the_kernel_moves_what_torch_would(dtype, odd):
             found = to[: repeats * size].view(repeats, size)
             assert torch.equal(found, expected.expand(repeats, size)), (size, repeats)
             assert not to[repeats * size :].any()
+    assert launcher.stamps()["stuck"][0] == 0
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_kernel_adds_up_what_torch_would(dtype, odd):
+    launcher = alone(30_000)
+    stream = torch.cuda.current_stream().cuda_stream
+    for iteration, (size, chunks, blocks) in enumerate(((8, 2, 1), (1000, 8, 4), (100_000, 4, 24))):
+        to, source = tensors(dtype, chunks * size, odd)
+        part = size * source.element_size()
+        move = Move(
+            to.data_ptr(), source.data_ptr(), part, part, ADDED + KINDS[dtype], chunks, 0, 0, 0, ()
+        )
+        launcher.release(stream, 0, iteration, 0, True, blocks, move)
+        total = torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device="cuda")
+        for chunk in source.view(chunks, size):
+            total += chunk
+        assert torch.equal(to[:size], total.to(dtype)), (size, chunks)
+        assert not to[size:].any()
     assert launcher.stamps()["stuck"][0] == 0
 
 

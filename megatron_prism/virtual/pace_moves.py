@@ -1,0 +1,123 @@
+"""What a paced call moves while it runs, in CUDA C++: a part of ``pace_source``.
+
+``to[i] = scale * source[i mod period]`` for every byte i below ``size``, or, from kind ADDED on,
+the sum of ``scale`` chunks of ``source``, each ``period`` bytes long; and ``seen`` bytes are read.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ADDED", "MOVES"]
+
+ADDED = 16  # what is added to a kind of number whose chunks are added up
+
+MOVES = (
+    f"#define ADDED {ADDED}"
+    + r"""
+struct alignas(16) Word16 { unsigned w[4]; };
+
+static __device__ float of_half(unsigned short h) {
+  float f; asm("cvt.f32.f16 %%0, %%1;" : "=f"(f) : "h"(h)); return f;
+}
+static __device__ unsigned short to_half(float f) {
+  unsigned short h; asm("cvt.rn.f16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
+}
+static __device__ unsigned short to_bfloat(float f) {
+  unsigned short h; asm("cvt.rn.bf16.f32 %%0, %%1;" : "=h"(h) : "f"(f)); return h;
+}
+template <typename W> static __device__ __forceinline__ W scaled(W word, int kind, int scale) {
+  if (kind == 0) return word;
+  unsigned short* h = (unsigned short*)&word; float* f = (float*)&word; double* d = (double*)&word;
+  int* i = (int*)&word; i64* l = (i64*)&word;
+  float by = scale;
+  switch (kind) {
+    case 1:
+      for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_bfloat(__uint_as_float(h[k] << 16) * by);
+      break;
+    case 2: for (int k = 0; k < sizeof(W) / 2; ++k) h[k] = to_half(of_half(h[k]) * by); break;
+    case 3: for (int k = 0; k < sizeof(W) / 4; ++k) f[k] *= by; break;
+    case 4: for (int k = 0; k < sizeof(W) / 8; ++k) d[k] *= scale; break;
+    case 5: for (int k = 0; k < sizeof(W) / 4; ++k) i[k] *= scale; break;
+    case 6: for (int k = 0; k < sizeof(W) / 8; ++k) l[k] *= scale; break;
+  }
+  return word;
+}
+// The sum of ``chunks`` words that are ``apart`` from each other, each number in fp32 (fp64) until
+// the last is added.
+template <typename W>
+static __device__ __forceinline__ W sum(const W* source, i64 apart, int chunks, int kind) {
+  const int halves = sizeof(W) / 2;
+  float all[halves + 1]; double wide[sizeof(W) / 8 + 1];
+  for (int k = 0; k < halves; ++k) all[k] = 0;
+  for (int k = 0; k < sizeof(W) / 8; ++k) wide[k] = 0;
+  W word;
+  unsigned short* h = (unsigned short*)&word; float* f = (float*)&word; double* d = (double*)&word;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    word = source[chunk * apart];
+    switch (kind) {
+      case 1: for (int k = 0; k < halves; ++k) all[k] += __uint_as_float(h[k] << 16); break;
+      case 2: for (int k = 0; k < halves; ++k) all[k] += of_half(h[k]); break;
+      case 3: for (int k = 0; k < sizeof(W) / 4; ++k) all[k] += f[k]; break;
+      case 4: for (int k = 0; k < sizeof(W) / 8; ++k) wide[k] += d[k]; break;
+    }
+  }
+  switch (kind) {
+    case 1: for (int k = 0; k < halves; ++k) h[k] = to_bfloat(all[k]); break;
+    case 2: for (int k = 0; k < halves; ++k) h[k] = to_half(all[k]); break;
+    case 3: for (int k = 0; k < sizeof(W) / 4; ++k) f[k] = all[k]; break;
+    case 4: for (int k = 0; k < sizeof(W) / 8; ++k) d[k] = wide[k]; break;
+  }
+  return word;
+}
+// Tile by tile, each at its time: this thread's words of one tile are ``blockDim.x`` apart.
+// What changes nothing (rewriting, reading) is left when the call is over.
+template <typename W> static __device__ void move(const Call& c, i64 from, i64 until) {
+  const W* source = (const W*)c.source; W* to = (W*)c.to;
+  i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
+  i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
+  double each = tiles ? (double)(until - from) / tiles : 0;
+  bool same = c.to == c.source && c.kind == 0, adds = c.kind >= ADDED;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    hold(from + (i64)(each * tile));
+    if (same && now() >= until) return;
+    i64 at = tile * step + threadIdx.x;
+    W held[TILE];
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = at + k * blockDim.x;
+      if (w >= words) continue;
+      if (adds) held[k] = sum(source + w, period, c.scale, c.kind - ADDED);
+      else held[k] = source[period == words ? w : (unsigned)w %% (unsigned)period];
+    }
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = at + k * blockDim.x;
+      if (w < words) to[w] = adds ? held[k] : scaled(held[k], c.kind, c.scale);
+    }
+  }
+}
+// Where words of 16 bytes do not fit: number by number.
+static __device__ void added(const Call& c, i64 from, i64 until) {
+  switch (c.kind - ADDED) {
+    case 4: move<i64>(c, from, until); break;
+    case 3: move<int>(c, from, until); break;
+    default: move<short>(c, from, until);
+  }
+}
+static __device__ void look(const Call& c, i64 from, i64 until) {
+  i64 words = c.seen / 16, step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
+  double each = tiles ? (double)(until - from) / tiles : 0;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    hold(from + (i64)(each * tile));
+    if (now() >= until) return;
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      i64 w = tile * step + threadIdx.x + k * blockDim.x;
+      unsigned a, b, d, e;  // nobody asks for them
+      if (w < words)
+        asm volatile("ld.global.v4.u32 {%%0,%%1,%%2,%%3}, [%%4];"
+                     : "=r"(a), "=r"(b), "=r"(d), "=r"(e) : "l"(c.read + 16 * w));
+    }
+  }
+}
+"""
+)
