@@ -6,6 +6,6 @@ to which each member gives another part), ``patches`` (object collectives and gr
 ``tally`` (how much was communicated), ``work`` (handles).
 When they answer: ``pacing`` (which stream, which call; ``batch``, ``streams``, ``driver``),
 ``moves`` (what one kernel can answer), ``pace_kernel``, ``pace_source`` (the device waits) and
-``pace_moves`` (and moves), ``pace_shared`` (several local ranks), ``pace_report``.  Whether they would make the call at all:
-``rendezvous``.
+``pace_moves`` (and moves), ``pace_shared`` (several local ranks), ``pace_report``.  Whether they
+would make the call at all: ``rendezvous``.
 """
