@@ -49,12 +49,11 @@ PATIENCE_S = 150.0  # for one turn, start-up included
 
 @dataclass
 class Runner:
-    """The processes of one job, and what they have done so far."""
+    """One job, whose launcher is ``process``, and what it has done so far."""
 
-    name: str
     folder: Path
-    num_processes: int
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    num_ranks: int
+    process: subprocess.Popen[bytes]
     steps: int = 0
     turns: list[list[float]] = field(default_factory=list)  # ms of each turn's iterations
 
@@ -68,25 +67,16 @@ class Runner:
         """Whether everybody has come to rest after the steps they may make."""
         files = sorted(self.folder.glob("rank-*.json"))
         found = [json.loads(file.read_text())["steps"] for file in files]
-        return len(found) == self.num_processes and all(steps >= self.steps for steps in found)
+        return len(found) == self.num_ranks and all(steps >= self.steps for steps in found)
 
     def wait(self) -> bool:
         """Until everybody has; False if somebody ended, or it takes too long."""
         until = time.monotonic() + PATIENCE_S
         while not self.stopped():
-            gone = any(process.poll() is not None for process in self.processes)
-            if time.monotonic() > until or gone and not self.stopped():
+            ended = self.process.poll() is not None
+            if time.monotonic() > until or ended and not self.stopped():
                 return False
             time.sleep(0.01)
-        return True
-
-    def turn(self, steps: int, skipped: int = 1) -> bool:
-        """Make ``steps`` train steps; the first ``skipped`` iterations do not count."""
-        before, self.steps = self.steps, self.steps + steps
-        self.open(self.steps)
-        if not self.wait():
-            return False
-        self.turns.append(self.lead()[before:][skipped:])
         return True
 
     def lead(self) -> list[float]:
@@ -104,10 +94,12 @@ class Runner:
         return [{k: json.loads(file.read_text()).get(k, 0) for k in kept} for file in files]
 
     def end(self) -> None:
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait()
+        """Whatever still runs is stopped."""
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
 
 class Turns(Hybrid):
@@ -116,33 +108,29 @@ class Turns(Hybrid):
     steps = 5  # of a turn
     beside = 5  # of the real job's turns before and after the captures
 
-    def runner(self, name: str, *commands: tuple[list[str], dict[str, str]], ranks: int) -> Runner:
-        """Start commands behind a turnstile; their programs wait."""
+    def runner(self, name: str, launcher: list[str], program: list[str], ranks: int = 1,
+               **environment: str) -> Runner:  # fmt: skip
+        """Start ``program`` behind a turnstile, where it waits."""
         folder = self.work / f"{name}-turns"
         folder.mkdir(parents=True)
-        made = Runner(name, folder, ranks)
-        program = str(Path(__file__).with_name("turnstile.py"))
-        for index, (words, environment) in enumerate(commands):
-            at = next(i for i, word in enumerate(words) if word == "@")
-            words = [*words[:at], program, str(folder), *words[at + 1 :]]
-            made.processes.append(self._start(f"{name}-{index}", words, **environment))
-        return made
+        gate = [str(Path(__file__).with_name("turnstile.py")), str(folder)]
+        process = self._start(f"{name}-log", [*launcher, *gate, *program], **environment)
+        return Runner(folder, ranks, process)
 
     def real_job(self, config: str, *slow: str) -> Runner:
         """The real job, its rank ``slow[0]`` ``slow[1]`` times as slow."""
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(self.num_ranks), "@"]
+        launcher += ["--nproc-per-node", str(self.num_ranks)]
         program = [str(Path(__file__).with_name("slow_rank.py")), *slow, "-"] if slow else []
         name = "-".join([config, "real", *slow])
-        words = [*launcher, *program, *self.job(config, ENDLESS)]
-        return self.runner(name, (words, {}), ranks=self.num_ranks)
+        return self.runner(name, launcher, [*program, *self.job(config, ENDLESS)], self.num_ranks)
 
     def alone(self, name: str, rank: int, config: str, steps: int, *ours: str) -> Runner:
         """One emulated rank."""
-        words = ["@", "-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
+        words = ["-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
         words += ["--prism-ranks", str(rank), "--prism-force", *ours]
         words += ["--prism-out", str(self.work / f"{name}-{rank}"), "--", *self.job(config, steps)]
-        return self.runner(f"{name}-{rank}", (words, {"CUDA_VISIBLE_DEVICES": str(rank)}), ranks=1)
+        return self.runner(f"{name}-{rank}", [], words, CUDA_VISIBLE_DEVICES=str(rank))
 
     def captures(self, config: str, steps: int) -> list[Runner]:
         """Every rank alone, to be captured."""
@@ -178,16 +166,21 @@ def together(runners: Sequence[Runner], steps: int, skipped: int = 1) -> bool:
 def captured(sitting: Turns, config: str, real: Runner) -> bool:
     """Phase 1: the captures, between two turns of the real job."""
     runners = sitting.captures(config, sitting.alone_steps)
-    for runner in (real, *runners):
-        runner.open(0)
-    waiting = everybody((real, *runners))  # booted, none has begun
-    ready = waiting and real.turn(WARM_UP + sitting.beside, WARM_UP)
-    for runner in runners:
-        runner.open(ENDLESS)
-    for runner in runners:
-        for process in runner.processes:
-            process.wait(PATIENCE_S)
-    return ready and real.turn(sitting.beside)
+    try:
+        for runner in (real, *runners):
+            runner.open(0)
+        fine = everybody((real, *runners))  # booted, none has begun
+        fine = fine and together([real], WARM_UP + sitting.beside, WARM_UP)
+        for runner in runners if fine else ():
+            runner.open(ENDLESS)
+        for runner in runners if fine else ():
+            runner.process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for runner in runners:
+            runner.end()
+    return fine and together([real], sitting.beside)
 
 
 def rounds(sitting: Turns, groups: Sequence[Sequence[Runner]], count: int) -> bool:

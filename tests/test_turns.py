@@ -32,7 +32,7 @@ class Alive:
 def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, tmp_path):
     turns, turnstile = modules
     gate = turnstile.Turnstile(tmp_path)
-    runner = turns.Runner("job", tmp_path, 1, [Alive()])
+    runner = turns.Runner(tmp_path, 1, Alive())
     assert gate.allowed() == -1  # the program has not been started
 
     def job():
@@ -46,11 +46,11 @@ def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, t
     thread.start()
     assert runner.wait()
     assert gate.starts == []
-    assert runner.turn(2)
+    assert turns.together([runner], 2)
     assert len(gate.starts) == 2
     time.sleep(0.03)
     assert len(gate.starts) == 2  # it waits for its next turn
-    assert runner.turn(3, skipped=1)
+    assert turns.together([runner], 3)
     assert len(gate.starts) == 5
     thread.join(5)
     assert [len(turn) for turn in runner.turns] == [1, 2]
@@ -60,7 +60,7 @@ def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, t
 
 def test_a_job_that_ended_is_not_waited_for(modules, tmp_path):
     turns, _ = modules
-    runner = turns.Runner("job", tmp_path, 2, [Alive(), Alive(1)])
+    runner = turns.Runner(tmp_path, 2, Alive(1))
     (tmp_path / "rank-0.json").write_text(json.dumps({"steps": 0, "starts_ns": []}))
     assert not runner.wait()
     assert not turns.together([runner], 3)
