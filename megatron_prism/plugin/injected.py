@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -110,6 +111,12 @@ def spoil(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> None:
 
 def leave(fault: Fault) -> None | NoReturn:
     """The rank raises, ends or stands still."""
+    if fault.kind in ("gil", "sigstop") or (fault.kind == "data_stall" and "s" not in fault.params):
+        sys.stderr.write(
+            f"prism: this process (pid {os.getpid()}) now stands still for good, as {fault} says: "
+            "end it with kill -9; a verdict without waiting is prism hang DIR fault=…\n"
+        )
+        sys.stderr.flush()
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "exit":

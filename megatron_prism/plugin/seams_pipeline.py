@@ -41,16 +41,15 @@ def _label_receives(module: ModuleType, context: Context) -> None:
             if getattr(self.config, "mtp_standalone", False):
                 if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
                     self._prism_lengths = mtp_lengths(self, context.proof.microbatches())
-                forward, backward = self._prism_lengths
                 one = _shape_here(self.config)
-                return (
-                    [one[0] * next(forward), *one[1:]] if recv_prev else prev,
-                    [one[0] * next(backward), *one[1:]] if recv_next else after,
-                )
-            known = _shape_here(self.config, send_next, send_prev)
-            return (
-                known if recv_prev and not all(prev) else prev,
-                known if recv_next and not all(after) else after,
+                long = [next(side) if asked else 1 for side, asked in
+                        zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
+                before, behind = ([one[0] * n, *one[1:]] for n in long)
+            else:
+                before = behind = _shape_here(self.config, send_next, send_prev)
+            return (  # a local peer has said it
+                before if recv_prev and not all(prev) else prev,
+                behind if recv_next and not all(after) else after,
             )
 
         return call

@@ -583,3 +583,28 @@ def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):
     else:
         with pytest.raises(HangError, match=says):
             iterations(guard, group)
+
+
+@pytest.mark.parametrize(
+    ("word", "stands"),
+    [
+        ("gil@rank=0,iter=2", True),
+        ("sigstop@rank=0,iter=2", True),
+        ("data_stall@rank=0,iter=2", True),
+        ("data_stall@rank=0,iter=2:s=1", False),
+    ],
+)
+def test_who_stands_still_for_good_says_how_to_end_it(word, stands, monkeypatch, capsys):
+    """Else the terminal shows a job that does nothing, and nobody knows that this was asked for."""
+    from megatron_prism.plugin import injected
+
+    held = []
+    quiet = SimpleNamespace(pause=lambda: held.append("gil"))
+    monkeypatch.setattr(injected.ctypes, "PyDLL", lambda _: quiet)
+    monkeypatch.setattr(injected.os, "kill", lambda pid, number: held.append(number))
+    monkeypatch.setattr(injected.time, "sleep", held.append)
+    injected.leave(fault_plan.parse(word))
+    assert len(held) == 1
+    said = capsys.readouterr().err
+    assert ("now stands still for good" in said) is stands
+    assert ("kill -9" in said) is stands
