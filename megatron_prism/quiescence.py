@@ -35,6 +35,7 @@ class Fault:
 
     host   : the host never issues this op (exception, GIL, SIGSTOP, data loader)
     device : the device never gets to this op (a kernel that does not end)
+             of both: nothing of a batch is launched before all of it
     blind  : from this op on completions are not noticed (watchdog or CUDA error)
     silent : the rank leaves no dump
     """
@@ -85,6 +86,11 @@ class _Plan:
     followers: list[list[int]]
     hosts: list[bool]
     calls: list[tuple[str, int, int, bytes]]  # group, peer or 0, place in its FIFO, signature
+    opens: list[int]  # the first op of its batch, or itself
+
+    def place(self, op: int | None) -> int:
+        """Where somebody stops who never gets to ``op``; behind all ops for None."""
+        return len(self.names) if op is None or op >= len(self.names) else self.opens[op]
 
 
 class _Run:
@@ -121,8 +127,8 @@ class _Run:
     def _issue(self, rank: int) -> None:
         plan, left, at = self.plan[rank], self.left[rank], self.issued[rank]
         fault = self.faults.get(rank)
-        stop = len(plan.names) if fault is None or fault.host is None else fault.host
-        while at < min(stop, len(plan.names)):
+        stop = plan.place(None if fault is None else fault.host)
+        while at < stop:
             self.issued[rank] = at + 1
             if left[at] == 0:
                 self._start(rank, at)
@@ -132,10 +138,10 @@ class _Run:
 
     def _start(self, rank: int, op: int) -> None:
         fault = self.faults.get(rank)
-        if fault is not None and fault.device is not None and op >= fault.device:
+        plan = self.plan[rank]
+        if fault is not None and op >= plan.place(fault.device):
             return
         self.ready[rank][op] = 1
-        plan = self.plan[rank]
         if not _TALK[plan.names[op]]:
             if plan.hosts[op]:
                 self.done[rank][op] = 1  # at once: its host goes on in the loop that asked
@@ -245,7 +251,8 @@ def _plan(program: Program) -> _Plan:
     hosts = [name == _HOST for name in names]
     for i in waits:  # as NCCL's and gloo's hold the host
         hosts[i] = True
-    return _Plan(names, [len(b) for b in needs], followers, hosts, calls)
+    opens = [together[batch][0] if batch >= 0 else i for i, batch in enumerate(batches)]
+    return _Plan(names, [len(b) for b in needs], followers, hosts, calls, opens)
 
 
 def _calls(program: Program, sequence: Sequence[int]) -> list[tuple[str, int, int, bytes]]:

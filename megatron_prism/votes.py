@@ -99,7 +99,8 @@ def _kind(a: tuple[object, ...], b: tuple[object, ...]) -> str:
 def _text(entries: list[Entry]) -> str:
     e = entries[0]
     sizes = "+".join(map(str, e.numbers[0])) or "nothing"
-    return f"{e.op} {sizes} {e.dtypes[0] if e.dtypes else ''}".rstrip()
+    more = f" and {len(entries) - 1} more in one call" if len(entries) > 1 else ""
+    return f"{e.op} {sizes} {e.dtypes[0] if e.dtypes else ''}".rstrip() + more
 
 
 def _differ(texts: dict[int, str]) -> str:
