@@ -8,11 +8,12 @@ time; where a rule lives in Megatron is noted beside it (@core_v0.16.1).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_prism import recipe_layers
-from megatron_prism.errors import RecipeError
+from megatron_prism.errors import RecipeError, WorldError
 
 if TYPE_CHECKING:
     from megatron_prism.recipe_schema import Recipe
@@ -86,10 +87,20 @@ def check(recipe: Recipe) -> None:
     for rule in (_numbers, _extra):
         for message, fix in rule(recipe):
             raise RecipeError(message, fix=fix)
-    recipe.world  # noqa: B018  parallel sizes first: a WorldError says which of them do not fit
+    _world(recipe)  # parallel sizes first
     for rules in (_model, _experts, _batches, recipe_layers.rules, _training):
         for message, fix in rules(recipe):
             raise RecipeError(message, fix=fix)
+
+
+def _world(recipe: Recipe) -> None:
+    """A WorldError says which sizes do not fit, in the keys of a recipe what to type instead."""
+    try:
+        recipe.world  # noqa: B018
+    except WorldError as error:
+        here = re.sub(r"\b(size|tp|cp|pp|ep|etp|vpp|order)=", r"parallel.\1=", error.fix or "")
+        fix = here.replace("parallel.size=", "parallel.world_size=")
+        raise WorldError(error.message, fix=fix) from None
 
 
 def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -274,8 +274,11 @@ def test_uneven_stages_and_layouts():
 
 
 def test_building_a_recipe_in_python_checks_it_too():
-    with pytest.raises(WorldError, match="does not divide 3 ranks"):
+    with pytest.raises(WorldError, match="does not divide 3 ranks") as refused:
         recipes.Recipe(
             recipes.Model(2, 64, 4, 128, 256),
             recipes.Parallel(world_size=3, tp=2),
         )
+    sizes, kept = refused.value.fix.split(", or keep 3 ranks with ")
+    assert sizes == "parallel.world_size=2 or parallel.world_size=4"
+    assert kept == "parallel.tp=1 or parallel.tp=3"
