@@ -157,3 +157,25 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
         module.build_module(list, lambda: module.build_module(set, MambaMixer))
     assert caught.value.fix.endswith("--prism-tier cuda")
     assert "instantiating" not in str(caught.value)
+
+
+def test_low_precision_is_refused_when_the_configuration_is_made():
+    from types import SimpleNamespace
+
+    from megatron_prism.errors import UnsupportedError
+    from megatron_prism.plugin import seams_kernels
+
+    class Config:
+        def __init__(self, **fields):
+            self.fp8, self.checked = None, False
+            vars(self).update(fields)
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    seams_kernels._no_low_precision(SimpleNamespace(TransformerConfig=Config), None)
+    assert Config().checked  # Megatron's own checks still run
+    for fields in ({"fp8": "hybrid"}, {"fp4": "e2m1"}):
+        with pytest.raises(UnsupportedError, match="the virtual one has neither"):
+            Config(**fields)

@@ -54,6 +54,24 @@ def _no_offloaded_optimizer(module: ModuleType, context: Context) -> None:
     _wrap(module.HybridDeviceOptimizer, "__init__", make)
 
 
+def _no_low_precision(module: ModuleType, context: Context) -> None:
+    """Said when the model's configuration is made, and not by its first forward pass."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any) -> None:
+            original(self)
+            if self.fp8 or getattr(self, "fp4", None):
+                raise UnsupportedError(
+                    "FP8 and FP4 are Transformer Engine's on a GPU; the virtual one has neither",
+                    fix="leave out --fp8-format and --fp4-format (a recipe's train.fp8), and what "
+                    "is reported is bf16's; or --prism-tier cuda",
+                )
+
+        return call
+
+    _wrap(module.TransformerConfig, "__post_init__", make)
+
+
 def _no_affinity(module: ModuleType, context: Context) -> None:
     """There is no GPU whose NUMA node this process could move to."""
     _wrap(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
@@ -100,6 +118,13 @@ _MIXERS = (
 )  # fmt: skip
 
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "no-low-precision",
+        "megatron.core.transformer.transformer_config",
+        "Megatron prints a traceback of the whole model in front of what is wrong",
+        "core/transformer/transformer_config.py:909 @0.16.1; :1294 @0.19.0",
+        _no_low_precision,
+    ),
     Seam(
         "no-mamba",
         "megatron.core.ssm.mamba_mixer",
