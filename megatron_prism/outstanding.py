@@ -276,6 +276,11 @@ class State:
         if self.missing:
             found.append(f"dumps of ranks {format_ranks(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
+        mute = [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
+        if mute:
+            found.append(
+                f"calls and counters of ranks {format_ranks(mute)}: recorder off, or reset"
+            )
         found += sorted({note for dump in dumps for note in dump.notes})
         if not any(e.done for d in dumps for e in d.entries):
             found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "

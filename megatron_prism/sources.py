@@ -54,14 +54,14 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
 
 
 def speaking(state: State, ranks: Collection[int]) -> list[int]:
-    """Those of ``ranks`` whose dumps say anything, if there are any; else all of them.
+    """Those of ``ranks`` whose dumps say anything; all of them where no dump has counters.
 
     A dump without calls and without counters is of a rank that was started again, or of a recorder
-    that was off; where others have counters and somebody else is stuck, it proves nothing.
+    that was off; where others have counters, it proves nothing.
     """
     counted = any(dump.status for dump in state.dumps.values())
     said = [r for r in ranks if state.dumps[r].entries or state.dumps[r].status]
-    return said if said and counted else list(ranks)
+    return said if counted else list(ranks)
 
 
 def outrun(state: State, rank: int) -> bool:

@@ -169,6 +169,12 @@ def stands(*ranks, part="3", at=40, silent=False):
     return change
 
 
+def device_stops(rank, part="3", at=40):
+    """A kernel there does not end; its host goes on."""
+    stop = stands(rank, part=part, at=at)
+    return lambda it: {r: quiescence.Fault(device=f.host) for r, f in stop(it).items()}
+
+
 def both(*changes):
     def change(it):
         faults = {}
@@ -488,6 +494,12 @@ CASES = (
          4, 5, 6, 7, part="2", at=30, silent=True), range(4, 8), "missing dump"),
     case("recorder off on two ranks", "they say nothing, also not that they are late", stands(
          6, part="3", at=70), {6}, "host stuck", world="interleaved", files=recorder_off(4, 5)),
+    case("recorder off on two ranks, one killed", "the dump that is not there says more", stands(
+         6, part="3", at=30, silent=True), {6}, "missing dump", world="interleaved",
+         files=recorder_off(4, 5)),
+    case("recorder off on two ranks beside a device", "nobody is known to be late", device_stops(
+         6, part="3", at=30), (), "undetermined", world="interleaved", exit=(3,),
+         files=recorder_off(4, 5)),
     case("healthy", "everything ended", nothing, (), "healthy", exit=(0,)),
     case("healthy, outstanding only", "everything ended", nothing, (), "healthy", how=ACTIVE,
          exit=(0,)),
