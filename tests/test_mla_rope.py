@@ -114,7 +114,8 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     from types import SimpleNamespace
 
     from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import seams_training
+    from megatron_prism.plugin import seams, seams_training
+    from megatron_prism.plugin.proof import Proof
 
     class Sharded:
         made = 0
@@ -122,14 +123,15 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
         def __init__(self):
             Sharded.made += 1
 
-    settings = SimpleNamespace(world_size=2)
-    monkeypatch.setattr(seams_training, "_get_args", lambda: settings)
+    sizes = [2, 1]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: sizes[0])
     module = SimpleNamespace(FullyShardedDataParallel=Sharded)
-    seams_training._no_megatron_fsdp(module, SimpleNamespace(local_ranks=(0,)))
+    here = seams.Context(lambda: None, Proof(), False, (0,), 0)
+    seams_training._no_megatron_fsdp(module, here)
     with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
         Sharded()
     assert Sharded.made == 0
-    settings.world_size = 1
+    del sizes[0]
     Sharded()
     assert Sharded.made == 1
 

@@ -62,6 +62,8 @@ class Proof:
         self.finished = False  # the verdict was given
         self.failure: PrismError | None = None  # it, where it was bad
         self.expected: int | None = None
+        # iterations Megatron passed over: --iterations-to-skip counts from 0 in 0.16, 1 in 0.19
+        self.skipped = 0
         self.num_parameters = 0
         self.moved: bool | None = None  # whether a master parameter changed; None: unknown
         self._forwards: dict[int | None, int] = {}
@@ -213,8 +215,7 @@ class Proof:
         args = get_args()
         # args.iteration is where the run began: 0, or a checkpoint's
         begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
-        skipped = {n for n in getattr(args, "iterations_to_skip", None) or () if begin < n <= end}
-        wanted = max(0, end - begin - len(skipped))
+        wanted = max(0, end - begin - self.skipped)
         early = any(
             getattr(args, name, None)
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")

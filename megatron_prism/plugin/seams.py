@@ -1,5 +1,4 @@
-"""What is changed in Megatron so that one rank can run alone, and why.  The only place that knows
-it.
+"""What is changed in Megatron so that one rank can run alone, and why.  Only this place knows it.
 
 Each :class:`Seam` names the module it changes, the reason, and the lines it was read at.  ``hooks``
 applies it right after that module's import, so no copy of the old function survives.  Seams of the
@@ -44,6 +43,10 @@ class Context:
     def leads(self) -> bool:
         """Whether this process does what rank 0 does once for all (build indices, compile)."""
         return self.rank == min(self.local_ranks)
+
+    def all_local(self, world_size: int | None = None) -> bool:
+        """Whether the job is real; before torch.distributed starts only arguments know its size."""
+        return len(self.local_ranks) == (world_size or torch.distributed.get_world_size())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(context.local_ranks) == torch.distributed.get_world_size():
+            if context.all_local():
                 with context.proof.part("checkpoint"):
                     return original(iteration, *args, **kwargs)
             if not told and context.leads:
@@ -46,6 +46,25 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
         return call
 
     _wrap(module, "save_checkpoint", make)
+
+
+def _no_gradients(module: ModuleType, context: Context) -> None:
+    """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
+    told: list[str] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if context.all_local():
+                return original(*args, **kwargs)
+            if not told and context.leads:
+                why = "--save names the real job's folder"
+                sys.stderr.write(f"prism: gradients are not written: {why}\n")
+                told.append(why)
+            return None
+
+        return call
+
+    _wrap(module, "save_grads", make)
 
 
 def _no_values_to_read(module: ModuleType, context: Context) -> None:
@@ -70,7 +89,7 @@ def _unchecked_shards(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(context.local_ranks) == torch.distributed.get_world_size():
+            if context.all_local():
                 return original(*args, **kwargs)
             return None
 
@@ -94,7 +113,7 @@ def _no_writers(module: ModuleType, context: Context) -> None:
     def make(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(args: Any) -> Any:
-                if len(context.local_ranks) == args.world_size:
+                if context.all_local(args.world_size):
                     return original(args)
                 if option and getattr(args, option, None) and context.leads and not told:
                     why = "TensorBoard, W&B and progress.txt are the real job's"
@@ -115,7 +134,7 @@ def _no_progress(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, barrier: bool = True, **kwargs: Any) -> Any:
-            if len(context.local_ranks) == torch.distributed.get_world_size():
+            if context.all_local():
                 return original(*args, barrier=barrier, **kwargs)
             if barrier:
                 torch.distributed.barrier()
@@ -131,13 +150,36 @@ def _no_throughputs(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(context.local_ranks) == torch.distributed.get_world_size():
+            if context.all_local():
                 return original(*args, **kwargs)
             return None
 
         return call
 
     _wrap(module, "compute_throughputs_and_append_to_progress_log", make)
+
+
+def _no_traces(module: ModuleType, context: Context) -> None:
+    """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
+    name.  ``--profile`` goes with it: without a profiler it would start the one of CUDA."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            settings = _get_args()
+            asked = settings.profile and settings.use_pytorch_profiler
+            if asked and not context.all_local():
+                settings.profile = False
+                if context.leads:
+                    sys.stderr.write(
+                        "prism: --use-pytorch-profiler is off: it would write among the real "
+                        "job's traces\n"
+                        "  fix: leave it out; --profile alone works under nsys\n"
+                    )
+            return original(*args, **kwargs)
+
+        return call
+
+    _wrap(module, "train", make)
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -147,6 +189,13 @@ SEAMS: tuple[Seam, ...] = (
         "--save names the real job's folder, and virtual ranks have no shards to put there",
         "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
         _no_checkpoints,
+    ),
+    Seam(
+        "no-gradients",
+        "megatron.training.checkpointing",
+        "gradients that are saved go to the real job's folder, too",
+        "training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
+        _no_gradients,
     ),
     Seam(
         "no-values-to-read",
@@ -189,5 +238,12 @@ SEAMS: tuple[Seam, ...] = (
         "it reads the progress file, which a virtual rank 0 has not begun",
         "training/training.py:2114 @0.16.1; :2954 @0.19.0",
         _no_throughputs,
+    ),
+    Seam(
+        "no-traces",
+        "megatron.training.training",
+        "--use-pytorch-profiler writes among the real job's traces",
+        "training/training.py:2638 @0.16.1; :3668 @0.19.0",
+        _no_traces,
     ),
 )

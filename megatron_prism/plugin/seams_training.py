@@ -172,6 +172,14 @@ def _prove(module: ModuleType, context: Context) -> None:
 
         return call
 
+    def skip(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            proof.skipped += 1
+            return result
+
+        return call
+
     def gathers(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             beside()
@@ -180,6 +188,7 @@ def _prove(module: ModuleType, context: Context) -> None:
         return call
 
     _wrap(module, "train_step", step)
+    _wrap(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
     _wrap(module, "evaluate", evaluate)
     _wrap(module, "disable_forward_pre_hook", gathers)  # before evaluations and checkpoints
     _wrap(module, "pretrain", whole)
@@ -207,7 +216,7 @@ def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if len(context.local_ranks) < _get_args().world_size:
+            if not context.all_local():
                 raise UnsupportedError(
                     "--use-megatron-fsdp compares the shards of all ranks with each other, "
                     "and virtual ranks have none of their own",
@@ -285,7 +294,7 @@ SEAMS: tuple[Seam, ...] = (
         "proof",
         "megatron.training.training",
         "an emulated run that did not train must not exit 0",
-        "training/training.py:1603 @0.16.1; :2336 @0.19.0",
+        "training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
         _prove,
     ),
 )

@@ -23,6 +23,8 @@ TWO = "--pipeline-model-parallel-size 2 --prism-world-size 8 --global-batch-size
 ONE = "--prism-world-size 8 --global-batch-size 8"
 WRITES = """--tensorboard-dir {place}/curves --log-progress --save {place}/saved --save-interval 2
 --profile --profile-step-start 1 --profile-step-end 2 --profile-ranks 7"""
+TRACES = """--profile-ranks 0 --use-pytorch-profiler --save-wgrads-interval 2
+--save-dgrads-interval 2"""
 MOE = "--num-experts 8 --expert-model-parallel-size 8 --moe-grouped-gemm"
 OWN = """--prism-world-size 1 --global-batch-size 1 --log-progress --save {place}/own
 --save-interval 2"""
@@ -31,7 +33,8 @@ JOBS = {
     "writes": f"{TWO} {WRITES} --prism-ranks 7 --prism-tier cpu --prism-out {{place}}/fused",
     "unfused": f"{TWO} --no-gradient-accumulation-fusion --prism-ranks 7 --prism-tier cpu "
     "--prism-out {place}/unfused",
-    "writes, rank 0": f"{TWO} {WRITES} --prism-ranks 0 --prism-tier cpu",
+    "writes, rank 0": f"{TWO} {WRITES} {TRACES} --prism-ranks 0 --prism-tier cpu",
+    "skips": f"{ONE} --iterations-to-skip 2 --prism-ranks 0 --prism-tier cpu",
     "DeepEP": f"{ONE} {MOE} --moe-token-dispatcher-type flex --moe-enable-deepep --prism-ranks 3 "
     "--prism-tier cpu",
     "offload, optimizer": f"{ONE} --optimizer-cpu-offload --use-precision-aware-optimizer "
@@ -69,7 +72,20 @@ def test_nothing_is_added_to_the_real_jobs_records(name, jobs):
     assert status == 0, said[-3000:]
     assert not (place / "curves").exists()
     assert not (place / "saved").exists()
+    assert not (place / "torch_profile").exists()
     assert "nothing of an emulated job is written there" in said
+
+
+def test_gradients_and_traces_are_not_written_and_that_is_said(jobs):
+    said = jobs[0]["writes, rank 0"][1]
+    assert said.count("gradients are not written") == 1
+    assert said.count("--use-pytorch-profiler is off") == 1
+
+
+def test_a_skipped_iteration_is_not_asked_for(jobs):
+    status, said = jobs[0]["skips"]
+    assert status == 0, said[-3000:]
+    assert "2 optimizer steps applied of 2" in said
 
 
 def test_the_fused_weight_gradient_is_the_unfused_one(jobs):

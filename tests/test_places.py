@@ -1,0 +1,82 @@
+"""What an emulated job does not write among the real job's files; a job of local ranks does.
+
+Megatron's modules are stand-ins that have the one function; whether these are Megatron's names is
+for ``tests/megatron/test_copied_command_lines.py``.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_prism.plugin import seams_places, seams_training
+from megatron_prism.plugin.proof import Proof
+from megatron_prism.plugin.seams import Context
+
+EMULATED, REAL = (1,), (0, 1, 2, 3)
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A module with functions that remember their calls, in a world of four ranks."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    calls = []
+
+    def names(*wanted):
+        functions = {name: lambda *args, name=name: calls.append((name, *args)) for name in wanted}
+        return SimpleNamespace(**functions)
+
+    return names, calls
+
+
+def context(local):
+    return Context(lambda: None, Proof(), False, local, local[0])
+
+
+def test_a_job_is_real_when_no_rank_is_virtual(module):
+    assert context(REAL).all_local()
+    assert not context(EMULATED).all_local()
+    assert context(EMULATED).all_local(world_size=1)
+
+
+def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
+    names, calls = module
+    emulated, real = names("save_grads"), names("save_grads")
+    seams_places._no_gradients(emulated, context(EMULATED))
+    for iteration in (1, 2):
+        assert emulated.save_grads("real", {}, iteration, "wgrads") is None
+    assert calls == []
+    assert capsys.readouterr().err.count("gradients are not written") == 1
+    seams_places._no_gradients(real, context(REAL))
+    real.save_grads("own", {}, 1, "dgrads")
+    assert calls == [("save_grads", "own", {}, 1, "dgrads")]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("local", "profiler", "left"),
+    [(EMULATED, True, False), (EMULATED, False, True), (REAL, True, True)],
+)
+def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
+    local, profiler, left, module, monkeypatch, capsys
+):
+    names, calls = module
+    settings = SimpleNamespace(profile=True, use_pytorch_profiler=profiler)
+    monkeypatch.setattr(seams_places, "_get_args", lambda: settings)
+    training = names("train")
+    seams_places._no_traces(training, context(local))
+    training.train("model")
+    assert calls == [("train", "model")]
+    assert settings.profile is left
+    said = capsys.readouterr().err
+    assert ("--use-pytorch-profiler is off" in said and "\n  fix: " in said) is not left
+    assert bool(said) is not left
+
+
+def test_an_iteration_that_megatron_skips_is_counted(module):
+    names, calls = module
+    training, here = names("dummy_train_step"), context(EMULATED)
+    seams_training._prove(training, here)
+    training.dummy_train_step("data")
+    assert calls == [("dummy_train_step", "data")]
+    assert here.proof.skipped == 1
