@@ -3,11 +3,11 @@
 ``python benchmarks/hybrid.py SCRIPTS [--configs a,b] [--json OUT] [--work DIR] [--gpus 4]``
 
 On a host with 4 (or 2, or 8) GPUs, for every configuration of ``accuracy.py``: every rank alone
-with ``--prism-capture``; the prediction from those slices and one ``prism calibrate`` of 4 GPUs,
-written down before the real job runs; then the real job, and every rank alone with ``--prism-
-pace``. Ranks alone run side by side, each on a GPU of its own (the one that runs it in the job).
-Nothing is fitted to the real runs. With ``--gpus 1`` ranks come one after the other, without real
-runs or calibration, each stage captured by ``--prism-pace`` itself.
+with ``--prism-capture``; the prediction from those slices and one ``prism calibrate`` (of 4 GPUs
+at most), written down before the real job runs; then the real job, and every rank alone with
+``--prism-pace``. Ranks alone run side by side, each on a GPU of its own (the one that runs it in
+the job). Nothing is fitted to the real runs. With ``--gpus 1`` ranks come one after the other,
+without real runs or calibration, each stage captured by ``--prism-pace`` itself.
 """
 
 from __future__ import annotations

@@ -98,11 +98,18 @@ class Turnstile:
         """Before a train step."""
         if len(self.starts) >= self.allowed():
             self.tell()
-            while len(self.starts) >= self.allowed():
-                time.sleep(LOOK_S)
+            self.wait(len(self.starts) + 1)
         if self.host is not None:
             self.read.append(self.host.read())
         self.starts.append(time.monotonic_ns())
+
+    def wait(self, steps: int) -> None:
+        """Until ``steps`` may have begun; whose parent is gone waits for nobody."""
+        parent = os.getppid()
+        while self.allowed() < steps:
+            if os.getppid() != parent:
+                raise SystemExit("the job that this one took turns with has ended")
+            time.sleep(LOOK_S)
 
     def tell(self) -> None:
         """Come to rest and say how far this process is."""
@@ -157,8 +164,7 @@ def main() -> None:
     turnstile = Turnstile(Path(sys.argv[1]))
     program = sys.argv[2:]
     _preload()
-    while turnstile.allowed() < 0:
-        time.sleep(LOOK_S)
+    turnstile.wait(0)
     turnstile.install()
     if program[0] == "-m":
         sys.argv = program[1:]

@@ -46,6 +46,19 @@ import fused_weight_gradient_mlp_cuda as apex
 kept = torch.ones(3, 2); rows = torch.arange(8.0).view(4, 2)
 apex.wgrad_gemm_accum_fp32(rows, torch.ones(4, 3), kept)
 assert kept.tolist() == [[13.0, 17.0]] * 3
+import scaled_masked_softmax_cuda as masked, scaled_upper_triang_masked_softmax_cuda as causal
+import scaled_softmax_cuda as plain
+scores, half = torch.randn(4, 8, 8, requires_grad=True), torch.tensor(0.5)
+above = torch.ones(8, 8).triu(1).bool(); none = above & ~above
+for kernel, mask, args in ((causal, above, ()), (masked, above, (above,)), (plain, none, ())):
+    wanted = torch.softmax((scores * 0.5).masked_fill(mask, -10000.0), -1)
+    found = kernel.forward(scores.detach(), *args, half)
+    assert torch.allclose(found, wanted)
+    grad, scores.grad = torch.randn(4, 8, 8), None
+    wanted.backward(grad)
+    assert kernel.backward(grad, found, half) is grad  # in place
+    assert torch.allclose(grad, scores.grad, atol=1e-6)
+assert [masked.get_batch_per_block(n, n, 1, 8) for n in (16, 64, 256)] == [16, 8, 4]
 loader = torch.utils.data.DataLoader([1, 2], pin_memory=True)
 assert [int(v) for v in loader] == [1, 2]
 assert torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.clock_rate() == 0
@@ -88,6 +101,10 @@ del z; gc.collect()
 assert live.current() == 4096 and live.peak() == 8192
 import fused_weight_gradient_mlp_cuda as apex
 apex.wgrad_gemm_accum_fp16(y, y, y)
+import scaled_upper_triang_masked_softmax_cuda as causal
+probs = causal.forward(y, 1.0); assert live.current() == 8192  # the result alone
+assert causal.backward(probs, y, 1.0) is probs
+del probs; gc.collect()
 assert live.current() == 4096 and live.peak() == 8192
 live.reset_peak(); assert live.peak() == 4096
 w = torch.nn.Linear(16, 16, device="cuda"); before = live.current()

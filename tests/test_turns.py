@@ -101,6 +101,8 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys
 
     row = {
         "config": "pp2",
+        "captured": True,
+        "whole": True,
         "real_ms": 100.0,
         "predicted_ms": 101.0,
         "groups": {
@@ -117,6 +119,13 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys
     assert "real: 100.0 ms (+0.00 %), spread +2.00 %" in shown
     # 156 of 100.5 beside 150 of 100
     assert "paced, 1 x 2: 156.0 ms (+3.48 %)" in shown
+    alone = {key: value for key, value in row.items() if key != "groups"}
+    assert turns.table([alone]) == 0  # without rounds the replay is what was asked for
+    assert turns.table([{**alone, "captured": False}]) == 1
+    assert turns.table([{**row, "whole": False}]) == 1
+    paced = row["groups"]["paced"]
     row["groups"]["paced"] = runs([[103.0]], [[100.0]])
+    assert turns.table([row]) == 1
+    row["groups"]["paced"] = [*paced[:1], *runs([])]  # rank 1 ended before its first turn
     assert turns.table([row]) == 1
     assert turns.table([{"config": "pp2"}]) == 1  # nothing was measured

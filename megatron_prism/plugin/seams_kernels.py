@@ -77,11 +77,6 @@ def _no_affinity(module: ModuleType, context: Context) -> None:
     _wrap(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
 
 
-def _plain_softmax(module: ModuleType, context: Context) -> None:
-    """Megatron has the same softmax in torch, for shapes that apex's kernels do not know."""
-    _wrap(module.FusedScaleMaskSoftmax, "is_kernel_available", lambda _: lambda *a, **k: False)
-
-
 def _refuse_allgather(module: ModuleType, context: Context) -> None:
     """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
     make = refused(
@@ -140,17 +135,10 @@ SEAMS: tuple[Seam, ...] = (
         _no_mixers,
     ),
     Seam(
-        "plain-softmax",
-        "megatron.core.fusions.fused_softmax",
-        "apex's softmax kernels unless --no-masked-softmax-fusion",
-        "core/fusions/fused_softmax.py:176 @0.16.1; :357 @0.19.0",
-        _plain_softmax,
-    ),
-    Seam(
         "no-offloaded-optimizer",
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "host and device are one here",
-        "core/optimizer/cpu_offloading/hybrid_optimizer.py:240 @0.19.0",
+        "core/optimizer/cpu_offloading/hybrid_optimizer.py:256 @0.19.0",
         _no_offloaded_optimizer,
     ),
     Seam(

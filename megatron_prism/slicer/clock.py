@@ -7,7 +7,7 @@ calls to virtual peers and the waits for the device, as segments are.
 
 A launch waits where some thousand others are before it, and then the host's time is the device's:
 a rank whose GPU is the bottleneck would seem to need its host just as long.  So the device comes to
-rest behind every call and at every label, which does not count either.
+rest behind every call and where a label begins, which does not count either.
 """
 
 from __future__ import annotations

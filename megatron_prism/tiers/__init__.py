@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_prism.errors import UsageError
-from megatron_prism.tiers import compiled, cuda_choices, weight_gradient
+from megatron_prism.tiers import compiled, cuda_choices, masked_softmax, weight_gradient
 from megatron_prism.tiers.live import LiveBytes
 
 __all__ = ["Tier", "best", "install"]
@@ -99,8 +99,7 @@ def _without_cuda(name: str, engine: bool) -> Tier:
 
         virtual_te.install()
         stand_in.append("Transformer Engine: virtual, saves what the real one saves")
-    if weight_gradient.install():
-        stand_in.append("apex's fused weight gradient: a product that is added")
+    stand_in += [weight_gradient.install(), masked_softmax.install()]
     if importlib.util.find_spec("triton") is None:
         _stub_triton()
         stand_in.append("triton: absent, its kernels are never called")

@@ -8,7 +8,6 @@ to the weight's ``main_grad`` and allocates nothing (core/tensor_parallel/layers
 from __future__ import annotations
 
 import importlib.machinery
-import importlib.util
 import sys
 import types
 
@@ -29,13 +28,11 @@ def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tenso
         main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
 
 
-def install() -> bool:
-    """Put it into ``sys.modules`` if it is not installed; says whether it did."""
-    if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
-        return False
+def install() -> str:
+    """Put it into ``sys.modules``; says what it is.  A real one would want a device."""
     module = types.ModuleType(NAME, "A stand-in of megatron_prism.")
     module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     module.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
     module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
     sys.modules[NAME] = module
-    return True
+    return "apex's fused weight gradient: a product that is added"

@@ -45,7 +45,7 @@ class Rows:
 
         held : for each member, whether its rows are looked up here, zeros if not; None: all are
 
-        Allocates indices (8 bytes a token); a float tensor only if ``held`` is given.
+        Allocates indices (8 bytes a token of the whole); a float tensor only if ``held`` is given.
         """
         rows, width = self.table.shape
         count = self.tokens.numel() // n
