@@ -42,6 +42,18 @@ static float __uint_as_float(unsigned word) { float f; memcpy(&f, &word, 4); ret
 static unsigned short nearest(float f) {  // bf16, ties to even
   unsigned w; memcpy(&w, &f, 4); return (w + 0x7fff + ((w >> 16) & 1)) >> 16;
 }
+static float single(unsigned short h) {  // of fp16
+  int exponent = (h >> 10) & 31, part = h & 1023;
+  float f = exponent ? ldexpf(1024 + part, exponent - 25) : ldexpf(part, -24);
+  return h >> 15 ? -f : f;
+}
+static unsigned short half(float f) {  // ties to even
+  int exponent, sign = std::signbit(f) << 15;
+  if (fabsf(f) >= 65520) return sign | 0x7c00;
+  frexpf(fabsf(f), &exponent);
+  if (exponent < -13) exponent = -13;
+  return sign | ((exponent + 14) * 1024 + (int)nearbyintf(ldexpf(fabsf(f), 11 - exponent)) - 1024);
+}
 typedef unsigned long long u64;
 static void atomicCAS(int* at, int old, int to) { if (*at == old) *at = to; }
 static void atomicMax(u64* at, u64 to) { if (*at < to) *at = to; }
@@ -68,8 +80,8 @@ def library(tmp_path_factory):
     source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
     source = re.sub(r'asm volatile\("mov.u64 .*?\);', "t = ticks += 10;", source)
     source = re.sub(r'asm\("cvt.rn.bf16.*?\);', "h = nearest(f);", source)
-    source = re.sub(r'asm\("cvt.rn.f16.*?\);', "_Float16 s = f; memcpy(&h, &s, 2);", source)
-    source = re.sub(r'asm\("cvt.f32.f16.*?\);', "_Float16 s; memcpy(&s, &h, 2); f = s;", source)
+    source = re.sub(r'asm\("cvt.rn.f16.*?\);', "h = half(f);", source)
+    source = re.sub(r'asm\("cvt.f32.f16.*?\);', "f = single(h);", source)
     source = re.sub(r"asm( volatile)?\s*\(.*?\);", ";", source, flags=re.DOTALL)
     source = source.replace("k += 32", "k += 1")
     folder = tmp_path_factory.mktemp("kernel")
