@@ -135,7 +135,8 @@ class _Judge:
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in sources.unposted(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
-        found = {r: found[r] for r in sources.speaking(state, found)}
+        for rank in state.mute():
+            found.pop(rank, None)
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
         if extra:

@@ -270,17 +270,23 @@ class State:
                 break
         return best
 
+    def mute(self) -> list[int]:
+        """Ranks whose dumps have neither calls nor counters, where others have counters.
+
+        They were started again, or their recorders were off: it proves nothing against them.
+        """
+        if not any(dump.status for dump in self.dumps.values()):
+            return []
+        return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
+
     def lacks(self) -> tuple[str, ...]:
         """What the dumps do not hold, and which variable to set next time."""
         found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
         if self.missing:
             found.append(f"dumps of ranks {format_ranks(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
-        mute = [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
-        if mute:
-            found.append(
-                f"calls and counters of ranks {format_ranks(mute)}: recorder off, or reset"
-            )
+        if mute := self.mute():
+            found.append(f"counters of ranks {format_ranks(mute)}: their recorders were off or new")
         found += sorted({note for dump in dumps for note in dump.notes})
         if not any(e.done for d in dumps for e in d.entries):
             found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 
-__all__ = ["few", "gone", "outrun", "passed_over", "speaking", "unposted"]
+__all__ = ["few", "gone", "outrun", "passed_over", "unposted"]
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -51,17 +51,6 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
-
-
-def speaking(state: State, ranks: Collection[int]) -> list[int]:
-    """Those of ``ranks`` whose dumps say anything; all of them where no dump has counters.
-
-    A dump without calls and without counters is of a rank that was started again, or of a recorder
-    that was off; where others have counters, it proves nothing.
-    """
-    counted = any(dump.status for dump in state.dumps.values())
-    said = [r for r in ranks if state.dumps[r].entries or state.dumps[r].status]
-    return said if counted else list(ranks)
 
 
 def outrun(state: State, rank: int) -> bool:

@@ -48,23 +48,30 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
     _wrap(module, "save_checkpoint", make)
 
 
-def _no_gradients(module: ModuleType, context: Context) -> None:
-    """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
+def _only_real(
+    context: Context, instead: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``_wrap``: nothing happens unless all ranks are local; ``instead`` is said of it once."""
     told: list[str] = []
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if context.all_local():
                 return original(*args, **kwargs)
-            if not told and context.leads:
-                why = "--save names the real job's folder"
-                sys.stderr.write(f"prism: gradients are not written: {why}\n")
-                told.append(why)
+            if instead and not told and context.leads:
+                sys.stderr.write(f"prism: {instead}\n")
+                told.append(instead)
             return None
 
         return call
 
-    _wrap(module, "save_grads", make)
+    return make
+
+
+def _no_gradients(module: ModuleType, context: Context) -> None:
+    """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
+    said = "gradients are not written: --save names the real job's folder"
+    _wrap(module, "save_grads", _only_real(context, said))
 
 
 def _no_values_to_read(module: ModuleType, context: Context) -> None:
@@ -86,16 +93,7 @@ def _no_values_to_read(module: ModuleType, context: Context) -> None:
 
 def _unchecked_shards(module: ModuleType, context: Context) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if context.all_local():
-                return original(*args, **kwargs)
-            return None
-
-        return call
-
-    _wrap(module, "validate_sharding_integrity", make)
+    _wrap(module, "validate_sharding_integrity", _only_real(context))
 
 
 # who would write -> the option that asks for it
@@ -147,16 +145,7 @@ def _no_progress(module: ModuleType, context: Context) -> None:
 
 def _no_throughputs(module: ModuleType, context: Context) -> None:
     """At a checkpoint it reads the file back, which only rank 0's host need have."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if context.all_local():
-                return original(*args, **kwargs)
-            return None
-
-        return call
-
-    _wrap(module, "compute_throughputs_and_append_to_progress_log", make)
+    _wrap(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
 
 
 def _no_traces(module: ModuleType, context: Context) -> None:
