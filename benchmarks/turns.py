@@ -2,7 +2,7 @@
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
-[--json OUT] [--work DIR]``
+[--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -15,7 +15,9 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    ``tails_reality.py`` wants);
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
    ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
-   real job slowed so.
+   real job slowed so;
+3. with ``--kernels`` a turn more of everybody, in which the device's kernels are recorded: by kind,
+   what the real ranks' took and what the paced ranks' did.
 
 The first iteration of a turn does not count.  Errors are of medians; beside them the spread of the
 real job's turns, and of the emulated ones.  One ``prism calibrate`` comes first, unless the work
@@ -40,6 +42,7 @@ from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, predict
 from groundtruth import NUM_RANKS
 from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
 from hybrid_checks import STRAGGLER
+from kernels import compare
 
 from megatron_prism.errors import PrismError
 
@@ -197,6 +200,20 @@ def rounds(sitting: Turns, groups: Sequence[Sequence[Runner]], count: int) -> bo
     return begun and all(together(group, sitting.steps) for _ in range(count) for group in groups)
 
 
+def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> None:
+    """Phase 3: one turn more of everybody, recorded; what the first rank's devices did."""
+    for group in groups.values():
+        for runner in group:
+            (runner.folder / "kernels").touch()
+        together(group, sitting.steps)
+    found = [[json.loads(file.read_text()) for runner in group
+              for file in sorted(runner.folder.glob("kernels-*.json"))]
+             for group in groups.values()]  # fmt: skip
+    for rank, (real, paced) in enumerate(zip(*found, strict=True)):
+        print(f"kernels of rank {rank} in {sitting.steps} steps, real and paced")
+        print("\n".join(compare(real, paced)))
+
+
 def median(turns: Sequence[Sequence[float]]) -> float | None:
     every = [ms for turn in turns for ms in turn]
     return statistics.median(every) if every else None
@@ -251,9 +268,11 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         if args.rounds:
             every = {name: found for part in (groups, *slow) for name, found in part.items()}
             row["groups"] = {
-                name: [{"turns_ms": r.turns, "memory": r.memory()} for r in group]
+                name: [{"turns_ms": list(r.turns), "memory": r.memory()} for r in group]
                 for name, group in every.items()
             }
+        if args.kernels:
+            kernels(sitting, groups)
     finally:
         for part in (groups, *slow):
             _end(part)
@@ -333,6 +352,7 @@ def main() -> int:
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
+    parser.add_argument("--kernels", action="store_true", help="record kernels in the end")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

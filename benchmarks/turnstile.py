@@ -7,7 +7,9 @@ stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made
 is at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs
 between two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the
 host did in every step: calls of process groups, ns in them, ns of garbage collection, ns of
-processor time (clocks take about 1 us a call).
+processor time (clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is
+recorded: ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device
+did in it.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ class Turnstile:
         self.starts: list[int] = []
         self.host = Host() if os.environ.get("TURNS_HOST") else None
         self.read: list[list[int]] = []  # of the host, when each step began
+        self.recorder: Any = None  # of kernels, during a turn that is recorded
 
     def allowed(self) -> int:
         """How many steps may have begun; -1 as long as nothing may."""
@@ -99,6 +102,7 @@ class Turnstile:
         if len(self.starts) >= self.allowed():
             self.tell()
             self.wait(len(self.starts) + 1)
+            self.record()
         if self.host is not None:
             self.read.append(self.host.read())
         self.starts.append(time.monotonic_ns())
@@ -111,6 +115,30 @@ class Turnstile:
                 raise SystemExit("the job that this one took turns with has ended")
             time.sleep(LOOK_S)
 
+    def record(self) -> None:
+        """Record the kernels of the turn that begins, if asked to."""
+        if (self.folder / "kernels").exists():
+            from torch.profiler import ProfilerActivity, profile
+
+            self.recorder = profile(activities=[ProfilerActivity.CUDA])
+            self.recorder.start()
+
+    def recorded(self) -> None:
+        """Write what was recorded."""
+        if self.recorder is not None:
+            self.recorder.stop()
+            found = self.recorder.profiler.kineto_results.events()
+            kernels = [(e.name(), e.device_resource_id(), e.start_ns(), e.duration_ns())
+                       for e in found if e.device_type().name == "CUDA"]  # fmt: skip
+            self.recorder = None
+            self._write("kernels", sorted(kernels, key=lambda kernel: kernel[2]))
+
+    def _write(self, kind: str, found: Any) -> None:
+        file = self.folder / f"{kind}-{os.environ.get('RANK', '0')}.json"
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(found))
+        new.replace(file)
+
     def tell(self) -> None:
         """Come to rest and say how far this process is."""
         import torch
@@ -118,6 +146,7 @@ class Turnstile:
         found = {"steps": len(self.starts), "starts_ns": self.starts}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+            self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
         if self.host is not None:
@@ -125,10 +154,7 @@ class Turnstile:
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
                                 for k, v in self.host.methods.items()}  # fmt: skip
         found["stopped_ns"] = time.monotonic_ns()
-        file = self.folder / f"rank-{os.environ.get('RANK', '0')}.json"
-        new = file.with_suffix(".new")
-        new.write_text(json.dumps(found))
-        new.replace(file)
+        self._write("rank", found)
 
     def install(self) -> None:
         """Wrap ``train_step`` once everybody else has, which is when training begins."""
