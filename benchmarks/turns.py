@@ -186,15 +186,20 @@ def captured(sitting: Turns, config: str, real: Runner) -> bool:
     return fine and together([real], sitting.beside)
 
 
-def rounds(sitting: Turns, groups: Sequence[Sequence[Runner]], count: int) -> bool:
-    """Phase 2: ``count`` turns of everybody."""
+def rounds(
+    sitting: Turns, groups: Sequence[Sequence[Runner]], count: int, learned: int = WARM_UP
+) -> bool:
+    """Phase 2: ``count`` turns of everybody, each after ``learned`` steps or more.
+
+    GPUs at their power limit are as fast as their data let them, and data change as a model learns.
+    """
     for group in groups:
         for runner in group:
             runner.open(runner.steps)
     begun = everybody([runner for group in groups for runner in group])
     for group in groups:
         fresh = [runner for runner in group if not runner.steps]
-        begun = begun and together(fresh, WARM_UP)
+        begun = begun and together(fresh, learned)
         for runner in fresh:
             runner.turns = []
     return begun and all(together(group, sitting.steps) for _ in range(count) for group in groups)
@@ -260,10 +265,10 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
             row["predicted_ms"] = predict(slices, written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
-        real.turns = []
+        real.turns, learned = [], real.steps
         for more in (slow or [{}]) if args.rounds else ():  # side by side they need more memory
             both = [*groups.values(), *more.values()]
-            row["whole"] = rounds(sitting, both, args.rounds) and row["whole"]
+            row["whole"] = rounds(sitting, both, args.rounds, learned) and row["whole"]
             _end(more)
         if args.rounds:
             every = {name: found for part in (groups, *slow) for name, found in part.items()}

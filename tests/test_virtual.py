@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.virtual import answers, session
 from megatron_prism.virtual.hybrid import Mixed
-from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.parts import Blocks, Once, Rows
 from megatron_prism.virtual.tally import Row, Tally
 from megatron_prism.virtual.values import Values, rms
 
@@ -208,6 +208,40 @@ def test_chunks_of_a_sequence_are_added_up(desc, policy, dtype, expected):
     dist.reduce_scatter_tensor(inside, whole, group=group)
     if expected is not None:
         assert inside.tolist() == [12, 16]
+
+
+@pytest.mark.parametrize("policy", ["mirror", "noise"])
+def test_sums_of_the_local_members_alone(policy):
+    world = start(policy=policy)  # rank 5 of 16
+    total, most, gathered = numbers(4), numbers(4), torch.full((64,), 9.0)
+    with world.values.of_parts(Once()):
+        dist.all_reduce(total)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_gather_into_tensor(gathered, numbers(4))
+    assert torch.equal(total, numbers(4))
+    assert torch.equal(most, numbers(4))
+    assert gathered.view(16, 4)[5].tolist() == numbers(4).tolist()
+    assert gathered.count_nonzero() == 4
+    dist.all_reduce(total)
+    assert not torch.equal(total, numbers(4)), "the block has ended"
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_virtual_ranks_send_what_they_are_sent(ways):
+    world = start()
+    experts, block, place = 16 // ways * 3, 3, 5 // ways
+    counts = torch.arange(experts)
+    got, tokens = torch.empty(16 * experts, dtype=torch.int64), torch.empty(16 * 4)
+    with world.values.of_parts(Blocks(experts, block, ways)):
+        dist.all_gather_into_tensor(got, counts)
+        dist.all_gather_into_tensor(tokens, numbers(4))
+    sent = counts.view(-1, block)  # to every rank's experts
+    received = got.view(-1, ways, 16 // ways, block)[:, :, place]
+    for way in range(ways):
+        assert torch.equal(received[:, way], sent)
+    assert torch.equal(got.view(16, experts)[5], counts), "its own stay"
+    assert all(row.sum() == counts.sum() for row in got.view(16, experts))
+    assert torch.equal(tokens, numbers(4).repeat(16)), "payloads stay mirrored"
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""What is changed in Megatron's experts: dispatchers that go round torch.distributed are refused.
+"""What is changed in Megatron's experts, and why.  Same form as ``seams``.
 
-And with --prism-record or --prism-values recorded:PATH the router's decisions meet a recording.
+Dispatchers that go round torch.distributed are refused; what virtual ranks route is made up so that
+tokens are as many as in the job; and with --prism-record or --prism-values recorded:PATH the
+router's decisions meet a recording.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
+from megatron_prism.virtual.backend import PrismGroup
+from megatron_prism.virtual.parts import Blocks
 from megatron_prism.virtual.recording import Recorder, Replayer
 
 __all__ = ["SEAMS", "seams_for_recording"]
@@ -27,6 +31,30 @@ def _no_flex(module: ModuleType, context: Context) -> None:
             _wrap(getattr(module, owner), "__init__", make)
 
 
+def _balanced_peers(module: ModuleType, context: Context) -> None:
+    """Counts and routing maps of virtual ranks are ours, seen from where they are."""
+    if context.meta:
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            group = self.tp_ep_group
+            if not isinstance(group, PrismGroup) or group.size() == 1 or group.all_local:
+                return original(self, *args, **kwargs)
+            ways = group.size() // self.ep_size
+            blocks = Blocks(self.config.num_moe_experts, self.num_local_experts, ways)
+            with group.world.values.of_parts(blocks):
+                return original(self, *args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        ("MoEAlltoAllTokenDispatcher", "preprocess"),
+        ("MoEAllGatherTokenDispatcher", "token_dispatch"),
+    ):
+        _wrap(getattr(module, owner), name, make)
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         "no-flex",
@@ -34,6 +62,13 @@ SEAMS: tuple[Seam, ...] = (
         "DeepEP and HybridEP know nothing of process groups",
         "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216 @0.19.0",
         _no_flex,
+    ),
+    Seam(
+        "balanced-peers",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
+        "core/transformer/moe/token_dispatcher.py:244, :456 @0.16.1; :278, :495 @0.19.0",
+        _balanced_peers,
     ),
 )
 

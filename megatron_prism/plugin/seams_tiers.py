@@ -17,6 +17,7 @@ from megatron_prism.plugin import (
     seams,
     seams_embedding,
     seams_kernels,
+    seams_loss,
     seams_moe,
     seams_pipeline,
     seams_places,
@@ -278,7 +279,7 @@ SEAMS_META: tuple[Seam, ...] = (
 def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
-    chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS
+    chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS + seams_loss.SEAMS
     if tier != "cuda":
         chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
     return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen

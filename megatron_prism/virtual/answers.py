@@ -69,7 +69,7 @@ def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
     if target.dtype == torch.bool and op != "bxor":
         return
     if op == "sum":
-        if values.parts is not None and values.parts.fill(target):
+        if values.parts is not None and (values.parts.once or values.parts.fill(target)):
             return
         if values.policy == "noise" and target.is_floating_point():
             values.add_peers(target, n - 1)
@@ -99,6 +99,8 @@ def all_gather(out: torch.Tensor, shard: torch.Tensor, n: int, p: int, values: V
         slots[p].copy_(shard.detach().reshape(-1))
     else:
         slots.copy_(shard.detach().reshape(1, -1))
+    if values.parts is not None:
+        values.parts.gathered(slots, shard, [p] * n)
 
 
 def reduce_scatter(

@@ -60,6 +60,12 @@ class PrismGroup(dist.ProcessGroup):
         self.all_local = self._n > 1 and self.real is not None and self._mixed is None
         self._exchange: Exchange | None = None
 
+    def owners(self) -> list[int]:
+        """For each member (group rank) the local member that it is or mirrors."""
+        if self._mixed is not None:
+            return [self._mixed.positions[source] for source in self._mixed.mirrors]
+        return list(range(self._n)) if self.all_local else [self._p] * self._n
+
     # -- identity -------------------------------------------------------------------------------
     @property
     def group_name(self) -> str:
@@ -164,7 +170,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def _gather_one(self, out: torch.Tensor, shard: torch.Tensor) -> None:
         if (mixed := self._mixed_for(shard)) is not None:
-            mixed.all_gather(out, shard)
+            mixed.all_gather(out, shard, self._values.parts)
         else:
             answers.all_gather(out, shard, self._n, self._p, self._values)
 

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.virtual.answers import fill_rows
-from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.parts import Parts
 from megatron_prism.virtual.values import Values
 
 __all__ = ["Mixed"]
@@ -63,17 +63,20 @@ class Mixed:
         opts.reduceOp = getattr(dist.ReduceOp, op.upper())
         self.real.allreduce([tensor], opts).wait()
 
-    def _parts_of(self, op: str, parts: Rows | None) -> Rows | None:
+    def _parts_of(self, op: str, parts: Parts | None) -> Parts | None:
         """What completes this reduction: with all members here there is nothing to complete."""
         return parts if op == "sum" and len(self.positions) < self.n else None
 
-    def reduced(self, tensor: torch.Tensor, op: str, parts: Rows | None = None) -> None:
+    def reduced(self, tensor: torch.Tensor, op: str, parts: Parts | None = None) -> None:
         """In place: the reduction over the local members, each counted once per mirror.
 
         parts : completes a sum of which every member holds a part (``Values.of_parts``)
         """
         target = tensor.detach()
-        if (rows := self._parts_of(op, parts)) is not None:
+        rows, weight = self._parts_of(op, parts), self.weight
+        if rows is not None and rows.once:
+            weight = 1
+        elif rows is not None:
             part = _contiguous_like(target)
             if rows.fill(part, held=self.held):
                 self._all_reduce(part, "sum")
@@ -87,7 +90,7 @@ class Mixed:
         buffer = target.contiguous()
         divide = op == "avg" and not target.is_floating_point()
         if op == "sum" or divide:
-            buffer.mul_(self.weight)
+            buffer.mul_(weight)
         elif op == "avg":  # scaled before it is added, as NCCL does: no overflow in half precision
             buffer.mul_(self.weight / self.n)
         elif op == "product":
@@ -105,7 +108,9 @@ class Mixed:
         self.real.allgather([outs], [shard.detach().contiguous()], c10d.AllgatherOptions()).wait()
         return outs
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, parts: Parts | None = None
+    ) -> None:
         """``out`` [n*k]; slots of virtual members keep their values if the gather is in place."""
         if not shard.numel():
             return
@@ -115,6 +120,8 @@ class Mixed:
         for position, source in enumerate(self.mirrors):
             if not in_place or position in self.positions:
                 slots[position].copy_(gathered[source].view(-1))
+        if parts is not None:
+            parts.gathered(slots, shard, [self.positions[source] for source in self.mirrors])
 
     def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
         """List form; members may hold shards of different sizes, so each is broadcast in turn."""
@@ -130,7 +137,7 @@ class Mixed:
         out: torch.Tensor,
         whole: torch.Tensor,
         op: str,
-        parts: Rows | None = None,
+        parts: Parts | None = None,
         sequence: bool = False,
     ) -> None:
         """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced().

@@ -95,7 +95,7 @@ def _broadcast(group: Any, tensors: list[torch.Tensor], opts: Any = None) -> Mov
 def _all_gather(
     group: Any, out: torch.Tensor, shard: torch.Tensor, opts: Any = None
 ) -> Move | None:
-    if not (out.is_contiguous() and shard.is_contiguous()):
+    if not (out.is_contiguous() and shard.is_contiguous()) or group._values.parts is not None:
         return None
     to, source, size, part = out.data_ptr(), shard.data_ptr(), out.nbytes, shard.nbytes
     if out.dtype != shard.dtype or size != group._n * part:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_prism.errors import UsageError
-from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.parts import Parts
 
 __all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
 
@@ -43,7 +43,7 @@ class Values:
 
     loss_scale : answers the factor (one element, on the device) that the job multiplies its loss
                  by now, so that half-precision gradients do not vanish; None if it does not
-    parts      : completes the sums made now, of which each member holds a part; mostly None
+    parts      : what virtual members give to the calls made now, if no mirrors; mostly None
 
     Raises UsageError for an unknown policy.
     """
@@ -63,7 +63,7 @@ class Values:
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None
-        self.parts: Rows | None = None
+        self.parts: Parts | None = None
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
         self._expected: dict[int, str] = {}
@@ -93,8 +93,8 @@ class Values:
         return self.policy != "noise" and tensor.is_floating_point()
 
     @contextlib.contextmanager
-    def of_parts(self, parts: Rows) -> Iterator[None]:
-        """Sums inside the block are of parts that one member holds each, under any policy."""
+    def of_parts(self, parts: Parts) -> Iterator[None]:
+        """Sums and gathers inside the block are of ``parts``, under any policy."""
         self.parts = parts
         try:
             yield

@@ -1,9 +1,10 @@
-"""A lookup in a table whose rows are dealt out is what gloo adds up, if virtual tables are alike.
+"""What virtual members contribute is what gloo adds up and gathers if their processes do just that.
 
 Of n members j holds rows j*R to (j+1)*R of a table, looks its tokens up there and leaves zeros for
 the others (written out in ``lookup``; Megatron's own in ``megatron/test_embedding.py``).  The
 oracle is a plain gloo group in which the process of each virtual rank does so with the table of the
-local rank that it mirrors; the sums must agree bitwise, on every local rank.
+local rank that it mirrors; the sums must agree bitwise, on every local rank.  Likewise sums to
+which virtual ranks give zeros, and counts of experts, which they give as seen from their own place.
 """
 
 import json
@@ -18,7 +19,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from megatron_prism.virtual import patches, session
-from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.parts import Blocks, Once, Rows
 from megatron_prism.virtual.values import Values
 
 R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
@@ -41,6 +42,20 @@ def sums(group, n, part):
     dist.all_reduce(whole, group=group)
     dist.reduce_scatter_tensor(chunk, part, group=group)
     return whole, chunk
+
+
+def counts(member, position, n):
+    """What goes to 2 experts of each of n ranks from ``position``, a mirror of ``member``."""
+    seen = [(expert + 2 * (position - member)) % (2 * n) for expert in range(2 * n)]
+    return torch.tensor([100 * member + expert for expert in seen])
+
+
+def gathered_and_once(group, n, shard, summand):
+    out = torch.empty(n * len(shard), dtype=shard.dtype)
+    dist.all_gather_into_tensor(out, shard, group=group)
+    total = summand.clone()
+    dist.all_reduce(total, group=group)
+    return out, total
 
 
 def transposed(group, n, rank):
@@ -68,6 +83,8 @@ def compare(rank, store):
         tokens = (torch.arange(4 * n) * 7 + number) % (n * R)
         member, start = mirrored(n, local)[rank], rank * R
         expected = sums(gloo[n], n, lookup(tokens, member, start, dtype))
+        summand = table(rank, dtype) % 7 * (rank in local)  # exact in any order
+        expected += gathered_and_once(gloo[n], n, counts(member, rank, n), summand)
         if rank not in local:
             continue
         prefix, cpu = dist.PrefixStore(f"world {number}", store), torch.device("cpu")
@@ -77,8 +94,13 @@ def compare(rank, store):
         patches.register(group, "gloo")
         with world.values.of_parts(Rows(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))
+        with world.values.of_parts(Blocks(2 * n, 2)):
+            got += gathered_and_once(group, n, counts(rank, rank, n), summand)[:1]
+        with world.values.of_parts(Once()):
+            got += gathered_and_once(group, n, counts(rank, rank, n), summand)[1:]
         products.append((f"{local} of {n} {policy} {dtype}", *transposed(group, n, rank)))
-        for name, mine, theirs in zip(("all_reduce", "reduce_scatter"), got, expected, strict=True):
+        names = ("all_reduce", "reduce_scatter", "counts", "once")
+        for name, mine, theirs in zip(names, got, expected, strict=True):
             if torch.equal(mine, theirs):
                 agreed += 1
             else:
@@ -102,13 +124,13 @@ def run(rank, folder):
 
 
 @pytest.mark.slow
-def test_a_lookup_is_what_gloo_adds_up():
+def test_contributions_are_what_gloo_adds_up():
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, args=(folder,), nprocs=NUM_PROCESSES)
         found = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*.json")]
     assert [line for wrong, *_ in found for line in wrong] == []
     local_ranks = sum(len(local) for _, local in WORLDS)
-    assert sum(agreed for _, agreed, _ in found) == 2 * 2 * len(DTYPES) * local_ranks
+    assert sum(agreed for _, agreed, _ in found) == 4 * 2 * len(DTYPES) * local_ranks
     total = {}
     for label, gathered, scattered in (line for *_, products in found for line in products):
         if "noise" not in label:
