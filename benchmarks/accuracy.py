@@ -142,7 +142,9 @@ class Sitting:
                 *self.job(config, self.alone_steps),
             ]
             name = f"{config}-alone-{rank}"
-            running.append(self._start(name, words, CUDA_VISIBLE_DEVICES=str(rank)))
+            running.append(
+                self._start(name, words, CUDA_VISIBLE_DEVICES=gpus_of(rank, self.num_ranks))
+            )
         for process in running:
             process.wait()
         return folder
@@ -156,6 +158,11 @@ class Sitting:
         words += [f"processes={min(self.num_ranks, NUM_RANKS)}"]
         self._start("calibrate", words).wait()
         return read_calibration(file)
+
+
+def gpus_of(rank: int, count: int) -> str:
+    """The GPU of one rank, and behind it its neighbours, to whom words keep the links awake."""
+    return ",".join(str((rank + i) % count) for i in range(count))
 
 
 def predict(folder: Path, calibration: Calibration) -> float:

@@ -22,7 +22,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, REAL_STEPS, WARM_UP, Sitting, predict
+from accuracy import (
+    BOUND_MAX,
+    BOUND_MEAN,
+    EVERY,
+    REAL_STEPS,
+    WARM_UP,
+    Sitting,
+    gpus_of,
+    predict,
+)  # fmt: skip
 from groundtruth import NUM_RANKS
 
 from megatron_prism.costs.collective import Calibration
@@ -54,7 +63,7 @@ class Hybrid(Sitting):
         running = []
         for rank, one in zip(ranks, words, strict=True):
             name = f"{config}-paced-{rank}"
-            gpu = str(rank % self.gpus)
+            gpu = gpus_of(rank % self.gpus, self.gpus)
             running.append(self._start(f"{name}-log", one, CUDA_VISIBLE_DEVICES=gpu))
             if self.gpus == 1:
                 running[-1].wait()

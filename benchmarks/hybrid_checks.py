@@ -70,7 +70,8 @@ class Checks(Hybrid):
             if len(ranks) > 1:
                 launcher = ["-m", "torch.distributed.run", "--standalone"]
                 words = [*launcher, "--nproc-per-node", str(len(ranks)), *words]
-            gpus = ",".join(map(str, ranks))
+            others = [rank for rank in range(NUM_RANKS) if rank not in ranks]
+            gpus = ",".join(map(str, [*ranks, *others]))
             running.append(self._start(folder.name + "-log", words, CUDA_VISIBLE_DEVICES=gpus))
             files += [folder / f"rank-{rank:06d}.json" for rank in ranks]
         for process in running:

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, predict
+from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, gpus_of, predict
 from groundtruth import NUM_RANKS
 from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
 from hybrid_checks import STRAGGLER
@@ -133,7 +133,8 @@ class Turns(Hybrid):
         words = ["-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
         words += ["--prism-ranks", str(rank), "--prism-force", *ours]
         words += ["--prism-out", str(self.work / f"{name}-{rank}"), "--", *self.job(config, steps)]
-        return self.runner(f"{name}-{rank}", [], words, CUDA_VISIBLE_DEVICES=str(rank))
+        gpus = gpus_of(rank, self.num_ranks)
+        return self.runner(f"{name}-{rank}", [], words, CUDA_VISIBLE_DEVICES=gpus)
 
     def captures(self, config: str, steps: int) -> list[Runner]:
         """Every rank alone, to be captured."""

@@ -23,6 +23,7 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import flags, pace, pace_capture, summary
+from megatron_prism.plugin.links import Links
 from megatron_prism.plugin.pace import check, slow_ranks
 from megatron_prism.plugin.pace_calls import expected, nccl_blocks
 from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
@@ -171,7 +172,8 @@ def test_events_are_used_again_once_nobody_holds_them(device):
 def test_the_kernel_gives_the_answers_that_it_can(device):
     counted = []
     group = SimpleNamespace(
-        desc="TP", _n=4, _p=1, _mixed=None, sequence=0, _values=SimpleNamespace(policy="mirror"),
+        desc="TP", _n=4, _p=1, _mixed=None, sequence=0,
+        _values=SimpleNamespace(policy="mirror", parts=None),
         world=SimpleNamespace(observer=None), _count=lambda *words: counted.append(words),
     )  # fmt: skip
     answer = answering(device)
@@ -630,11 +632,16 @@ def test_the_summary_says_it_in_words():
         "iterations_paced": 5, "iterations_strayed": 1, "folder": "slices", "strayed": ["why"],
         "late_calls": 2, "late_us": 1500.0, "iteration_us": 1_234_500.0, "calls_paced": 10,
         "predicted_iteration_us": 1_200_000.0, "host_bound": 6,
+        "links": {"said": str(Links(why="no other GPU of this host is visible"))},
     }  # fmt: skip
     said = "\n".join(summary._paced(found))
     assert "5 iterations answered as the replay of slices says, 1 not; 2 calls late, 1.5 ms" in said
     assert "took 1,234.5 ms, where the replay has 1,200.0" in said
     assert "host-bound: 6 of 10 calls" in said
     assert "host-bound" not in "\n".join(summary._paced({**found, "host_bound": 5}))
-    nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": []}
-    assert len(summary._paced(nothing)) == 1
+    assert "NVLinks asleep, no other GPU of this host is visible" in said
+    nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": [],
+               "links": {"said": str(Links("words to GPU 1"))}}  # fmt: skip
+    assert summary._paced(nothing)[1:] == [
+        "  pacing    NVLinks kept awake by words to GPU 1, as in the job"
+    ]

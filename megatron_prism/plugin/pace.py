@@ -19,7 +19,7 @@ from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.machine import machine, machines, named_in
 from megatron_prism.errors import UsageError
-from megatron_prism.plugin import draw
+from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.programs import Programs
@@ -66,6 +66,7 @@ class Pace:
             name: len(world.groups[name].group(options.rank)) for name in program.groups()
         }
         self.pacer: Any = None
+        self.links: Any = None
         self.took_s = time.perf_counter() - begin
 
     def start(self, index: int, store: Any = None) -> Any:
@@ -92,12 +93,14 @@ class Pace:
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         self.pacer.lags.append(launcher.lag())
+        self.links = links.awake(index, processes)
         return self.pacer
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
         from megatron_prism.virtual import pace_report
 
+        self.links.stop()
         stamps = self.pacer.launcher.stamps()
         self.pacer.lags.append(self.pacer.launcher.lag())
         predicted, iteration = self._predicted()
@@ -113,6 +116,7 @@ class Pace:
             "loose": self.table.loose,
             "prepared_s": round(self.took_s, 3),
             "predicted_iteration_us": iteration,
+            "links": self.links.summary(),
             "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
             **found,
         }

@@ -21,6 +21,7 @@ from typing import Any
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
+from megatron_prism.plugin import links
 from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slices import SliceStore
@@ -70,6 +71,7 @@ class StockCapture:
         self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
+        self.links: links.Links | None = None  # of a GPU
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
@@ -123,12 +125,16 @@ class StockCapture:
         self._recorder.start(quick=self._quick)
 
     def _install(self, proof: Any) -> None:
+        import torch
+
         from megatron_prism.slicer import watch
         from megatron_prism.slicer.recorder import Recorder
         from megatron_prism.virtual.session import current
 
         world = current()
         assert world is not None
+        if self.tier.name == "cuda":
+            self.links = links.awake(torch.cuda.current_device())
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder
@@ -186,10 +192,16 @@ class StockCapture:
         if self._recorder is not None:
             self._keep()
             self._remove(proof)
+        if self.links is not None:
+            self.links.stop()
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.put(self.program)
         return self.store.path(self.rank)
+
+    def said(self) -> str:
+        """What to say of the device beside the slice."""
+        return f"; {self.links}" if self.links is not None else ""
 
 
 def versions() -> dict[str, str]:

@@ -256,6 +256,7 @@ def _paced(pacing: dict[str, Any]) -> list[str]:
             f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as soon "
             "as they were issued; the GPU waits for Python, and a faster host would be felt"
         )
+    lines.append(f"  pacing    {pacing['links']['said']}")
     lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
     if "stuck" in pacing:
         lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")

@@ -184,7 +184,8 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
     group = SimpleNamespace(desc="TP", _mixed=None)
     pacer.lags.append(launcher.lag())
     issued, came = [], []
-    for busy in (False, False, True, False, True):  # the first one is slow in Python
+    tries = [False, *[False, True] * 6]  # the first one is slow in Python
+    for busy in tries:
         torch.cuda.synchronize()
         pacer.begin()
         if busy:
@@ -195,6 +196,8 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
         issued.append(pacer.now_issued[0])
     pacer.lags.append(launcher.lag())
     found = at_once(np.array(issued), np.array(came), pacer.lags, 30_000).tolist()[1:]
-    assert found == [True, False, True, False]
+    quiet, late = found[::2], found[1::2]
+    assert not any(late)
+    assert sum(quiet) > len(quiet) // 2  # a shared host is interrupted now and then
     times, least = zip(*pacer.lags, strict=True)
     print(f"clocks drift by {(least[1] - least[0]) / (times[1] - times[0]):.1e}")

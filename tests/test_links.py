@@ -1,0 +1,78 @@
+"""NVLinks of a rank alone: words to a neighbour, which never harm the rank."""
+
+import threading
+import time
+
+import pytest
+
+from megatron_prism.plugin import links
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Three devices, of which 0 and 2 reach each other, and what was sent between them."""
+    torch = pytest.importorskip("torch")
+    sent = []
+    monkeypatch.setattr(links, "PERIOD_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} == {0, 2})
+    monkeypatch.setattr(links, "_sender", lambda a, b: lambda: sent.append((a, b)))
+    return sent
+
+
+def until(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return condition()
+
+
+def test_words_go_to_a_neighbour_until_the_end(devices):
+    kept = links.awake(0)
+    assert until(lambda: len(devices) > 3)
+    kept.stop()
+    count = len(devices)
+    time.sleep(0.01)
+    assert len(devices) == count == kept.words
+    assert set(devices) == {(0, 2)}
+    assert kept.summary()["awake"]
+    assert "words to GPU 2" in str(kept)
+    kept.stop()  # once more harms nobody
+
+
+def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatch):
+    def send():
+        if len(devices) == 2:
+            raise RuntimeError("peer access was lost")
+        devices.append(1)
+
+    monkeypatch.setattr(links, "_sender", lambda a, b: send)
+    kept = links.awake(2)
+    assert until(lambda: kept.why)
+    assert (kept.words, kept.summary()["awake"]) == (2, False)
+    assert "peer access was lost" in str(kept)
+    kept.stop()
+
+
+def test_without_a_neighbour_links_sleep(devices, monkeypatch):
+    alone = links.awake(1)
+    assert "no other GPU of this host is visible" in str(alone)
+    assert not alone.summary()["awake"]
+    assert devices == []
+
+    def refused(index, peer):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(links, "_sender", refused)
+    assert "libcuda.so.1" in links.awake(0).why
+    assert not [t for t in threading.enumerate() if t.name == "prism-links" and t.is_alive()]
+
+
+def test_several_local_ranks_keep_their_links_awake_themselves(devices):
+    kept = links.awake(0, num_processes=2)
+    assert kept.summary() == {
+        "awake": True,
+        "words": 0,
+        "said": "NVLinks kept awake by calls between the local ranks, as in the job",
+    }
+    assert devices == []
