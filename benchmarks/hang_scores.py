@@ -23,20 +23,15 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests")]
 
 import hang_cases  # noqa: E402
+from hang_cases import dumps_of  # noqa: E402
 from test_graph import healthy  # noqa: E402
 
-from megatron_prism import explain, flight_export, flight_recorder, hang, quiescence  # noqa: E402
-from megatron_prism.flight_dump import DumpSet  # noqa: E402
+from megatron_prism import explain, hang, quiescence  # noqa: E402
 from megatron_prism.world import World  # noqa: E402
 
 LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
          World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
 ACTIVE = {"active_only": True, "stacks": False}
-
-
-def dumps_of(state, **how):
-    values = flight_export.dumps_of(state, **how)
-    return DumpSet({rank: flight_recorder.of_value(value, rank) for rank, value in values})
 
 
 def left(found) -> set[int]:

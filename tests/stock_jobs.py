@@ -1,38 +1,55 @@
-"""Runs many small stock jobs in one go: torch and its friends are imported once, a job is a fork.
+"""Runs many small stock jobs: torch and its friends are imported once, a job is a fork.
 
-A script: its argument is a folder for logs, stdin a JSON list of lists of command lines of ``prism
-run``, one list after the other, stdout a JSON list of [status, what it printed].  Megatron is
-imported by each job itself, after the seams are in place.
+A script: its argument is a folder for logs.  A line of stdin is a JSON list of command lines of
+``prism run``, a line of stdout a JSON list of [status, what it printed]; it ends with its stdin.
+Megatron is imported by each job itself, after the seams are in place.
 """
 
+import atexit
+import functools
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 
 PREPARED = "torch torch.distributed.fsdp torch._inductor.compile_fx wandb transformers".split()
+PATIENCE_S = 300  # then a job counts as hanging, and is ended by SIGALRM
 
 
 def run(*phases):
     """[(status, output)] of command lines for ``prism run``, as many at once as there are cores;
     every phase begins when the one before has ended."""
+    found = []
+    for jobs in phases:
+        process = _server()
+        process.stdin.write(json.dumps([list(map(str, words)) for words in jobs]) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, f"{__file__} ended: its stderr says why"
+        found += [tuple(answer) for answer in json.loads(line)]
+    return found
+
+
+@functools.cache
+def _server():
+    """One for all tests, with the environment of the first that asks."""
+    place = tempfile.TemporaryDirectory()
     mine = {key: value for key, value in os.environ.items() if key not in _OTHERS}
-    with tempfile.TemporaryDirectory() as place:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, place],
-            input=json.dumps([[list(map(str, words)) for words in jobs] for jobs in phases]),
-            capture_output=True,
-            text=True,
-            env=mine | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            check=False,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [tuple(answer) for answer in json.loads(done.stdout)]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__, place.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=mine | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    atexit.register(place.cleanup)
+    atexit.register(process.communicate)  # first: closes its stdin, and waits
+    return process
 
 
 _OTHERS = ("RANK", "WORLD_SIZE", "PRISM_ARGS")
@@ -42,9 +59,11 @@ def _fork(words, log):
     pid = os.fork()
     if pid:
         return pid
-    with open(log, "w") as file:
+    with open(os.devnull) as nothing, open(log, "w") as file:
+        os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    signal.alarm(PATIENCE_S)
     sys.argv = ["prism", "run", *words]
     runpy.run_module("megatron_prism", run_name="__main__", alter_sys=True)
     raise SystemExit("prism run came back without a status")
@@ -55,7 +74,8 @@ def main(place):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else every collection of a fork copies all of it
-    print(json.dumps([answer for jobs in json.load(sys.stdin) for answer in phase(jobs, place)]))
+    for line in iter(sys.stdin.readline, ""):
+        print(json.dumps(phase(json.loads(line), place)), flush=True)
 
 
 def phase(jobs, place):

@@ -214,7 +214,8 @@ def test_a_segment_ends_where_its_label_does(recorder):
         time.sleep(0.01)
     time.sleep(0.001)
     ops = list(recorder.stop().program())
-    assert [op.label for op in ops if op.ns >= 500_000][:2] == ["0F", "-"]
+    long = [op.label for op in ops if op.ns >= 1_000_000]  # on a busy host others may be, too
+    assert long[long.index("0F") :][:2] == ["0F", "-"]
     took = {label: sum(op.ns for op in ops if op.label == label) for label in ("0F", "-")}
     assert took["0F"] >= 10_000_000
     assert took["-"] >= 1_000_000
@@ -229,8 +230,7 @@ def test_a_segment_excludes_the_time_of_answering(world, recorder):
     whole = time.perf_counter_ns() - start
     segments = [op.ns for op in recorder.stop().program() if op.name == "compute"]
     assert sum(segments) < whole - 45_000_000
-    assert all(ns >= 10_000_000 for ns in segments if ns > 1_000_000)
-    assert len([ns for ns in segments if ns > 9_000_000]) == 2
+    assert min(sorted(segments)[-2:]) >= 10_000_000
 
 
 def test_nothing_is_recorded_before_the_start_and_after_the_stop(world):

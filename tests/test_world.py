@@ -177,12 +177,12 @@ def test_gloo_twins_and_releases():
 
 
 def test_a_million_ranks_are_cheap():
-    start = time.perf_counter()
+    start = time.process_time()
     world = World(1_048_576, tp=8, cp=2, pp=16, ep=8)
     groups = world.groups(400_000, megatron=(0, 19))
     assert world.coordinates(400_000).pp == 6
     assert len(groups["PIPELINE_MODEL_PARALLEL_GROUP"]) == 16
-    assert time.perf_counter() - start < 2  # 0.05 s on an idle core
+    assert time.process_time() - start < 2  # 0.05 s
 
 
 @given(st.data())

@@ -348,18 +348,18 @@ def test_the_models_output_is_spoilt(kind, job):
         guard.before(1, 1, [model])
 
 
-def test_a_slow_rank_takes_its_time(job):
-    took = []
-    for faults in ((), ("slow@rank=1:factor=5",)):
+def test_a_slow_rank_takes_its_time(job, monkeypatch):
+    sleep, slept = time.sleep, []
+    monkeypatch.setattr(time, "sleep", lambda s: slept.append(s) or sleep(s))
+    for faults, times in (((), 0), (("slow@rank=1:factor=5",), 5)):
         guard, group = job(*faults, strict=False)
         guard.before(1, 1)
-        begin = time.perf_counter()
         for _ in range(5):
-            time.sleep(0.002)  # what this rank computes
+            sleep(0.002)  # what this rank computes
             dist.all_reduce(torch.ones(1), group=group)
-        took.append(time.perf_counter() - begin)
+        assert len(slept) == times
         guard.check_fired()
-    assert took[1] > took[0] + 0.006
+    assert min(slept) >= 0.002 * (5 - 1)
 
 
 def test_a_variable_that_only_this_rank_has(job, monkeypatch, capsys):
@@ -482,22 +482,23 @@ def test_a2_sft_broadcasts_of_two_real_ranks():
 @TRAINING
 def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
     sys.path.insert(0, str(HERE.parent / "megatron"))
-    from test_pretrain import JOB, run
+    from test_pretrain import JOB, forked
 
     new = {"--pipeline-model-parallel-size": "2", "--train-iters": "4", "--num-layers": "2",
            "--global-batch-size": "8"}  # fmt: skip
     job = [new.get(before, word) for before, word in zip(["", *JOB], JOB, strict=False)]
     base = ("--prism-emulate", "--prism-world-size", "8", "--prism-tier", "meta")
     for rank in ("0", "4"):
-        done = run(*base, "--prism-ranks", rank, "--prism-capture", str(tmp_path / "w"), job=job)
-        assert done.returncode == 0, done.stderr[-2000:]
+        here = ("--prism-ranks", rank, "--prism-capture", str(tmp_path / "w"))
+        status, said = forked(*base, *here, job=job)
+        assert status == 0, said[-2000:]
     strict = (*base, "--prism-ranks", "4", "--prism-world", str(tmp_path / "w"))
-    done = run(*strict, "--prism-sanitize", job=job)
-    assert done.returncode == 0, done.stderr[-2000:]
-    done = run(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=2", job=job)
-    assert done.returncode == 1
-    assert "FAULT INJECTION: dtype@rank=5,iter=3" in done.stderr
-    assert f"HANG at broadcast #3 of {TP}: rank 5 (dtype)" in done.stderr
+    status, said = forked(*strict, "--prism-sanitize", job=job)
+    assert status == 0, said[-2000:]
+    status, said = forked(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=2", job=job)
+    assert status == 1
+    assert "FAULT INJECTION: dtype@rank=5,iter=3" in said
+    assert f"HANG at broadcast #3 of {TP}: rank 5 (dtype)" in said
 
 
 # -- what NCCL does with calls that differ ---------------------------------------------------------

@@ -10,10 +10,9 @@ import gzip
 import json
 import math
 import pathlib
-import sys
 
 import pytest
-from test_pretrain import pytestmark, run  # noqa: F401 - the mark is this module's too
+from test_pretrain import forked, pytestmark  # noqa: F401 - the mark is this module's too
 
 from megatron_prism import programs
 
@@ -74,12 +73,9 @@ def recorded_by_nccl(name):
 def test_a_rank_alone_makes_the_calls_of_the_real_job(name, tmp_path):
     rank = int(name.partition("_rank")[2])
     flags = ["--prism-tier", "meta", "--prism-world-size", "4", "--prism-ranks", str(rank)]
-    launcher = (sys.executable, "-m", "megatron_prism", "run")
-    done = run(
-        *CASES[name].split(), *flags, "--prism-capture", str(tmp_path / "s"), job=JOB,
-        launcher=launcher,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    capture = ("--prism-capture", str(tmp_path / "s"))
+    status, said = forked(*CASES[name].split(), *flags, *capture, job=JOB)
+    assert status == 0, said[-2000:]
     program = programs.load(tmp_path / "s" / f"slice-{rank:06d}.prism").programs[0]
     derived = [(op.group, op.name, op.dtype, op.num_in, op.num_out) for op in program if op.group]
     expected = recorded_by_nccl(name)
