@@ -35,8 +35,8 @@ def predict(args: argparse.Namespace) -> int:
     variability= is fitted (to the timed iterations of DIR: the default if there are five), the
     name of shipped spreads (the default elsewhere, with --against and case=: public) or a JSON file
     like costs/variability/public.json; samples= how many iterations of the whole world are
-    drawn; slow= the factor of the one slow GPU.  Calls that calibration= has samples of vary as
-    those do.
+    drawn; slow= how many times as long the one slow GPU computes (0.5: twice as fast, as in prism
+    replay).  Calls that calibration= has samples of vary as those do.
 
     prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
 

@@ -47,7 +47,7 @@ def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
         ]  # fmt: skip
         rows += [
             (
-                f"one GPU of class {index} {result.slow_by:g} x slower",
+                f"one GPU of class {index} takes {result.slow_by:g} x as long",
                 ms(ns),
                 ms(ns - result.slow_from),
             )
@@ -66,12 +66,18 @@ def show_study(study: Any) -> None:
     rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
     print_table(("what varies", "half", "twice"), rows)
     placed, hot = study.placement, study.hot
-    out.print("\none slow GPU, best and worst class")
-    rows = [
-        (f"x {factor:g}", ms(min(row)), ms(max(row)), f"{gain:.3f}")
-        for factor, row, gain in zip(placed.factors, placed.p95, placed.gain, strict=True)
-    ]
-    print_table(("slower", "best p95", "worst p95", "worst / best"), rows)
+    factors = [f"x {factor:g}" for factor in placed.factors]
+    if len(placed.classes) == 1:
+        out.print("\none slow GPU; there is one class")
+        rows = [(factor, ms(p95)) for factor, (p95,) in zip(factors, placed.p95, strict=True)]
+        print_table(("slower", "p95"), rows)
+    else:
+        out.print("\none slow GPU, best and worst class")
+        rows = [
+            (factor, ms(min(row)), ms(max(row)), f"{gain:.3f}")
+            for factor, row, gain in zip(factors, placed.p95, placed.gain, strict=True)
+        ]
+        print_table(("slower", "best p95", "worst p95", "worst / best"), rows)
     out.print(f"\none hot node ({hot[0].ranks} GPUs), of each kind that there is")
     nodes = [dict(node.p95) for node in hot]
     rows = [(f"x {factor:g}", *(ms(node[factor]) for node in nodes)) for factor in placed.factors]

@@ -36,7 +36,7 @@ def replay(args: argparse.Namespace) -> int:
 
     What if (any of them together; those with … more than once):
       dp=64                     64 replicas of the model, each with the microbatches it has now
-      slow=517:1.2 …            ranks compute 1.2 times as long; slow=pp=3,tp=0:3/2
+      slow=517:1.2 …            ranks compute 1.2 times as long; slow=pp=3,tp=0:3/2; 517:0.5 in half
       faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
       moved=b200                programs measured on machine=, run on another one; calibration= is
                                 then that one's

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 __all__ = ["Dump", "DumpSet", "Entry", "Group", "Status"]
@@ -77,3 +79,18 @@ class DumpSet:
 
     dumps: Mapping[int, Dump]
     unreadable: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def listed(self) -> Mapping[str, Counter[Group]]:
+        """Group name -> how many dumps list which members, of those that list any."""
+        same: Counter[tuple[str, int]] = Counter()  # mostly one object: hashing its ranks is slow
+        objects: dict[int, Group] = {}
+        for dump in self.dumps.values():
+            for name, group in dump.groups.items():
+                if group.ranks:
+                    same[name, id(group)] += 1
+                    objects[id(group)] = group
+        found: dict[str, Counter[Group]] = defaultdict(Counter)
+        for (name, number), count in same.items():
+            found[name][objects[number]] += count
+        return found

@@ -48,7 +48,7 @@ def of_dumps(found: DumpSet) -> Diagnosis:
 class _Judge:
     def __init__(self, parted: moments.Parted) -> None:
         self.parted, self.state = parted, parted.state
-        self.evidence: list[str] = [*parted.stale.values()][:4]
+        self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
         self.first: Entry | None = None
         self.split = False  # whether a call differs and no majority decides
 
@@ -148,7 +148,7 @@ class _Judge:
                 kind, what, why = "skipped call", "skips", "its siblings made it before others"
             self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
             blamed.append(Blamed(rank, kind, f"{what} {call_text(entry)}; {why}"))
-        return blamed
+        return [b for b in blamed if b.rank not in self.parted.new] or blamed
 
     def _extra(self, idle: set[int]) -> list[Blamed]:
         """A few who wait in a call that most, done with all of theirs, never make."""
@@ -279,7 +279,8 @@ class _Judge:
         first = self.first or next((e for waits, e in heads if not waits), None) or next(
             (e for _, e in heads), None)  # fmt: skip
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
-        confidence = "possible" if not culprits or verdict == "missing dump" else "likely"
+        unsure = not blamed - self.parted.new.keys() or verdict == "missing dump"  # or nobody
+        confidence = "possible" if unsure else "likely"
         if verdict in {"device stuck", "order"} | signature and not state.missing:
             confidence = "certain"
         return Diagnosis(

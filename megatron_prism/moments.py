@@ -12,11 +12,10 @@ must be ``_AHEAD`` calls apart.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_prism.flight_dump import DumpSet, Group
+from megatron_prism.flight_dump import DumpSet
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 
@@ -35,10 +34,13 @@ _AHEAD = 32
 @dataclass(frozen=True)
 class Parted:
     """state : of what can be judged;  stale: rank -> why its dump is of an earlier moment;
+    new   : rank -> that its dump has no call yet, though others went on: who was started again
+            leaves such a dump, and so does who was written down before its first call
     strangers : why there is nothing to judge; "" if there is"""
 
     state: State
     stale: Mapping[int, str] = field(default_factory=dict)
+    new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
 
 
@@ -47,29 +49,20 @@ def part(found: DumpSet) -> Parted:
     state, strangers = State(found), _strangers(found)
     if strangers:
         return Parted(state, strangers=strangers)
-    stale = _stale(state)
+    stale, new = _stale(state)
     if not stale:
-        return Parted(state)
+        return Parted(state, new=new)
     if 2 * len(stale) >= len(found.dumps):
         text = f"the dumps of ranks {format_ranks(sorted(stale))} are of an earlier moment"
         return Parted(state, strangers=text)
     kept = {rank: dump for rank, dump in found.dumps.items() if rank not in stale}
-    return Parted(State(DumpSet(kept, found.unreadable)), stale)
+    return Parted(State(DumpSet(kept, found.unreadable)), stale, new)
 
 
 def _strangers(found: DumpSet) -> str:
     """Several ranks that describe a group otherwise than most of those do who know it."""
-    seen: dict[str, Counter[int]] = defaultdict(Counter)  # mostly one object: hashing takes long
-    objects: dict[int, Group] = {}
-    for dump in found.dumps.values():
-        for name, group in dump.groups.items():
-            seen[name][id(group)] += 1
-            objects[id(group)] = group
-    votes: dict[str, Counter[Group]] = defaultdict(Counter)
-    for name, counts in seen.items():
-        for number, count in counts.items() if len(counts) > 1 else ():
-            votes[name][objects[number]] += count
-    usual = {name: count.most_common(1)[0][0] for name, count in votes.items() if len(count) > 1}
+    usual = {name: count.most_common(1)[0][0]
+             for name, count in found.listed.items() if len(count) > 1}  # fmt: skip
     if not usual:
         return ""
     odd = {
@@ -86,24 +79,32 @@ def _strangers(found: DumpSet) -> str:
             f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
 
 
-def _stale(state: State) -> dict[int, str]:
-    fresh = {r for r, dump in state.dumps.items() if not dump.entries  # no call yet: it is new
+def _stale(state: State) -> tuple[dict[int, str], dict[int, str]]:
+    """(of an earlier moment, without a call yet): rank -> why."""
+    fresh = {r for r, dump in state.dumps.items() if not dump.entries
              and all(status.enqueued < 1 for status in dump.status.values())}  # fmt: skip
     found: dict[int, str] = {}
+    new: dict[int, str] = {}
     for name, group in state.groups.items():
         if name in state.pairs or group.desc.startswith(_MIXED):
             continue
         done = [(state.completed.get((name, r), -1), r) for r in group.ranks if r in state.dumps]
         last, where = max(done, default=(-1, -1))
         for _, rank in done:
-            first = state.enqueued.get((name, rank), last) + 1  # of its calls that is not there
-            if first > last or rank in fresh or rank in found:
+            # of its calls that is not there
+            first = max(1, state.enqueued.get((name, rank), last) + 1)
+            if first > last or rank in found or rank in new:
                 continue
-            if _joint(state, name, max(1, first), last):
-                calls = f"#{first}" if first == last else f"#{first} to #{last}"
-                found[rank] = (f"the dump of rank {rank} is of an earlier moment: {calls} of "
-                               f"{group.desc} ended on rank {where}")  # fmt: skip
-    return found
+            if not _joint(state, name, first, last):
+                continue
+            calls = f"#{first}" if first == last else f"#{first} to #{last}"
+            ended = f"{calls} of {group.desc} ended on rank {where}"
+            if rank in fresh:
+                new[rank] = (f"rank {rank} has made no call, though {ended}: it was started again, "
+                             "or its dump is of before its first call")  # fmt: skip
+            else:
+                found[rank] = f"the dump of rank {rank} is of an earlier moment: {ended}"
+    return found, new
 
 
 def _joint(state: State, name: str, first: int, last: int) -> bool:

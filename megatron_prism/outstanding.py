@@ -57,7 +57,7 @@ class State:
         self.outstanding: dict[int, list[Entry]] = {}
         self._waited: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
         self._opened: dict[int, frozenset[tuple[str, bool, int]]] = {}
-        self._collect_groups()
+        self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
         for rank, dump in self.dumps.items():
@@ -71,25 +71,13 @@ class State:
         for rank in self.dumps:
             self.siblings[self.role.get(rank, 0)].append(rank)
 
-    def _collect_groups(self) -> None:
-        seen: dict[str, Counter[Group]] = defaultdict(Counter)
-        same: Counter[tuple[str, int]] = (
-            Counter()
-        )  # mostly one object: hashing its ranks takes long
-        objects: dict[int, Group] = {}
-        for dump in self.dumps.values():
-            for name, group in dump.groups.items():
-                if group.ranks:
-                    same[name, id(group)] += 1
-                    objects[id(group)] = group
-        for (name, number), count in same.items():
-            seen[name][objects[number]] += count
-        listed = set(seen)
+    def _collect_groups(self, listed: Mapping[str, Counter[Group]]) -> None:
+        lazy: dict[str, Counter[Group]] = defaultdict(Counter)
         for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
             for entry in dump.entries:
                 if entry.group not in listed:
-                    seen[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
-        for name, versions in seen.items():
+                    lazy[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
+        for name, versions in {**listed, **lazy}.items():
             if len(versions) > 1 and all(len(g.ranks) == 1 for g in versions):
                 ranks = sorted(g.ranks[0] for g in versions)
                 self.groups[name] = Group(name, next(iter(versions)).desc, tuple(ranks))

@@ -7,6 +7,7 @@ from test_graph import DP, PP, TP, healthy, index_of, with_rank
 
 from megatron_prism import flight_export, flight_recorder, hang, quiescence
 from megatron_prism.flight_dump import DumpSet
+from megatron_prism.guards import no_collector
 from megatron_prism.ops import Op
 from megatron_prism.quiescence import Fault
 from megatron_prism.world import World
@@ -140,7 +141,8 @@ def judged(folder, programs, faults=None, **how):
 def dumps_of(state, **how):
     """The dumps themselves, without files."""
     values = flight_export.dumps_of(state, **how)
-    return DumpSet({rank: flight_recorder.of_value(value, rank) for rank, value in values})
+    with no_collector():
+        return DumpSet({rank: flight_recorder.of_value(value, rank) for rank, value in values})
 
 
 def named(found):

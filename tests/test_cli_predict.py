@@ -30,7 +30,7 @@ def test_the_page(world, capsys):
     out = capsys.readouterr().out
     assert "p95" in out
     assert "what moves p95" in out
-    assert "one GPU of class 0 1.2 x slower" in out
+    assert "one GPU of class 0 takes 1.2 x as long" in out
     assert "spreads: assumed" in out
 
 

@@ -133,6 +133,22 @@ def test_the_page_is_whole_and_harmless(tmp_path, capsys):
     assert found["study"]["hot"][0]["ranks"] == 8
 
 
+def test_one_class_and_one_node_have_nothing_to_be_compared_with(tmp_path, capsys):
+    source, page = tmp_path / "w.txt", tmp_path / "page.html"
+    source.write_text(
+        "prism-program 1\nworld size=8 tp=2\nprogram ranks=0-7\n0F compute ns=10ms\n"
+        "0F all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum\n"
+    )
+    words = ["predict", str(source), "samples=200", "slow=0.5", "--html", str(page)]
+    assert cli.main(words) == 0
+    said, text = capsys.readouterr().out, page.read_text()
+    assert "one slow GPU; there is one class\nslower  p95" in said
+    assert "worst / best" not in said
+    assert "There is one class." in text
+    assert "orst over best" not in text
+    assert "one GPU of class 0 takes 0.5 x as long" in said  # a fast one, as in prism replay
+
+
 def test_the_study_prices_other_worlds():
     made = graph.build(pipeline(World(16, tp=2, pp=2)))
     price = lambda graph: costs.price(graph, machine("h200"))  # noqa: E731

@@ -212,7 +212,8 @@ def _heat(study: Study) -> str:
         [(i + 0.5, f"x {factor:g}") for i, factor in enumerate(placed.factors)],
     )
     gains = ", ".join(f"x {f:g}: {g:.3f}" for f, g in zip(placed.factors, placed.gain, strict=True))
-    said = f"<p class=quiet>Percent over p95 without it. Worst over best class: {_text(gains)}.</p>"
+    where = f"Worst over best class: {gains}" if columns > 1 else "There is one class"
+    said = f"<p class=quiet>Percent over p95 without it. {_text(where)}.</p>"
     return plot.svg("placement of a slow GPU") + said
 
 
@@ -221,8 +222,10 @@ def _hot(study: Study) -> str:
     for at, (factor, _) in enumerate(study.hot[0].p95):
         found = [node.p95[at][1] for node in study.hot]
         shown = [f"{_ms(ns)} ({100 * (ns / study.base - 1):+.1f} %)" for ns in found]
-        rows.append((f"x {factor:g}", *shown, f"{max(found) / min(found):.3f}"))
-    return _rows(("slower", *(f"node {n.node}" for n in study.hot), "worst over best"), rows)
+        gain = [f"{max(found) / min(found):.3f}"] if len(found) > 1 else []
+        rows.append((f"x {factor:g}", *shown, *gain))
+    last = ["worst over best"] if len(study.hot) > 1 else []
+    return _rows(("slower", *(f"node {n.node}" for n in study.hot), *last), rows)
 
 
 def _scale(study: Study) -> str:

@@ -46,8 +46,8 @@ class Prediction:
     times     : every 1/200 of the distribution from 0.5 % to 99.5 %, ns
     halved    : part of the variability -> p95 if its spread were half, ns
     halved_from : p95 of as few draws as ``halved`` rests on, to compare with
-    slow      : class -> p95 if one of its ranks were ``slow_by`` slower, ns; of the 64 classes that
-                compute longest; slow_from: p95 without, of the same draws
+    slow      : class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64
+                classes that compute longest; slow_from: p95 without, of the same draws
     """
 
     steady: float

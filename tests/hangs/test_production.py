@@ -63,6 +63,29 @@ def test_who_was_written_down_earlier_is_not_late(rank, calls, active, tmp_path,
     assert f"the dump of rank {rank} " in said[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "culprit", "confidence"),
+    [
+        ("restarted alone", 4, 4, "possible"),
+        ("dumps of one moment, one earlier", 9, 10, "likely"),
+        ("dumps of one moment, one earlier", 3, 10, "likely"),
+    ],
+)
+def test_who_made_no_call_is_named_where_nothing_else_explains_the_hang(
+    name, rank, culprit, confidence, tmp_path, capsys
+):
+    """A rank that was started again leaves the same dump as one of before its first call."""
+    one = next(c for c in CASES if c.name == name)
+    one = production.dataclasses.replace(one, files=production.started_again(rank))
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [culprit])
+    assert found["confidence"] == confidence
+    said = f"rank {rank} has made no call, though #1 to #"
+    assert [line.startswith(said) for line in found["evidence"]].count(True) == 1
+    assert any("or its dump is of before its first call" in line for line in found["evidence"])
+
+
 def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):
     production.dumps(CASES[0], tmp_path / "d")
     pathlib.Path(tmp_path, "d", "_dump_3.json").write_text("{}")
