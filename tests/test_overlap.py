@@ -44,6 +44,18 @@ def found(text, call_ms, compute, call):
     return slower.iteration_ns / MS, slower.prices
 
 
+def test_factors_of_few_rounds_are_left_out():
+    rows = [
+        row(bytes=1 << 28, call=1.3, rounds=12),
+        row(bytes=1 << 28, kind="memory", call=1.9, rounds=6),
+        row(bytes=1 << 24, call=3.6, rounds=3),  # as measured: a call shorter than a product
+        row(bytes=1 << 22, call=2.0),  # a file that does not say
+    ]
+    points = read_rows(rows)["all_reduce"].points
+    assert points == ((1 << 22, 1.0, 2.0), (1 << 28, 1.0, 1.6))
+    assert read_rows([row(rounds=1)])["all_reduce"].points == ((128, 1.0, 1.0),)
+
+
 @pytest.mark.parametrize(
     ("call_ms", "compute", "call", "expected"),
     [

@@ -2,7 +2,8 @@
 
 In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call.  Rows of
 earlier releases say no kind of computing: their clocks differed between alone and together, and
-they are not used.  A factor below 1 is noise and counts as 1.
+they are not used.  A factor below 1 is noise and counts as 1, and one of few rounds is left out: in
+the others a call of some ten microseconds waited for the products before it, which outlasted it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 __all__ = ["Overlap", "read_rows"]
 
 _MOST = 100.0  # times slower: what is more is no measurement
+_SHARE = 0.5  # of the rounds of the row that has most of them
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,17 @@ class Overlap:
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    rows = [row for row in rows if "kind" in row]
+    enough = _SHARE * max((float(row.get("rounds", 0)) for row in rows), default=0)
     for row in rows:
-        if "kind" not in row:
-            continue
         pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])
         if size <= 0 or not all(0 < value < _MOST for value in pair):
             what = (
                 f"{row['op']} of {size} bytes slows {row['kind']} by {pair[0]}, itself by {pair[1]}"
             )
             raise ValueError(f"{what}: no factors of an overlap")
+        if float(row.get("rounds", enough)) < enough:
+            continue
         found.setdefault(str(row["op"]), {}).setdefault(size, []).append(pair)
     return {
         name: Overlap(
