@@ -221,7 +221,9 @@ def test_sums_of_the_local_members_alone(policy):
     assert torch.equal(total, numbers(4))
     assert torch.equal(most, numbers(4))
     assert gathered.view(16, 4)[5].tolist() == numbers(4).tolist()
-    assert gathered.count_nonzero() == 4
+    others = torch.cat((gathered[:20], gathered[24:]))
+    assert others.max() < -1000, "no maximum"
+    assert others.exp().count_nonzero() == 0
     dist.all_reduce(total)
     assert not torch.equal(total, numbers(4)), "the block has ended"
 
@@ -242,6 +244,12 @@ def test_virtual_ranks_send_what_they_are_sent(ways):
     assert torch.equal(got.view(16, experts)[5], counts), "its own stay"
     assert all(row.sum() == counts.sum() for row in got.view(16, experts))
     assert torch.equal(tokens, numbers(4).repeat(16)), "payloads stay mirrored"
+    routes = torch.arange(5 * experts).view(5, experts) % 7 < 2
+    maps = torch.empty(16 * 5, experts, dtype=torch.bool)
+    with world.values.of_parts(Blocks(experts, block, ways)):
+        dist.all_gather_into_tensor(maps, routes)
+    for member, found in enumerate(maps.view(16, 5, experts)):
+        assert torch.equal(found, routes.roll((place - member // ways) * block, -1))
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
     A weight that is not this rank's whole partition (DTensor, 0.19's gtp_remat) is not known here.
     """
     group, weight = embedding.tp_group, embedding.weight
-    if not isinstance(group, PrismGroup) or group.size() == 1 or group.all_local:
+    if not isinstance(group, PrismGroup) or not group.has_virtual:
         return None
     if type(weight) is not torch.nn.Parameter or getattr(embedding, "gtp_remat_size", 1) > 1:
         return None

@@ -47,7 +47,7 @@ def _mirrored_labels(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
             group = self.tp_group
-            if not isinstance(group, PrismGroup) or group.size() == 1 or group.all_local:
+            if not isinstance(group, PrismGroup) or not group.has_virtual:
                 return original(self, labels, logits)
             sequence = bool(self.config.sequence_parallel)
             labels = labels_of_locals(labels, group.owners(), logits.shape[-1], sequence)

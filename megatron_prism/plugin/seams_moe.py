@@ -21,7 +21,8 @@ __all__ = ["SEAMS", "seams_for_recording"]
 
 def _no_flex(module: ModuleType, context: Context) -> None:
     """Their kernels write into the memory of the other ranks, which are not there."""
-    for owner, name in (("_DeepepManager", "DeepEP"), ("_HybridEPManager", "HybridEP")):
+    names = {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
+    for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
         make = refused(
             f"--moe-token-dispatcher-type flex talks to the other ranks through {name}, "
             "and virtual ranks have no memory that it could write to",
@@ -39,7 +40,7 @@ def _balanced_peers(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             group = self.tp_ep_group
-            if not isinstance(group, PrismGroup) or group.size() == 1 or group.all_local:
+            if not isinstance(group, PrismGroup) or not group.has_virtual:
                 return original(self, *args, **kwargs)
             ways = group.size() // self.ep_size
             blocks = Blocks(self.config.num_moe_experts, self.num_local_experts, ways)
@@ -59,8 +60,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "no-flex",
         "megatron.core.transformer.moe.token_dispatcher",
-        "DeepEP and HybridEP know nothing of process groups",
-        "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216 @0.19.0",
+        "DeepEP, HybridEP and NCCL EP know nothing of process groups",
+        "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216, :1462 @0.19.0",
         _no_flex,
     ),
     Seam(

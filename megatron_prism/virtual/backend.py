@@ -58,6 +58,8 @@ class PrismGroup(dist.ProcessGroup):
         self.sequence = 0
         self.real, self._mixed = world.connect(self, backend)
         self.all_local = self._n > 1 and self.real is not None and self._mixed is None
+        local = len(self._mixed.positions) if self._mixed is not None else 1
+        self.has_virtual = self._n > local and not self.all_local
         self._exchange: Exchange | None = None
 
     def owners(self) -> list[int]:

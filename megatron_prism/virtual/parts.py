@@ -13,8 +13,8 @@ The vocabulary of such a run is what the local members hold: virtual ones add no
 
 ``Blocks``: counts of what goes to every expert.  Mirrored, a rank that likes its own experts would
 be liked by everybody, and get more tokens than there are.  So virtual members send what they are
-sent: every rank gets as many tokens as it routes, and the experts of all ranks are as the local
-ones.
+sent: a rank alone gets as many tokens as it routes, and the experts of all ranks are as the local
+ones.  Of several local ranks, each of whom some virtual ones mirror, this holds about.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Sequence
 import torch
 
 __all__ = ["Blocks", "Once", "Parts", "Rows", "holds_sequences"]
+
+_NOTHING = -1e4  # far below logits, and half precision has it, too
 
 
 def holds_sequences(desc: str) -> bool:
@@ -61,7 +63,13 @@ class Parts:
 
 
 class Once(Parts):
-    """Members that are not there add nothing to sums, and gather nothing but zeros."""
+    """Members that are not there add nothing to sums.
+
+    What is gathered from them is so small that it is no maximum and its exponential is 0:
+    Transformer Engine's loss gathers (maximum, sum of exponentials, logit of the target) of every
+    token, and takes the largest of the logits (pytorch/triton/cross_entropy.py @v2.9).  Zeros would
+    be larger than a negative logit; infinities times 0 would be NaN.
+    """
 
     once = True
 
@@ -69,7 +77,7 @@ class Once(Parts):
         """See Parts."""
         for position, source in enumerate(mirrors):
             if position != source:
-                slots[position].zero_()
+                slots[position].fill_(_NOTHING if shard.is_floating_point() else 0)
 
 
 class Blocks(Parts):
@@ -84,14 +92,26 @@ class Blocks(Parts):
         self.experts, self.block, self.ways = experts, block, ways
 
     def gathered(self, slots: torch.Tensor, shard: torch.Tensor, mirrors: Sequence[int]) -> None:
-        """See Parts.  Payloads, whose last dimension is another one, stay mirrored."""
+        """See Parts.  Payloads, whose last dimension is another one, stay mirrored.
+
+        Three kernels if one member is local, however large the group: every layer asks for this,
+        and the host's time counts.  Allocates twice the shard.
+        """
         if not shard.dim() or shard.shape[-1] != self.experts:
             return
-        for position, source in enumerate(mirrors):
-            blocks = source // self.ways - position // self.ways
-            if blocks:
-                rows = slots[position].view(-1, self.experts)
-                rows.copy_(rows.roll(blocks * self.block, -1))
+        for source in set(mirrors):
+            rows, own = slots[source].view(-1, self.experts), source // self.ways
+            twice = torch.cat((rows, rows), -1)  # windows[i]: rows seen from i ranks further on
+            size, strides = (len(slots) // self.ways, *rows.shape), (self.block, *twice.stride())
+            windows = twice.as_strided(size, strides)
+            if len(set(mirrors)) == 1:
+                every = slots.view(len(windows), self.ways, *rows.shape)
+                every[own:].copy_(windows[: len(windows) - own, None])
+                every[:own].copy_(windows[len(windows) - own :, None])
+                return
+            for position, mirrored in enumerate(mirrors):
+                if mirrored == source and position != source:
+                    slots[position].view_as(rows).copy_(windows[position // self.ways - own])
 
 
 class Rows(Parts):

@@ -90,6 +90,8 @@ def compare(rank, store):
         prefix, cpu = dist.PrefixStore(f"world {number}", store), torch.device("cpu")
         world = session.VirtualWorld(n, rank, local, Values(policy), cpu, prefix)
         group = world.build_group(range(n), f"parts_{number}", "TENSOR_MODEL_PARALLEL_GROUP")
+        if group.has_virtual != (len(local) < n):
+            wrong.append(f"rank {rank} of {n}, local {local}: has_virtual {group.has_virtual}")
         patches.install(world)
         patches.register(group, "gloo")
         with world.values.of_parts(Rows(table(rank, dtype), tokens)):

@@ -51,6 +51,16 @@ for policy in ("mirror", "noise"):
             # the fused loss gives its gradients in bf16
             grads = torch.allclose(logits.grad, alone.grad, atol=1e-2 if fused else 1e-5)
             print("loss", policy, fused, sequence, close, grads, torch.equal(labels, kept))
+from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
+from megatron_prism.virtual.parts import Once
+for policy in ("mirror", "noise"):  # Transformer Engine's takes the largest gathered target
+    world.values.policy = policy
+    logits, labels = torch.randn(S, B, R) - 20, torch.randint(R, 2 * R, (S, B))
+    expected = torch.nn.functional.cross_entropy(logits.view(-1, R), labels.view(-1) - R,
+                                                 reduction="none")
+    with world.values.of_parts(Once()):
+        loss = parallel_cross_entropy(logits, labels, 0.0, False, group)
+    print("te", policy, torch.allclose(loss.view(-1), expected, atol=1e-5))
 print("as before", world.values.parts is None)
 """
 
@@ -108,6 +118,7 @@ def test_the_loss_is_that_over_the_local_vocabulary(lines):
     found = [line for line in lines if line.startswith("loss ")]
     assert len(found) == 8
     assert all(line.endswith("True True True") for line in found), found
+    assert [line for line in lines if line.startswith("te ")] == ["te mirror True", "te noise True"]
 
 
 def test_ranks_get_as_many_tokens_as_they_route(lines):
