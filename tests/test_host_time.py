@@ -59,6 +59,19 @@ def test_kernels_belong_to_the_segment_that_launched_them():
     assert busy_ns({"traceEvents": []}, bounds((0, 20)))[0].tolist() == [-1]
 
 
+def test_words_that_keep_links_awake_are_not_the_segments():
+    trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30)])
+    alone = busy_ns(trace, bounds((-4, 20), (30, 40))).tolist()
+    for number, launched in enumerate((-3, 35)):  # a thread's, at once, though the device is behind
+        args = {"correlation": 100 + number, "stream": 20}
+        word = {"cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": launched + 2}
+        trace["traceEvents"] += [
+            {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": launched, "args": args},
+            {**word, "dur": 2, "args": args},
+        ]
+    assert busy_ns(trace, bounds((-4, 20), (30, 40))).tolist() == alone
+
+
 def test_kernels_side_by_side_count_once():
     trace = traced([(0, 100, 50), (5, 110, 20), (6, 140, 30)])
     assert busy_ns(trace, bounds((0, 20)))[0].tolist() == [70 * US + 1 * US]  # no gap tells: 1 us

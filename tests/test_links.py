@@ -76,3 +76,9 @@ def test_several_local_ranks_keep_their_links_awake_themselves(devices):
         "said": "NVLinks kept awake by calls between the local ranks, as in the job",
     }
     assert devices == []
+
+
+def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    assert [links._neighbour(index) for index in range(3)] == [1, 2, 0]

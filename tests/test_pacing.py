@@ -639,7 +639,7 @@ def test_the_summary_says_it_in_words():
     assert "took 1,234.5 ms, where the replay has 1,200.0" in said
     assert "host-bound: 6 of 10 calls" in said
     assert "host-bound" not in "\n".join(summary._paced({**found, "host_bound": 5}))
-    assert "NVLinks asleep, no other GPU of this host is visible" in said
+    assert "asleep, no other GPU of this host is visible" in said
     nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": [],
                "links": {"said": str(Links("words to GPU 1"))}}  # fmt: skip
     assert summary._paced(nothing)[1:] == [

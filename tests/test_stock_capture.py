@@ -17,7 +17,7 @@ TIER = SimpleNamespace(name="cpu")
 
 
 def options(folder, force=False):
-    return SimpleNamespace(capture=folder, world=World(8), rank=4, force=force)
+    return SimpleNamespace(capture=folder, world=World(8), rank=4, force=force, num_processes=1)
 
 
 def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
@@ -74,7 +74,9 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
 
     def run(tier, wanted, evaluated=(), gathered=False):
-        options = SimpleNamespace(capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False)
+        options = SimpleNamespace(
+            capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False, num_processes=1
+        )
         capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {})
         log = []
 

@@ -129,3 +129,20 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys
     row["groups"]["paced"] = [*paced[:1], *runs([])]  # rank 1 ended before its first turn
     assert turns.table([row]) == 1
     assert turns.table([{"config": "pp2"}]) == 1  # nothing was measured
+
+
+def test_kernels_of_a_job_that_failed_are_compared_with_nothing(modules, tmp_path, capsys):
+    turns, _ = modules
+    groups = {}
+    for name in ("real", "paced"):
+        (tmp_path / name).mkdir()
+        groups[name] = [turns.Runner(tmp_path / name, 1, Alive(1))]
+    kernel = json.dumps([["nvjet_tst_128", 7, 0, 2_000_000]])
+    (tmp_path / "real" / "kernels-0.json").write_text(kernel)
+    turns.kernels(turns.Turns, groups)
+    said = capsys.readouterr()
+    assert "not everybody" in said.err
+    assert said.out == ""
+    (tmp_path / "paced" / "kernels-0.json").write_text(kernel)
+    turns.kernels(turns.Turns, groups)
+    assert "kernels of rank 0" in capsys.readouterr().out

@@ -58,8 +58,8 @@ class Links:
         if not self.why:
             return f"NVLinks kept awake by {self.how}, as in the job"
         return (
-            f"NVLinks asleep, {self.why}: a GPU at its power limit is 1 to 3 % faster so "
-            "than in the job"
+            f"NVLinks, if it has any, asleep, {self.why}: a GPU at its power limit is 1 to 3 % "
+            "faster so than in the job"
         )
 
 
@@ -85,8 +85,9 @@ def _neighbour(index: int) -> int | None:
     import torch
 
     reachable = torch.cuda.can_device_access_peer
-    others = (i for i in range(torch.cuda.device_count()) if i != index and reachable(index, i))
-    return next(others, None)
+    count = torch.cuda.device_count()
+    others = ((index + i) % count for i in range(1, count))  # not everybody's the same one
+    return next((i for i in others if reachable(index, i)), None)
 
 
 class _Outside:

@@ -68,6 +68,7 @@ class StockCapture:
     def __init__(self, options: Any, tier: Any, source: dict[str, str]) -> None:
         self.store = SliceStore(options.capture, options.world, source)
         self.rank, self.tier = options.rank, tier
+        self._num_processes = options.num_processes
         self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
@@ -134,7 +135,7 @@ class StockCapture:
         world = current()
         assert world is not None
         if self.tier.name == "cuda":
-            self.links = links.awake(torch.cuda.current_device())
+            self.links = links.awake(torch.cuda.current_device(), self._num_processes)
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder

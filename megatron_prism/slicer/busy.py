@@ -20,6 +20,7 @@ __all__ = ["Tracer", "busy_ns", "device_ns"]
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
+_WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
@@ -69,7 +70,7 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
         category = event.get("cat")
         if category in _LAUNCH:
             launched[event["args"].get("correlation")] = _ns(event["ts"])
-        elif category in _DEVICE:
+        elif category in _DEVICE and _WORDS not in event.get("name", ""):
             begin = _ns(event["ts"])
             kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
     kernels.sort()
