@@ -19,6 +19,7 @@ KINDS = (
     ("collectives", r"nccl|prism_"),
     ("attention", r"flash|fmha|cudnn.*sdpa|softmax"),
     ("products", r"gemm|nvjet|cutlass|cublas"),
+    ("words", r"^Memcpy PtoP"),  # of a rank alone, which keep links awake
     ("copies", r"^Mem(cpy|set)"),
 )
 

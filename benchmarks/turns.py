@@ -215,6 +215,9 @@ def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> None:
     found = [[json.loads(file.read_text()) for runner in group
               for file in sorted(runner.folder.glob("kernels-*.json"))]
              for group in groups.values()]  # fmt: skip
+    if len({len(side) for side in found}) > 1:
+        print("kernels: not everybody recorded a turn", file=sys.stderr)
+        return
     for rank, (real, paced) in enumerate(zip(*found, strict=True)):
         print(f"kernels of rank {rank} in {sitting.steps} steps, real and paced")
         print("\n".join(compare(real, paced)))
