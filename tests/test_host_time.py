@@ -87,7 +87,7 @@ def test_segments_that_do_not_wait_for_the_host_keep_their_own_time():
     none = np.zeros(4, dtype=np.int64)
     # 3 % slower clocks in what was not traced hold for the late one as well; the third has no
     # kernels, of the fourth that is not known
-    found = device_ns(elapsed, np.stack([np.array([1000, 1000, 0, -1e-3]) * US, none, none]))
+    found = device_ns(elapsed[None], np.stack([np.array([1000, 1000, 0, -1e-3]) * US, none, none]))
     assert found.tolist() == [1030 * US, 1030 * US, 0, 777 * US]
 
 
@@ -96,7 +96,7 @@ def test_the_host_between_two_calls_is_counted_once():
     and 300 us of Python that launches nothing."""
     trace = traced([(0, 5, 20)])
     busy = busy_ns(trace, bounds((0, 10), (10, 310)))
-    ns, host, lead = device_ns(np.array([25, 300]) * US, busy), [10 * US, 300 * US], busy[1]
+    ns, host, lead = device_ns(np.array([[25, 300]]) * US, busy), [10 * US, 300 * US], busy[1]
     text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n"
     for each in zip(ns.tolist(), host, lead.tolist(), strict=True):
         text += "0F compute ns={} host={} lead={}\n- host_wait note=device\n".format(*each)
@@ -105,13 +105,24 @@ def test_the_host_between_two_calls_is_counted_once():
 
 def test_what_an_idle_device_waits_for_the_first_launch_is_no_kernels_time():
     elapsed = np.array([1030, 1030]) * US
-    found = device_ns(elapsed, np.array([[1000, 1000], [20, 20], [1, 0]]) * [[US], [US], [1]])
+    found = device_ns(elapsed[None], np.array([[1000, 1000], [20, 20], [1, 0]]) * [[US], [US], [1]])
     assert found.tolist() == [1010 * US, 1030 * US]
+
+
+def test_clocks_that_dip_are_in_every_iteration_and_in_no_segments_median():
+    each = np.full((5, 10), 1000 * US)
+    for iteration in range(5):  # two of ten are a tenth slower, other ones each time
+        each[iteration, 2 * iteration : 2 * iteration + 2] = 1100 * US
+    none = np.zeros(10, dtype=np.int64)
+    busy = np.full(10, 1000 * US)
+    assert device_ns(each, np.stack([busy, none, none])).tolist() == [1020 * US] * 10
+    each[4] = 9000 * US  # an iteration in which something else happened counts as one of five
+    assert device_ns(each, np.stack([busy, none, none])).tolist() == [1020 * US] * 10
 
 
 def test_without_a_segment_that_keeps_up_kernels_count_as_they_are():
     elapsed, none = np.array([9000, 5000]) * US, np.zeros(2, dtype=np.int64)
-    found = device_ns(elapsed, np.stack([np.array([10, 20]) * US, none, none]))
+    found = device_ns(elapsed[None], np.stack([np.array([10, 20]) * US, none, none]))
     assert found.tolist() == [10 * US, 20 * US]
 
 
@@ -503,7 +514,7 @@ def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
     elapsed = np.arange(1000, 1100)  # an idle device, and a first launch that takes its time
     traced = np.stack([elapsed - 50, np.full(100, 400), np.ones(100)])
     text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n"
-    for ns in device_ns(elapsed, traced).tolist():
+    for ns in device_ns(elapsed[None], traced).tolist():
         text += f"0F compute ns={ns} host=900 lead=400\n"
     one = dataclasses.replace(parse(text).programs[0], samples=np.stack([elapsed, elapsed]))
     assert _of_device(one)[1] == 1.0

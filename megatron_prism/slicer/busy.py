@@ -110,24 +110,30 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     return found
 
 
-def device_ns(elapsed: np.ndarray, traced: np.ndarray) -> np.ndarray:
+def device_ns(each: np.ndarray, traced: np.ndarray) -> np.ndarray:
     """int64 [segments]: what each takes if the host is always ahead.
 
-    elapsed : between the CUDA events around it, in iterations that were not traced
-    traced  : by ``busy_ns``
+    each   : [iterations, segments] between the CUDA events around each, where nothing was traced
+    traced : by ``busy_ns``
 
     A segment that takes hardly longer than its kernels keeps its own time, which is that of the
     clocks of an undisturbed iteration, without the moment in which an idle device waited for its
     first launch; the kernels of the others are brought to those clocks.  A segment without kernels
     takes the device nothing: what passed between its events was the host's time, counted there.
+
+    Of every segment the median counts.  Clocks dip for some ten milliseconds (a GPU at its power
+    limit): no segment's median has that, but every iteration has, so all are brought to the median
+    of what those that keep up take together.
     """
     busy = traced[0]
+    elapsed = middle = np.median(each, axis=0)
     elapsed = elapsed - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * elapsed), 0)
     ahead = (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
     ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
     known = elapsed[ahead].sum() > _LATE * elapsed.sum()
-    late = np.minimum(elapsed, np.rint(busy * (ratio if known else 1.0)))
-    return np.rint(np.where(ahead | (busy < 0), elapsed, late)).astype(np.int64)
+    late = np.minimum(elapsed, busy * (ratio if known else 1.0))
+    dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if known else 1.0
+    return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
 
 
 def _ns(microseconds: float) -> int:

@@ -108,7 +108,7 @@ def _apart(
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(place * issued).astype(np.int64)
-    program.ops["ns"][compute] = device_ns(program.ops["ns"][compute], busy)
+    program.ops["ns"][compute] = device_ns(program.samples, busy)
     totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
 
