@@ -85,6 +85,13 @@ assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
 host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
+one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+other.weight, weight = one.weight, one.weight
+weight.sequence_parallel, weight.grad = True, torch.zeros(2, 2)
+torch.nn.Sequential(one, other).cuda().bfloat16()
+assert one.weight is other.weight is weight and weight.sequence_parallel
+assert weight.is_meta and weight.grad.is_meta and weight.dtype == torch.bfloat16
+one(torch.ones(4, 2, dtype=torch.bfloat16, device="cuda")).sum().backward()
 """
 
 LIVE = """

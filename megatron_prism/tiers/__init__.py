@@ -111,6 +111,7 @@ def _without_cuda(name: str, engine: bool) -> Tier:
         live = LiveBytes("meta", cublas=True)
         compiled.install(live)
         cuda_choices.install()
+        _keep_parameters()
         live.__enter__()
         cuda_stubs.set_memory_source(live)
         stand_in.append(
@@ -137,6 +138,26 @@ def _remap_backward(remap: Any) -> None:
             return engine(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run
+
+
+def _keep_parameters() -> None:
+    """``module.cuda()`` gives a parameter other data; moved to meta it would be another parameter,
+    without what Megatron wrote on it (sequence-parallel, an expert's), and shared with nobody."""
+    apply = torch.nn.Module._apply
+
+    def moved(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = dict(self._parameters)
+        answer = apply(self, *args, **kwargs)
+        for name, old in before.items():
+            new = self._parameters[name]
+            if old is not None and new is not None and new is not old:
+                written = dict(vars(old))
+                torch.utils.swap_tensors(old, new)
+                vars(old).update(written)
+                self._parameters[name] = old
+        return answer
+
+    torch.nn.Module._apply = moved  # type: ignore[method-assign]
 
 
 def _no_pinned_memory() -> None:
