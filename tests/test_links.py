@@ -1,7 +1,9 @@
 """NVLinks of a rank alone: words to a neighbour, which never harm the rank."""
 
+import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +84,34 @@ def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     assert [links._neighbour(index) for index in range(3)] == [1, 2, 0]
+
+
+def test_the_thread_is_on_its_own_device_before_it_asks_for_streams(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from megatron_prism.virtual.driver import Driver
+
+    done, whole = [], torch.zeros
+    device = SimpleNamespace(
+        set_device=lambda index: done.append(("device", index)),
+        Stream=lambda index: f"of {index}",
+        stream=lambda stream: contextlib.nullcontext(done.append(("stream", stream))),
+    )
+    monkeypatch.setattr(torch, "cuda", device)
+    monkeypatch.setattr(Driver, "__init__", lambda self: None)
+    monkeypatch.setattr(Driver, "allocate", lambda self, size: size)
+    kept = []
+
+    def made(place):
+        kept.append((place, whole(links._BYTES, dtype=torch.uint8)))
+        return kept[-1][1]
+
+    monkeypatch.setattr(torch, "as_tensor", lambda outside, device: made(device))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: made(device))
+    send = links._sender(2, 3)
+    assert done == []
+    (mine, word), (theirs, there) = kept
+    assert (mine, theirs) == ("cuda:2", "cuda:3")
+    word.fill_(7)
+    send()
+    assert done == [("device", 2), ("stream", "of 2"), ("stream", "of 3")]
+    assert there.sum() == 7 * links._BYTES

@@ -113,6 +113,7 @@ def _sender(index: int, peer: int) -> Any:
     streams = torch.cuda.Stream(index), torch.cuda.Stream(peer)
 
     def send() -> None:
+        torch.cuda.set_device(index)  # a thread begins with device 0, which would get a context
         with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]), torch.no_grad():
             theirs.copy_(mine, non_blocking=True)
             mine.copy_(theirs, non_blocking=True)
