@@ -64,7 +64,7 @@ SEAMS: tuple[Seam, ...] = (
         "mirrored-labels",
         "megatron.core.models.common.language_module.language_module",
         "labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
-        "core/models/common/language_module/language_module.py:133 @0.16.1; :155 @0.19.0",
+        "core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
         _mirrored_labels,
     ),
 )

@@ -68,7 +68,7 @@ SEAMS: tuple[Seam, ...] = (
         "balanced-peers",
         "megatron.core.transformer.moe.token_dispatcher",
         "mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
-        "core/transformer/moe/token_dispatcher.py:244, :456 @0.16.1; :278, :495 @0.19.0",
+        "core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
         _balanced_peers,
     ),
 )
