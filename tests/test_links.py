@@ -1,6 +1,5 @@
 """NVLinks of a rank alone: words to a neighbour, which never harm the rank."""
 
-import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -86,32 +85,34 @@ def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
     assert [links._neighbour(index) for index in range(3)] == [1, 2, 0]
 
 
-def test_the_thread_is_on_its_own_device_before_it_asks_for_streams(monkeypatch):
+def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
     torch = pytest.importorskip("torch")
     from megatron_prism.virtual.driver import Driver
 
-    done, whole = [], torch.zeros
+    done, made = [], {}
+
+    def tensor(place):
+        made[place] = torch.empty(links._BYTES, dtype=torch.uint8)
+        return made[place]
+
     device = SimpleNamespace(
         set_device=lambda index: done.append(("device", index)),
-        Stream=lambda index: f"of {index}",
-        stream=lambda stream: contextlib.nullcontext(done.append(("stream", stream))),
+        Stream=lambda index: SimpleNamespace(cuda_stream=f"of {index}"),
     )
     monkeypatch.setattr(torch, "cuda", device)
     monkeypatch.setattr(Driver, "__init__", lambda self: None)
-    monkeypatch.setattr(Driver, "allocate", lambda self, size: size)
-    kept = []
-
-    def made(place):
-        kept.append((place, whole(links._BYTES, dtype=torch.uint8)))
-        return kept[-1][1]
-
-    monkeypatch.setattr(torch, "as_tensor", lambda outside, device: made(device))
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: made(device))
+    monkeypatch.setattr(Driver, "allocate", lambda self, size: 4096)
+    monkeypatch.setattr(Driver, "_call", lambda self, *words: done.append(words))
+    monkeypatch.setattr(torch, "as_tensor", lambda outside, device: tensor(device))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: tensor(device))
     send = links._sender(2, 3)
     assert done == []
-    (mine, word), (theirs, there) = kept
-    assert (mine, theirs) == ("cuda:2", "cuda:3")
-    word.fill_(7)
+    assert sorted(made) == ["cuda:2", "cuda:3"]
+    there = made["cuda:3"].data_ptr()
+    made.clear()  # the closure keeps them
     send()
-    assert done == [("device", 2), ("stream", "of 2"), ("stream", "of 3")]
-    assert there.sum() == 7 * links._BYTES
+    assert done == [
+        ("device", 2),
+        ("cuMemcpyAsync", there, 4096, links._BYTES, "of 2"),
+        ("cuMemcpyAsync", 4096, there, links._BYTES, "of 2"),
+    ]

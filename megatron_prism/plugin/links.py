@@ -103,19 +103,25 @@ class _Outside:
 
 
 def _sender(index: int, peer: int) -> Any:
-    """Copies between ``index`` and ``peer`` on streams on which the job does nothing."""
+    """Copies to ``peer`` and back, both made by ``index`` on a stream on which nothing else is.
+
+    Straight to the driver: torch's copies between devices come with events of both, for which the
+    job's own kernels would wait too (CUDA_DEVICE_MAX_CONNECTIONS=1 is one queue for all streams).
+    """
     import torch
 
     from megatron_prism.virtual.driver import Driver
 
-    mine = torch.as_tensor(_Outside(Driver().allocate(_BYTES)), device=f"cuda:{index}")
+    driver = Driver()
+    address = driver.allocate(_BYTES)
+    mine = torch.as_tensor(_Outside(address), device=f"cuda:{index}")
     theirs = torch.zeros(_BYTES, dtype=torch.uint8, device=f"cuda:{peer}")
-    streams = torch.cuda.Stream(index), torch.cuda.Stream(peer)
+    theirs.copy_(mine)  # torch lets one device reach the other at the first copy
+    stream = torch.cuda.Stream(index)
 
     def send() -> None:
         torch.cuda.set_device(index)  # a thread begins with device 0, which would get a context
-        with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]), torch.no_grad():
-            theirs.copy_(mine, non_blocking=True)
-            mine.copy_(theirs, non_blocking=True)
+        for to, source in ((theirs.data_ptr(), address), (address, theirs.data_ptr())):
+            driver.copy(to, source, _BYTES, stream.cuda_stream)
 
     return send

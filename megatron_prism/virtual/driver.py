@@ -26,6 +26,7 @@ _CALLS = {
     "cuStreamSynchronize": [_P],
     "cuMemAlloc_v2": [_P, _N],
     "cuMemsetD8_v2": [_P, ctypes.c_ubyte, _N],
+    "cuMemcpyAsync": [_P, _P, _N, _P],
     "cuMemcpyHtoD_v2": [_P, _P, _N],
     "cuMemcpyDtoH_v2": [_P, _P, _N],
     "cuMemHostRegister_v2": [_P, _N, _U],
@@ -82,6 +83,10 @@ class Driver:
     def read(self, address: int, array: np.ndarray) -> None:
         """Fill a contiguous ``array`` from the device; waits for its default stream."""
         self._call("cuMemcpyDtoH_v2", array.ctypes.data, address, array.nbytes)
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        """On ``stream``; ``to`` or ``source`` may be of another device that this one reaches."""
+        self._call("cuMemcpyAsync", to, source, num_bytes, stream)
 
     def map_host(self, address: int, num_bytes: int) -> int:
         """The device's address of host memory, page-locked from now on."""
