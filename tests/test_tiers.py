@@ -92,6 +92,13 @@ torch.nn.Sequential(one, other).cuda().bfloat16()
 assert one.weight is other.weight is weight and weight.sequence_parallel
 assert weight.is_meta and weight.grad.is_meta and weight.dtype == torch.bfloat16
 one(torch.ones(4, 2, dtype=torch.bfloat16, device="cuda")).sum().backward()
+late, buffer = torch.nn.Linear(2, 2), torch.zeros(8, device="cuda")  # --use-cpu-initialization
+weight = late.weight
+weight.sequence_parallel = True
+weight.data = buffer[:4].view(2, 2)
+assert late.weight is weight and weight.is_meta and weight.sequence_parallel
+assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+assert weight.data.untyped_storage()._cdata == buffer.untyped_storage()._cdata
 """
 
 LIVE = """

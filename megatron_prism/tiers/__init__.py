@@ -143,6 +143,8 @@ def _remap_backward(remap: Any) -> None:
 def _keep_parameters() -> None:
     """``module.cuda()`` gives a parameter other data; moved to meta it would be another parameter,
     without what Megatron wrote on it (sequence-parallel, an expert's), and shared with nobody."""
+    from megatron_prism.tiers.remap import become
+
     apply = torch.nn.Module._apply
 
     def moved(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +153,7 @@ def _keep_parameters() -> None:
         for name, old in before.items():
             new = self._parameters[name]
             if old is not None and new is not None and new is not old:
-                written = dict(vars(old))
-                torch.utils.swap_tensors(old, new)
-                vars(old).update(written)
+                become(old, new)
                 self._parameters[name] = old
         return answer
 

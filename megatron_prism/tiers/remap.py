@@ -137,6 +137,14 @@ class Remap(TorchFunctionMode):
             return self._from_meta(args, kwargs)
         return func(*args, **kwargs)
 
+    def _data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``param.data = device tensor`` of a parameter built on the host; meta wants another."""
+        tensor, value = args
+        if self.meta and value.is_meta and not tensor.is_meta:
+            become(tensor, value)
+            return None
+        return func(*args, **kwargs)
+
     def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A copy to the host has no data to copy: zeros of the right shape and dtype."""
         device = kwargs.get("device", _second(args))
@@ -201,7 +209,20 @@ def _second(args: Sequence[Any]) -> Any:
     return args[1] if len(args) > 1 and isinstance(args[1], (str, torch.device)) else None
 
 
+def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor`` is the same object with the data of ``value``, and keeps what was written on it.
+
+    Megatron marks parameters (sequence-parallel, an expert's), and ties weights by sharing them.
+    """
+    written, parameter = dict(vars(tensor)), isinstance(tensor, torch.nn.Parameter)
+    if parameter and not isinstance(value, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)
+    vars(tensor).update(written)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__set__: Remap._data,  # type: ignore[attr-defined]
     _TO_CUDA: Remap._cuda,
     _TO: Remap._to,
     _TYPE: Remap._type,
