@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class Sitting:
             ]
             name = f"{config}-alone-{rank}"
             running.append(
-                self._start(name, words, CUDA_VISIBLE_DEVICES=gpus_of(rank, self.num_ranks))
+                self._start(name, words, CUDA_VISIBLE_DEVICES=gpus_of([rank], self.num_ranks))
             )
         for process in running:
             process.wait()
@@ -160,9 +161,11 @@ class Sitting:
         return read_calibration(file)
 
 
-def gpus_of(rank: int, count: int) -> str:
-    """The GPU of one rank, and behind it its neighbours, to whom words keep the links awake."""
-    return ",".join(str((rank + i) % count) for i in range(count))
+def gpus_of(ranks: Sequence[int], count: int) -> str:
+    """The GPUs of local ranks, and behind them their neighbours, to which words go that keep
+    the links awake."""
+    behind = [(ranks[-1] + i) % count for i in range(1, count)]
+    return ",".join(map(str, [*ranks, *(gpu for gpu in behind if gpu not in ranks)]))
 
 
 def predict(folder: Path, calibration: Calibration) -> float:

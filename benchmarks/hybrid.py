@@ -31,7 +31,7 @@ from accuracy import (
     Sitting,
     gpus_of,
     predict,
-)  # fmt: skip
+)
 from groundtruth import NUM_RANKS
 
 from megatron_prism.costs.collective import Calibration
@@ -63,7 +63,7 @@ class Hybrid(Sitting):
         running = []
         for rank, one in zip(ranks, words, strict=True):
             name = f"{config}-paced-{rank}"
-            gpu = gpus_of(rank % self.gpus, self.gpus)
+            gpu = gpus_of([rank % self.gpus], self.gpus)
             running.append(self._start(f"{name}-log", one, CUDA_VISIBLE_DEVICES=gpu))
             if self.gpus == 1:
                 running[-1].wait()

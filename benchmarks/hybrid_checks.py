@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from accuracy import WARM_UP
+from accuracy import WARM_UP, gpus_of
 from groundtruth import NUM_RANKS
 from hybrid import Hybrid, steps_of
 
@@ -70,8 +70,7 @@ class Checks(Hybrid):
             if len(ranks) > 1:
                 launcher = ["-m", "torch.distributed.run", "--standalone"]
                 words = [*launcher, "--nproc-per-node", str(len(ranks)), *words]
-            others = [rank for rank in range(NUM_RANKS) if rank not in ranks]
-            gpus = ",".join(map(str, [*ranks, *others]))
+            gpus = gpus_of(ranks, NUM_RANKS)
             running.append(self._start(folder.name + "-log", words, CUDA_VISIBLE_DEVICES=gpus))
             files += [folder / f"rank-{rank:06d}.json" for rank in ranks]
         for process in running:

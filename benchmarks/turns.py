@@ -133,7 +133,7 @@ class Turns(Hybrid):
         words = ["-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
         words += ["--prism-ranks", str(rank), "--prism-force", *ours]
         words += ["--prism-out", str(self.work / f"{name}-{rank}"), "--", *self.job(config, steps)]
-        gpus = gpus_of(rank, self.num_ranks)
+        gpus = gpus_of([rank], self.num_ranks)
         return self.runner(f"{name}-{rank}", [], words, CUDA_VISIBLE_DEVICES=gpus)
 
     def captures(self, config: str, steps: int) -> list[Runner]:
@@ -207,7 +207,7 @@ def rounds(
 
 
 def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> None:
-    """Phase 3: one turn more of everybody, recorded; what the first rank's devices did."""
+    """Phase 3: one turn more of everybody, recorded; what the device of each rank did."""
     for group in groups.values():
         for runner in group:
             (runner.folder / "kernels").touch()

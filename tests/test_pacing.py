@@ -643,5 +643,5 @@ def test_the_summary_says_it_in_words():
     nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": [],
                "links": {"said": str(Links("words to GPU 1"))}}  # fmt: skip
     assert summary._paced(nothing)[1:] == [
-        "  pacing    NVLinks kept awake by words to GPU 1, as in the job"
+        "  pacing    NVLinks kept awake by words to GPU 1, as in the job (assumed, not looked at)"
     ]

@@ -38,9 +38,9 @@ class Overlap:
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    rows = [row for row in rows if "kind" in row]
-    enough = _SHARE * max((float(row.get("rounds", 0)) for row in rows), default=0)
-    for row in rows:
+    known = [row for row in rows if "kind" in row]
+    enough = _SHARE * max((float(row.get("rounds", 0)) for row in known), default=0)
+    for row in known:
         pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])
         if size <= 0 or not all(0 < value < _MOST for value in pair):
             what = (

@@ -1,10 +1,11 @@
 """Are the NVLinks of a GPU whose rank runs alone as awake as in the job?
 
 A link that has carried nothing for 50 ms falls asleep (``nvidia-smi nvlink -gLowPwrInfo``, H200)
-and leaves its power to the rest of the GPU.  In the job links never rest; a rank alone sends
-nothing to anybody.  So a GPU at its power limit runs faster alone: 1,875 MHz instead of 1,792, and
-2.0 % less time for the same iteration, of which words to a neighbour gave back 1.2 (tp 2 on
-2 x H200, 2026-11-22).  Here such words go to another GPU of this host, if one is visible.
+and leaves its power to the rest of the GPU.  A rank alone sends nothing to anybody, so a GPU at its
+power limit runs faster alone: 1,875 MHz instead of the job's 1,792, and 2.0 % less time for the
+same iteration, of which a process beside it that copied to the neighbour gave back 1.2 (tp 2 on
+2 x H200, 2026-11-22, ``benchmarks/link_traffic.py``).  Here a word goes to another GPU of this host
+every now and then, if one is visible; whether links sleep nobody looks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Links:
 
     def __str__(self) -> str:
         if not self.why:
-            return f"NVLinks kept awake by {self.how}, as in the job"
+            return f"NVLinks kept awake by {self.how}, as in the job (assumed, not looked at)"
         return (
             f"NVLinks, if it has any, asleep, {self.why}: a GPU at its power limit is 1 to 3 % "
             "faster so than in the job"

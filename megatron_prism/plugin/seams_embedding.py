@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_prism.plugin.seams import Context, Seam, _wrap
-from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.parts import Rows
+from megatron_prism.virtual.session import values_of
 
 __all__ = ["SEAMS"]
 
@@ -20,9 +20,7 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
 
     A weight that is not this rank's whole partition (DTensor, 0.19's gtp_remat) is not known here.
     """
-    group, weight = embedding.tp_group, embedding.weight
-    if not isinstance(group, PrismGroup) or not group.has_virtual:
-        return None
+    weight = embedding.weight
     if type(weight) is not torch.nn.Parameter or getattr(embedding, "gtp_remat_size", 1) > 1:
         return None
     if weight.shape[0] != embedding.num_embeddings_per_partition:
@@ -39,10 +37,11 @@ def _whole_lookup(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, input_: torch.Tensor) -> Any:
-            rows = _rows(self, input_)
+            values = values_of(self.tp_group)
+            rows = _rows(self, input_) if values is not None else None
             if rows is None:
                 return original(self, input_)
-            with self.tp_group.world.values.of_parts(rows):
+            with values.of_parts(rows):
                 return original(self, input_)
 
         return call

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from megatron_prism.plugin.seams import Context, Seam, _wrap
-from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.parts import Once
+from megatron_prism.virtual.session import values_of
 
 __all__ = ["SEAMS", "labels_of_locals"]
 
@@ -46,12 +46,12 @@ def _mirrored_labels(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
-            group = self.tp_group
-            if not isinstance(group, PrismGroup) or not group.has_virtual:
+            values = values_of(self.tp_group)
+            if values is None:
                 return original(self, labels, logits)
-            sequence = bool(self.config.sequence_parallel)
-            labels = labels_of_locals(labels, group.owners(), logits.shape[-1], sequence)
-            with group.world.values.of_parts(Once()):
+            owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
+            labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
+            with values.of_parts(Once()):
                 return original(self, labels, logits)
 
         return call

@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
-from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.parts import Blocks
 from megatron_prism.virtual.recording import Recorder, Replayer
+from megatron_prism.virtual.session import values_of
 
 __all__ = ["SEAMS", "seams_for_recording"]
 
@@ -39,12 +39,12 @@ def _balanced_peers(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            group = self.tp_ep_group
-            if not isinstance(group, PrismGroup) or not group.has_virtual:
+            values = values_of(self.tp_ep_group)
+            if values is None:
                 return original(self, *args, **kwargs)
-            ways = group.size() // self.ep_size
+            ways = self.tp_ep_group.size() // self.ep_size
             blocks = Blocks(self.config.num_moe_experts, self.num_local_experts, ways)
-            with group.world.values.of_parts(blocks):
+            with values.of_parts(blocks):
                 return original(self, *args, **kwargs)
 
         return call

@@ -65,7 +65,7 @@ class PrismGroup(dist.ProcessGroup):
     def owners(self) -> list[int]:
         """For each member (group rank) the local member that it is or mirrors."""
         if self._mixed is not None:
-            return [self._mixed.positions[source] for source in self._mixed.mirrors]
+            return self._mixed.owners
         return list(range(self._n)) if self.all_local else [self._p] * self._n
 
     # -- identity -------------------------------------------------------------------------------

@@ -50,6 +50,8 @@ class Mixed:
         turn = itertools.cycle(range(len(self.positions)))
         # group rank -> index of the local member that it is or mirrors
         self.mirrors = [slot_of[m] if m in slot_of else next(turn) for m in range(n)]
+        # group rank -> group rank of that member
+        self.owners = [self.positions[source] for source in self.mirrors]
         self.weight = self.mirrors.count(self.index)
         # group rank -> whether its part of a sum of parts is this process's to give
         self.held = [member == self.index for member in self.mirrors]
@@ -121,7 +123,7 @@ class Mixed:
             if not in_place or position in self.positions:
                 slots[position].copy_(gathered[source].view(-1))
         if parts is not None:
-            parts.gathered(slots, shard, [self.positions[source] for source in self.mirrors])
+            parts.gathered(slots, shard, self.owners)
 
     def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
         """List form; members may hold shards of different sizes, so each is broadcast in turn."""

@@ -26,7 +26,7 @@ from megatron_prism.virtual.hybrid import Mixed
 from megatron_prism.virtual.tally import Tally
 from megatron_prism.virtual.values import Values
 
-__all__ = ["VirtualWorld", "current", "start", "stop"]
+__all__ = ["VirtualWorld", "current", "start", "stop", "values_of"]
 
 _TIMEOUT = timedelta(minutes=10)
 _world: VirtualWorld | None = None
@@ -157,6 +157,12 @@ def _compact(ranks: Sequence[int]) -> Sequence[int]:
 def current() -> VirtualWorld | None:
     """The virtual world of this process, or None if it has none."""
     return _world
+
+
+def values_of(group: Any) -> Values | None:
+    """What virtual members of ``group`` hold; None if it has none, or is somebody else's."""
+    ours = isinstance(group, PrismGroup) and group.has_virtual
+    return group.world.values if ours else None
 
 
 def start(world: VirtualWorld) -> VirtualWorld:
