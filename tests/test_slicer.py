@@ -223,12 +223,15 @@ def test_a_segment_ends_where_its_label_does(recorder):
 
 def test_a_segment_excludes_the_time_of_answering(world, recorder):
     world.observer = lambda *args: time.sleep(0.05)  # part of the answer
-    start = time.perf_counter_ns()
+    recorder.stop()
+    start = time.perf_counter_ns()  # around all that is recorded: a busy host may stop us anywhere
+    recorder.start()
     time.sleep(0.01)
     dist.all_reduce(torch.ones(4))
     time.sleep(0.01)
+    recording = recorder.stop()
     whole = time.perf_counter_ns() - start
-    segments = [op.ns for op in recorder.stop().program() if op.name == "compute"]
+    segments = [op.ns for op in recording.program() if op.name == "compute"]
     assert sum(segments) < whole - 45_000_000
     assert min(sorted(segments)[-2:]) >= 10_000_000
 
