@@ -21,10 +21,11 @@ from megatron_prism.costs.machine import machine, machines, named_in
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
+from megatron_prism.plugin.pace_drift import Drift, slower
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.programs import Programs
 from megatron_prism.replay import timeline, whatif
-from megatron_prism.replay.release import Releases, kept
+from megatron_prism.replay.release import Releases, kept, releases
 from megatron_prism.stochastic import read_draw
 
 __all__ = ["CALIBRATION", "Pace"]
@@ -67,6 +68,7 @@ class Pace:
         }
         self.pacer: Any = None
         self.links: Any = None
+        self.drift: Drift | None = None
         self.took_s = time.perf_counter() - begin
 
     def start(self, index: int, store: Any = None) -> Any:
@@ -93,8 +95,20 @@ class Pace:
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         self.pacer.lags.append(launcher.lag())
+        if self.program.knows_host:
+            first: dict[int, int] = {}  # the first op of each launch
+            for op, call in zip(calls_of(self.program), calls, strict=True):
+                first.setdefault(call.launch, op)
+            firsts = [first[launch] for launch in range(len(launches))]
+            self.drift = self.pacer.watch = Drift(
+                self.pacer, self.program, firsts, self._retimed, store, process, processes
+            )
         self.links = links.awake(index, processes)
         return self.pacer
+
+    def _retimed(self, factor: float) -> Releases:
+        """The releases on hosts that take ``factor`` times as long."""
+        return releases(self._world, slower(self._prices, factor), list(self.options.ranks))
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
@@ -117,6 +131,7 @@ class Pace:
             "prepared_s": round(self.took_s, 3),
             "predicted_iteration_us": iteration,
             "links": self.links.summary(),
+            "host": self.drift.summary() if self.drift is not None else None,
             "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
             **found,
         }

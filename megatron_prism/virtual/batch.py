@@ -58,5 +58,7 @@ class Batch:
         lane.end = end = End(streams, lane.stream)
         for made, args in self._made:
             made.after(end, args)
-        while perf_counter_ns() < self._begin + self._host:
+        end_ns = self._begin + self._host * pacer.host_factor
+        while (now := perf_counter_ns()) < end_ns:
             pass
+        pacer.now_left[launch] = now

@@ -86,6 +86,26 @@ def test_ends_are_those_of_the_table(seed):
     assert np.median(gaps) < 100_000
 
 
+def test_new_releases_hold_from_the_next_iteration_on():
+    from megatron_prism.virtual.pace_kernel import Launcher
+
+    first, second = table_of(3), table_of(4)
+    device = torch.device("cuda", torch.cuda.current_device())
+    launcher = Launcher(first, [[i] for i in range(len(first))], device)
+    before = []
+    for iteration in range(ITERATIONS):
+        table = first if iteration < 2 else second
+        if iteration == 2:
+            torch.cuda.synchronize()
+            launcher.retime(second)
+        for i in range(len(table)):
+            launcher.release(torch.cuda.current_stream().cuda_stream, i, iteration, 0, True, 1)
+        stamps = launcher.stamps()
+        ends = table.ends(stamps["came"][iteration], before)
+        assert np.array_equal(stamps["end"][iteration], ends)
+        before.insert(0, ends)
+
+
 def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
     from megatron_prism.virtual.pace_kernel import Launcher
