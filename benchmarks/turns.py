@@ -2,7 +2,7 @@
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
-[--kernels] [--json OUT] [--work DIR]``
+[--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -15,7 +15,8 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    ``tails_reality.py`` wants);
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
    ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
-   real job slowed so;
+   real job slowed so, and with ``--draw`` of every rank alone among peers that vary as in one
+   iteration drawn so;
 3. with ``--kernels`` a turn more of everybody, in which the device's kernels are recorded: by kind,
    what the real ranks' took and what the paced ranks' did.
 
@@ -256,6 +257,8 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
     # all start now, which takes long; GPUs hold only what has been opened
     real, ranks = sitting.real_job(config), range(sitting.num_ranks)
     groups = {"real": [real], "paced": sitting.paced_ranks(config, "paced", ranks)}
+    if args.draw:
+        groups["drawn"] = sitting.paced_ranks(config, "drawn", ranks, "--prism-draw", args.draw)
     slow = [beside(sitting, config, factor) for factor in filter(None, args.factors.split(","))]
     try:
         row["captured"] = captured(sitting, config, real)
@@ -281,7 +284,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
                 for name, group in every.items()
             }
         if args.kernels:
-            kernels(sitting, groups)
+            kernels(sitting, {name: groups[name] for name in ("real", "paced")})
     finally:
         for part in (groups, *slow):
             _end(part)
@@ -300,7 +303,8 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
     replays, felt, slowdowns, whole, asked = [], [], [], bool(rows), 1
     for row in rows:
         whole = whole and row.get("captured", False) and row.get("whole", False)
-        asked = max(asked, 1 + bool(row.get("groups")) + (len(row.get("groups", ())) > 2))
+        slowed = any(name.startswith("real, ") for name in row.get("groups", ()))
+        asked = max(asked, 1 + bool(row.get("groups")) + slowed)
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
@@ -361,6 +365,7 @@ def main() -> int:
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
+    parser.add_argument("--draw", default="", help="of virtual ranks: SEED:QUANTILE")
     parser.add_argument("--kernels", action="store_true", help="record kernels in the end")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)

@@ -48,17 +48,23 @@ class Calibration:
     points : (collective, ranks, of them per node) -> ascending (message bytes, ns)
     source : where and when
     host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
+    again  : the same right after another call, with what it needs in the CPU's caches
     overlap: collective -> how much it and computing slow each other down
     """
 
     points: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     source: str = ""
     host: dict[tuple[str, bool], int] = field(default_factory=dict)
+    again: dict[tuple[str, bool], int] = field(default_factory=dict)
     overlap: dict[str, Overlap] = field(default_factory=dict)
 
-    def host_ns(self, name: str, asynchronous: bool, default: int) -> int:
-        """ns of the host for a call; of one that was not measured the median of the others."""
-        found = self.host.get(("message" if name in ("send", "recv") else name, asynchronous))
+    def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:
+        """ns of the host for a call, ``again``: right after another one; of one that was not
+        measured the median of the others."""
+        key = "message" if name in ("send", "recv") else name, asynchronous
+        found = self.again.get(key) if again else None
+        if found is None:
+            found = self.host.get(key)
         if found is None and self.host:
             found = round(statistics.median(self.host.values()))
         return default if found is None else found
@@ -108,7 +114,8 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
         overlap = read_rows(_rows(stored, "overlap"))
-        return Calibration(table, str(stored["source"]), _host(_rows(stored, "host")), overlap)
+        host = _host(_rows(stored, "host"))
+        return Calibration(table, str(stored["source"]), *host, overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -126,17 +133,26 @@ def _rows(stored: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _host(rows: list[dict[str, Any]]) -> dict[tuple[str, bool], int]:
-    """(collective, asynchronous) -> ns of the host."""
-    found = {}
+def _host(
+    rows: list[dict[str, Any]],
+) -> tuple[dict[tuple[str, bool], int], dict[tuple[str, bool], int]]:
+    """(collective, asynchronous) -> ns of the host, and right after another call."""
+    found, again = {}, {}
     for row in rows:
-        name, asynchronous, ns = row["op"], row["asynchronous"], int(row["ns"])
+        name, asynchronous = row["op"], row["asynchronous"]
         if not isinstance(name, str) or not isinstance(asynchronous, bool):
             raise ValueError(f"a call of the host is {name!r}, asynchronous {asynchronous!r}")
-        if not 0 < ns < 1 << 40:
-            raise ValueError(f"the host takes {ns} ns for {name}")
-        found[name, asynchronous] = ns
-    return found
+        found[name, asynchronous] = _ns_of(row, "ns")
+        if "again" in row:  # earlier releases did not measure it
+            again[name, asynchronous] = _ns_of(row, "again")
+    return found, again
+
+
+def _ns_of(row: dict[str, Any], column: str) -> int:
+    ns = int(row[column])
+    if not 0 < ns < 1 << 40:
+        raise ValueError(f"the host takes {ns} ns for {row['op']}")
+    return ns
 
 
 def modelled(name: str, shape: Shape, num_bytes: int, machine: Machine) -> int:

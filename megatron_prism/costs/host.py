@@ -12,11 +12,14 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 
-__all__ = ["CALL_NS", "host_ns", "host_sources"]
+__all__ = ["CALL_NS", "host_ns", "host_sources", "right_after"]
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000
+# Megatron's broadcasts of a batch have 10 to 40 us between them, other calls 100 us and more (same
+# hosts, 2026-11-22)
+_SOON_NS = 60_000
 
 
 def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
@@ -27,6 +30,16 @@ def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
         else f"assumed: {CALL_NS // 1000} us of the host for a call"
     )
     return f"measured: the host's time for segments ({where})", calls
+
+
+def right_after(program: Program) -> np.ndarray:
+    """bool [n]: calls that come within ``_SOON_NS`` of the host's work after another call."""
+    ops = program.ops
+    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+    work = np.concatenate(([0], np.cumsum(np.maximum(ops["host"], 0))))
+    found = np.zeros(len(ops), dtype=bool)
+    found[calls[1:]] = work[calls[1:]] - work[calls[:-1]] <= _SOON_NS
+    return found & program.knows_host
 
 
 def host_ns(
@@ -49,11 +62,12 @@ def host_ns(
     calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
     source[calls] = first + 1
     batches: dict[int, int] = {}
+    again = right_after(program)
     for i in calls.tolist():
         batch = int(ops["batch"][i])
         if batch < 0:
             later = bool(ops["handle"][i] >= 0)
-            ns[i] = calibration.host_ns(NAMES[ops["name"][i]], later, CALL_NS)
+            ns[i] = calibration.host_ns(NAMES[ops["name"][i]], later, CALL_NS, bool(again[i]))
         else:
             ns[batches.setdefault(batch, i)] += calibration.host_ns("message", True, CALL_NS)
     return lead, ns, source

@@ -23,10 +23,12 @@ _BYTES = 1 << 18
 _REPEATS, _CALLS = 7, 20
 _DEPTH = 40  # frames above a call in Megatron's forward
 _WIDTH = 256  # of the model between calls
+_TIMES = ("ns", "again")
 
 
 def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
-    """Rows {op, asynchronous, ns}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this rank.
+    """Rows {op, asynchronous, ns, again}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this
+    rank after a step of the model, and right after such a call.
 
     Every rank of the default group (``size`` of them) must call it.
     """
@@ -50,21 +52,23 @@ def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
             ),
         }
         for name, call in calls.items():
-            rows.append({"op": name, "asynchronous": asynchronous, "ns": _host_ns(call, between)})
+            ns, again = _host_ns(call, between)
+            rows.append({"op": name, "asynchronous": asynchronous, "ns": ns, "again": again})
     ring = [
         dist.P2POp(dist.isend, whole, (rank + 1) % size),
         dist.P2POp(dist.irecv, other, (rank - 1) % size),
     ]
-    both = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
-    rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
+    ns, again = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
+    each = {"ns": ns // len(ring), "again": again // len(ring)}
+    rows.append({"op": "message", "asynchronous": True, **each})
     return rows
 
 
 def middle(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of several ``host_calls``, each with the median of its ns: a shared host is slow or
-    quick for ten seconds at a time, so one moment does not say how it usually is."""
+    """The rows of several ``host_calls``, each with the medians of its times: a shared host is slow
+    or quick for ten seconds at a time, so one moment does not say how it usually is."""
     return [
-        {**rows[0], "ns": round(statistics.median(row["ns"] for row in rows))}
+        rows[0] | {key: round(statistics.median(row[key] for row in rows)) for key in _TIMES}
         for rows in zip(*rounds, strict=True)
     ]
 
@@ -85,26 +89,29 @@ def _step(device: str) -> Callable[[], None]:
     return lambda: model(given).sum().backward()
 
 
-def _host_ns(call: Callable[[], Any], between: Callable[[], Any]) -> int:
-    """ns of the host for one call, with ``between`` before each, deep in the Python stack."""
+def _host_ns(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[int, int]:
+    """ns of the host for one call with ``between`` before it, and for one right after that; deep in
+    the Python stack."""
     return _below(_DEPTH, lambda: _measured(call, between))
 
 
-def _below(depth: int, measure: Callable[[], int]) -> int:
+def _below(depth: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
     return _below(depth - 1, measure) if depth else measure()
 
 
-def _measured(call: Callable[[], Any], between: Callable[[], Any]) -> int:
+def _measured(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[int, int]:
     found = []
     for _ in range(_REPEATS + 1):  # the first makes connections
         torch.cuda.synchronize()
-        spent = 0
+        spent = [0, 0]
         for _ in range(_CALLS):
             between()
-            begin = time.perf_counter_ns()
-            work = call()
-            spent += time.perf_counter_ns() - begin
-        found.append(spent / _CALLS)
+            for turn in range(len(spent)):
+                begin = time.perf_counter_ns()
+                work = call()
+                spent[turn] += time.perf_counter_ns() - begin
+        found.append(spent)
         if work is not None:  # synchronous calls of NCCL's group return none
             work.wait()
-    return round(statistics.median(found[1:]))
+    first, again = (round(statistics.median(column)) for column in zip(*found[1:], strict=True))
+    return first // _CALLS, again // _CALLS

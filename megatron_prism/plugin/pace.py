@@ -59,6 +59,7 @@ class Pace:
 
         world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices
+        self._dags: dict[int, Any] = {}  # for other prices of this world
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -108,7 +109,8 @@ class Pace:
 
     def _retimed(self, factor: float) -> Releases:
         """The releases on hosts that take ``factor`` times as long."""
-        return releases(self._world, slower(self._prices, factor), list(self.options.ranks))
+        prices = slower(self._prices, factor)
+        return releases(self._world, prices, list(self.options.ranks), self._dags)
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""

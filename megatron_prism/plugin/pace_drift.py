@@ -31,7 +31,7 @@ from megatron_prism.virtual.pace_source import RING
 
 __all__ = ["Drift", "slower", "stretches"]
 
-_SHARE = 0.002  # of the job's time may go into looking
+_SHARE = 0.005  # of the job's time may go into looking and following, at most
 _ENOUGH = 0.1  # of the host's time of an iteration must have been seen
 _SLIGHT = 0.01  # a change of the factor that is not worth new releases
 _MOST = 4.0  # what is further off than this is no drift

@@ -148,6 +148,7 @@ class Pacer:
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
         """Make ``answer(group, *args, **kwargs)`` at the time at which it would come."""
+        begin = perf_counter_ns()  # all that follows is in NCCL's own time
         call = self._expected(group, op) if self.active else None
         if call is None or call.launch < 0:
             return answer(group, *args, **kwargs)
@@ -159,7 +160,7 @@ class Pacer:
             )
         if self._batch is not None:
             return self._batch.add(group, call, answer, args, kwargs)
-        self.now_issued[call.launch] = begin = perf_counter_ns()
+        self.now_issued[call.launch] = begin
         stream = self.streams.current()
         if op == "barrier":
             made = self._in_order(group, stream, call, answer, args, kwargs)
