@@ -97,11 +97,6 @@ class Runner:
         kept = ("allocated_peak", "reserved_peak")
         return [{k: json.loads(file.read_text()).get(k, 0) for k in kept} for file in files]
 
-    def drift(self) -> dict[str, Any]:
-        """What a paced rank found its host to be, against its captures."""
-        file = min(self.folder.glob("rank-*.json"))
-        return dict(json.loads(file.read_text()).get("drift", {}))
-
     def end(self) -> None:
         """Whatever still runs is stopped."""
         self.process.terminate()
@@ -285,10 +280,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         if args.rounds:
             every = {name: found for part in (groups, *slow) for name, found in part.items()}
             row["groups"] = {
-                name: [
-                    {"turns_ms": list(r.turns), "memory": r.memory(), "host": r.drift()}
-                    for r in group
-                ]
+                name: [{"turns_ms": list(r.turns), "memory": r.memory()} for r in group]
                 for name, group in every.items()
             }
         if args.kernels:
@@ -333,9 +325,6 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
             print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
-            hosts = [one.get("host", {}).get("seen", []) for one in row["groups"][name]]
-            if any(hosts):
-                print(f"    hosts against captures: {hosts}")
     ends = []
     for name, errors, mean, most in (
         ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX),

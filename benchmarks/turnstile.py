@@ -149,9 +149,6 @@ class Turnstile:
             self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
-        watch = getattr(getattr(_prism(), "recorder", None), "watch", None)
-        if watch is not None:
-            found["drift"] = watch.summary()
         if self.host is not None:
             found["host"] = [*self.read, self.host.read()]
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
@@ -181,12 +178,6 @@ class Turnstile:
             module.train = whole
 
         after_import("megatron.training.training", at_training)
-
-
-def _prism() -> Any:
-    """The virtual world of this process; None in a real job."""
-    session = sys.modules.get("megatron_prism.virtual.session")
-    return session.current() if session is not None else None
 
 
 def _preload() -> None:

@@ -28,8 +28,19 @@ def until(condition):
     return condition()
 
 
+class Calls:
+    """A rank that goes on making calls, or stands still."""
+
+    def __init__(self):
+        self.made, self.still = 0, False
+
+    def __call__(self):
+        self.made += not self.still
+        return self.made
+
+
 def test_words_go_to_a_neighbour_until_the_end(devices):
-    kept = links.awake(0)
+    kept = links.awake(0, Calls())
     assert until(lambda: len(devices) > 3)
     kept.stop()
     count = len(devices)
@@ -41,6 +52,21 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
     kept.stop()  # once more harms nobody
 
 
+def test_a_rank_that_stands_still_sends_nothing(devices, monkeypatch):
+    monkeypatch.setattr(links, "STILL_S", 0.05)
+    calls = Calls()
+    kept = links.awake(0, calls)
+    assert until(lambda: len(devices) > 3)
+    calls.still = True
+    time.sleep(0.2)
+    count = len(devices)
+    time.sleep(0.1)
+    assert len(devices) == count
+    calls.still = False  # and on it goes
+    assert until(lambda: len(devices) > count)
+    kept.stop()
+
+
 def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatch):
     def send():
         if len(devices) == 2:
@@ -48,7 +74,7 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
         devices.append(1)
 
     monkeypatch.setattr(links, "_sender", lambda a, b: send)
-    kept = links.awake(2)
+    kept = links.awake(2, Calls())
     assert until(lambda: kept.why)
     assert (kept.words, kept.summary()["awake"]) == (2, False)
     assert "peer access was lost" in str(kept)
@@ -56,7 +82,7 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
 
 
 def test_without_a_neighbour_links_sleep(devices, monkeypatch):
-    alone = links.awake(1)
+    alone = links.awake(1, Calls())
     assert "no other GPU of this host is visible" in str(alone)
     assert not alone.summary()["awake"]
     assert devices == []
@@ -65,12 +91,12 @@ def test_without_a_neighbour_links_sleep(devices, monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(links, "_sender", refused)
-    assert "libcuda.so.1" in links.awake(0).why
+    assert "libcuda.so.1" in links.awake(0, Calls()).why
     assert not [t for t in threading.enumerate() if t.name == "prism-links" and t.is_alive()]
 
 
 def test_several_local_ranks_keep_their_links_awake_themselves(devices):
-    kept = links.awake(0, num_processes=2)
+    kept = links.awake(0, Calls(), num_processes=2)
     assert kept.summary() == {
         "awake": True,
         "words": 0,

@@ -28,8 +28,8 @@ AFTER = BESIDE.replace("- compute", "- wait handle=0\n- compute")
 
 
 def row(**more):
-    return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm", "compute": 1.0,
-            "call": 1.0, **more}  # fmt: skip
+    return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm",
+            "order": "call first", "compute": 1.0, "call": 1.0, **more}  # fmt: skip
 
 
 def found(text, call_ms, compute, call):
@@ -106,6 +106,8 @@ def test_the_nearest_size_counts_and_kinds_are_averaged():
     assert one.factors(1 << 30) == (1.0, 3.0)
     old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
     assert read_rows(old) == {}  # of an earlier release, whose clocks differed
+    under = {key: value for key, value in row(call=2.3).items() if key != "order"}
+    assert read_rows([under]) == {}  # of another, in which calls waited for room
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_the_nearest_size_counts_and_kinds_are_averaged():
         (row(call=float("nan")), "itself by nan"),
         (row(compute=1e9), "no factors"),
         (row(bytes=0), "of 0 bytes"),
-        ({"kind": "gemm"}, "compute"),
+        ({"order": "call first"}, "compute"),
     ],
 )
 def test_factors_that_cannot_be(tmp_path, wrong, says):
@@ -146,11 +148,25 @@ def test_a_clock_that_drifts_is_no_factor():
     calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
     slower = [1.1**k for k in range(6)]
     rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05, True) for s in slower]
-    compute, call, counted = calibrate_overlap._result(rounds)
+    medians = calibrate_overlap._medians
+    compute, call, counted = medians(calibrate_overlap._throughout(rounds))
     assert (compute, call) == (pytest.approx(1.2), pytest.approx(1.5))
     assert counted == 5
+    assert medians([]) is None
+
+
+def test_computing_pays_for_a_call_as_long_as_that_runs():
+    """100 us of computing take 120 with a call of 40, which takes 50 beside it; clocks drift."""
+    calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    rounds = [(100 * s, 40 * s, 120 * s, 50 * s, True) for s in (1.0, 1.0, 1.0, 1.0)]
+    compute, call, counted = calibrate_overlap._medians(calibrate_overlap._call_first(rounds))
+    assert (compute, call, counted) == (pytest.approx(1 / (1 - 20 / 50)), 1.25, 3)
     uncovered = [(*one[:4], False) for one in rounds]
-    assert calibrate_overlap._result(uncovered) is None
+    assert calibrate_overlap._call_first(uncovered) == []
+    quicker = [(100.0, 40.0, 90.0, 40.0, True)] * 2  # noise
+    assert calibrate_overlap._call_first(quicker) == [(1.0, 1.0)]
+    stuck = [(100.0, 40.0, 900.0, 40.0, True)] * 2
+    assert calibrate_overlap._call_first(stuck)[0][0] == pytest.approx(10)
 
 
 def test_a_measurement_on_cpus(tmp_path):

@@ -571,7 +571,7 @@ def test_calls_that_begin_when_issued_are_told_from_those_that_queue():
     # host time t is base + 2 t on the device, and a launch takes 5 us: the clocks drift apart
     issued = np.arange(0, 1_000_000, 100_000)
     began = base + 5_000 + 2 * issued
-    queued = np.arange(10) % 3 * 40_000
+    queued = np.arange(10) % 3 * 80_000
     lags = [(0, base + 5_000), (900_000, base + 5_000 + 900_000)]
     assert pace_report.at_once(issued, began + queued, lags).tolist() == (queued == 0).tolist()
 

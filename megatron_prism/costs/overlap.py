@@ -1,9 +1,9 @@
 """By how much do computing and a call slow each other down while both run?  As measured.
 
 In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call.  Rows of
-earlier releases say no kind of computing: their clocks differed between alone and together, and
-they are not used.  A factor below 1 is noise and counts as 1, and one of few rounds is left out: in
-the others a call of some ten microseconds waited for the products before it, which outlasted it.
+earlier releases, which say no order, are not used: their clocks differed between alone and
+together, or a call's wait for room counted as slowness.  A factor below 1 is noise and counts as 1,
+and one of few rounds is left out: in the others computing did not outlast the call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Overlap:
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    known = [row for row in rows if "kind" in row]
+    known = [row for row in rows if "order" in row]
     enough = _SHARE * max((float(row.get("rounds", 0)) for row in known), default=0)
     for row in known:
         pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])

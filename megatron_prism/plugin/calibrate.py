@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
             text=True,
             check=False,
             timeout=LIMIT_S,
+            # what is launched first runs first, as in Megatron's jobs that overlap calls
+            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )
     except subprocess.TimeoutExpired as error:
         raise PrismError(

@@ -2,13 +2,16 @@
 
 Part of ``prism calibrate``.  A GPU's clock follows its heat and power within some ten milliseconds,
 so "alone" and "together" measured one after the other compare two clocks (an earlier version found
-factors below 1 that way).  Here one uninterrupted queue alternates short phases of some three
-milliseconds: computing alone, calls alone, computing while calls run throughout, calls while
-computing runs throughout; every phase sees the same clock.  The factor of a round is the phase
-together over the phases alone of that round and the next, the result the median over rounds.
+factors below 1 that way).  Here one uninterrupted queue alternates short phases: computing alone, a
+call alone, and a call that is launched first with computing right behind it, which is how Megatron
+overlaps them (CUDA_DEVICE_MAX_CONNECTIONS=1 is there for that order).  A call launched into the
+middle of computing waits for room first, and an earlier version took that for slowness (2.3 times
+for 16 MiB, where the job's calls were 1.05 times as long; 4 x H200, 2026-11-22).  Every phase sees
+the same clock: a round is compared with the phases alone of that round and the next, and the result
+is the median over rounds.
 
 Computing is of two kinds: ``gemm``, products that fill the GPU, and ``memory``, additions that take
-all of its memory's rate.  On CPUs (gloo) the same phases run on the host's clock.
+all of its memory's rate.  On CPUs (gloo) both run throughout a phase, on the host's clock.
 """
 
 from __future__ import annotations
@@ -27,20 +30,22 @@ __all__ = ["overlaps"]
 
 KINDS = ("gemm", "memory")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-SIZES, CPU_SIZES = (1 << 24, 1 << 28), (1 << 20,)  # bytes of the message
-PHASE_NS, CPU_PHASE_NS = 3e6, 2e7
-ROUNDS, DROPPED, CPU_ROUNDS = 14, 2, 3
-_LONGER = 2.0  # what runs beside a phase lasts that much longer, so that it covers a slow one
+SIZES, CPU_SIZES = (1 << 22, 1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
+CPU_PHASE_NS = 2e7
+ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3
+_LONGER = 1.5  # computing lasts that much longer than a call, so that it covers a slow one
 _AHEAD_CYCLES = 60_000_000  # 30 ms of busy waiting, in which the host gets ahead
 _HEAT_S = 2.0
+_MOST = 0.9  # of computing that a call can take; noise must not become a huge factor
 Call = Callable[[], Any]
-Phases = tuple[float, float, float, float, bool]  # ns: compute, call, compute under, call under
+# ns of computing, of the call, of both under or beside each other; whether the round counts
+Phases = tuple[float, float, float, float, bool]
 
 
 def overlaps(
     cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]
 ) -> list[dict[str, Any]]:
-    """Rows ``{op, ranks, bytes, kind, compute, call, rounds}``; every rank of the world takes part.
+    """Rows of factors, as ``costs.overlap`` reads them; every rank of the world takes part.
 
     ``calls`` gives the calls of messages of so many bytes, by name.
     """
@@ -50,15 +55,15 @@ def overlaps(
         _heat(compute["gemm"])
     rows = []
     for num_bytes in SIZES if cuda else CPU_SIZES:
-        for name, call in calls(num_bytes).items():
+        for name in calls(num_bytes):
             for kind in KINDS if name in OPS else ():
-                found = run(compute[kind], call)
+                found = run(compute[kind], calls(num_bytes)[name])  # sums of sums start anew
                 if found is not None:
-                    first, second, rounds = found
-                    rows.append(
-                        {"op": name, "ranks": size, "bytes": num_bytes, "kind": kind,
-                         "compute": round(first, 4), "call": round(second, 4), "rounds": rounds}
-                    )  # fmt: skip
+                    first, second, counted = found
+                    row = {"op": name, "ranks": size, "bytes": num_bytes, "kind": kind}
+                    row |= {"order": "call first" if cuda else "at once"}
+                    factors = {"compute": round(first, 4), "call": round(second, 4)}
+                    rows.append({**row, **factors, "rounds": counted})
     return rows
 
 
@@ -84,48 +89,34 @@ def _heat(product: Call) -> None:
         torch.cuda.synchronize()
 
 
-def _agreed(compute_ns: float, call_ns: float, phase_ns: float) -> tuple[int, int, int, int]:
-    """(computations, calls) of a phase alone and (…) beside one: the same numbers on every rank,
-    or the last calls would wait forever."""
-    times = torch.tensor([compute_ns, call_ns], dtype=torch.float64)
-    times = times.cuda() if dist.get_backend() == "nccl" else times
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    compute, call = (max(1.0, value) for value in times.tolist())
-    own, others = max(1, round(phase_ns / compute)), max(1, round(phase_ns / call))
-    return (
-        own,
-        others,
-        math.ceil(_LONGER * others * call / compute) + 1,
-        math.ceil(_LONGER * own * compute / call) + 1,
-    )
+def _slowest(*times: float) -> list[float]:
+    """The same numbers on every rank: the largest of any."""
+    found = torch.tensor(times, dtype=torch.float64)
+    found = found.cuda() if dist.get_backend() == "nccl" else found
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [max(1.0, value) for value in found.tolist()]
 
 
-def _result(rounds: list[Phases]) -> tuple[float, float, int] | None:
-    """(factor of computing, factor of the call, rounds counted); None if none can be used.
-
-    A round counts if what ran beside a phase outlasted it.
-    """
-    first, second = [], []
-    for one, after in zip(rounds, rounds[1:], strict=False):
-        if one[4]:
-            first.append(2 * one[2] / (one[0] + after[0]))
-            second.append(2 * one[3] / (one[1] + after[1]))
-    if not first:
+def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, int] | None:
+    """(factor of computing, factor of the call, rounds counted); None if no round counts."""
+    if not pairs:
         return None
-    return statistics.median(first), statistics.median(second), len(first)
+    first, second = zip(*pairs, strict=True)
+    return statistics.median(first), statistics.median(second), len(pairs)
 
 
 # -- on a GPU -------------------------------------------------------------------------------------
 def _on_device(compute: Call, call: Call) -> tuple[float, float, int] | None:
     side = torch.cuda.Stream()
-    own, others, more, calls = _agreed(
-        _between(lambda: _times(10, compute)) / 10, _between(lambda: _times(4, call)) / 4, PHASE_NS
+    one, each = _slowest(
+        _between(lambda: _times(10, compute)) / 10, _between(lambda: _times(4, call)) / 4
     )
+    count = math.ceil(_LONGER * each / one) + 1  # the same on every rank, or clocks part
     torch.cuda.synchronize()
     torch.cuda._sleep(_AHEAD_CYCLES)
-    marks = [_round(side, compute, call, (own, others, more, calls)) for _ in range(ROUNDS + 1)]
+    marks = [_round(side, compute, call, count) for _ in range(ROUNDS + 1)]
     torch.cuda.synchronize()
-    return _result([_read(one) for one in marks][DROPPED:])
+    return _medians(_call_first([_read(one) for one in marks][DROPPED:]))
 
 
 def _times(count: int, call: Call) -> None:
@@ -145,67 +136,76 @@ def _between(call: Call) -> float:
 
 
 def _round(
-    side: torch.cuda.Stream, compute: Call, call: Call, counts: tuple[int, int, int, int]
+    side: torch.cuda.Stream, compute: Call, call: Call, count: int
 ) -> list[torch.cuda.Event]:
-    """Issue the four phases; the events around them, and where what runs beside the last two ends.
+    """Issue the three phases; the events around them: computing, the call, both (4 to 7).
 
-    Every phase with calls begins with one that is not counted: it waits for the last rank.
+    Before a call that counts comes one that does not: it waits for the last rank.
     """
-    own, others, more, calls = counts
     main = torch.cuda.current_stream()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(10)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
 
-    def beside(begin: int, count: int) -> None:
-        with torch.cuda.stream(side):
-            marks[begin].record()
-            _times(count, call)
-            marks[begin + 1].record()
-
-    def together() -> None:
+    def timed(begin: int, then: Call) -> None:
         side.wait_stream(main)
         with torch.cuda.stream(side):
             call()
         main.wait_stream(side)
+        with torch.cuda.stream(side):
+            marks[begin].record()
+            call()
+            marks[begin + 1].record()
+        then()
+        main.wait_stream(side)
 
-    marks[0].record()
-    _times(own, compute)
-    marks[1].record()
-    together()
-    beside(2, others)
-    main.wait_stream(side)
-    together()
-    beside(8, calls)
-    marks[4].record()
-    _times(own, compute)
-    marks[5].record()
-    together()
-    compute()
-    beside(6, others)
-    _times(more, compute)
-    marks.append(torch.cuda.Event(enable_timing=True))
-    marks[10].record()
-    main.wait_stream(side)
+    def computing(begin: int) -> None:
+        marks[begin].record()
+        _times(count, compute)
+        marks[begin + 1].record()
+
+    computing(0)
+    timed(2, lambda: None)
+    timed(4, lambda: computing(6))
     return marks
 
 
 def _read(marks: list[torch.cuda.Event]) -> Phases:
-    spans = [marks[i].elapsed_time(marks[i + 1]) * 1e6 for i in (0, 2, 4, 6)]
-    covered = marks[5].elapsed_time(marks[9]) >= 0 and marks[7].elapsed_time(marks[10]) >= 0
-    return spans[0], spans[1], spans[2], spans[3], covered
+    compute, call, beside, under = (marks[i].elapsed_time(marks[i + 1]) * 1e6 for i in (0, 2, 6, 4))
+    return compute, call, beside, under, marks[5].elapsed_time(marks[7]) >= 0
+
+
+def _call_first(rounds: list[Phases]) -> list[tuple[float, float]]:
+    """Factors of the rounds in which computing outlasted the call.
+
+    Computing is slower for as long as the call runs: it loses what both take longer together.
+    """
+    found = []
+    for one, after in zip(rounds, rounds[1:], strict=False):
+        if one[4]:
+            lost = (one[2] - (one[0] + after[0]) / 2) / one[3]
+            found.append((1 / (1 - min(max(lost, 0.0), _MOST)), 2 * one[3] / (one[1] + after[1])))
+    return found
 
 
 # -- on CPUs --------------------------------------------------------------------------------------
 def _on_host(compute: Call, call: Call) -> tuple[float, float, int] | None:
-    own, others, _, calls = _agreed(
-        _host_ns(lambda: _times(4, compute)) / 4,
-        _host_ns(lambda: _times(2, call)) / 2,
-        CPU_PHASE_NS,
+    one, each = _slowest(
+        _host_ns(lambda: _times(4, compute)) / 4, _host_ns(lambda: _times(2, call)) / 2
     )
+    own, others = max(1, round(CPU_PHASE_NS / one)), max(1, round(CPU_PHASE_NS / each))
+    calls = math.ceil(2 * own * one / each) + 1
     rounds = []
     for _ in range(CPU_ROUNDS + 1):
         alone = _host_ns(lambda: _times(own, compute)), _host_ns(lambda: _times(others, call))
         rounds.append((*alone, *_host_together(compute, call, own, others, calls), True))
-    return _result(rounds)
+    return _medians(_throughout(rounds))
+
+
+def _throughout(rounds: list[Phases]) -> list[tuple[float, float]]:
+    """Factors of rounds in which the other runs for all of a phase."""
+    return [
+        (2 * one[2] / (one[0] + after[0]), 2 * one[3] / (one[1] + after[1]))
+        for one, after in zip(rounds, rounds[1:], strict=False)
+    ]
 
 
 def _host_together(

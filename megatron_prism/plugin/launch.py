@@ -251,7 +251,7 @@ def start_world(
     )
     world.observer, world.guard = observer, proof and proof.guard
     if pace is not None:
-        world.recorder = proof.pacer = pace.start(torch.cuda.current_device(), store)
+        world.recorder = proof.pacer = pace.start(world, store)
     return world
 
 

@@ -5,32 +5,40 @@ and leaves its power to the rest of the GPU.  A rank alone sends nothing to anyb
 power limit runs faster alone: 1,875 MHz instead of the job's 1,792, and 2.0 % less time for the
 same iteration, of which a process beside it that copied to the neighbour gave back 1.2 (tp 2 on
 2 x H200, 2026-11-22, ``benchmarks/link_traffic.py``).  Here a word goes to another GPU of this host
-every now and then, if one is visible; whether links sleep nobody looks.
+every now and then, if one is visible and as long as the rank makes calls: a job that stands still
+sends nothing either, and another process of this GPU would be interrupted by each word.  Whether
+links sleep nobody looks.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Links", "awake"]
 
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
+STILL_S = 1.0  # the device may be so far behind the host's last call
 _BYTES = 256
 
 
 class Links:
     """Sends a word to a neighbour and back, again and again, from a thread of its own.
 
-    how  : what keeps the links awake
-    why  : why nothing does; empty as long as something does
-    send : sends one word
+    how   : what keeps the links awake
+    why   : why nothing does; empty as long as something does
+    send  : sends one word
+    calls : how many calls the rank has made
     """
 
-    def __init__(self, how: str = "", why: str = "", send: Any = None) -> None:
+    def __init__(
+        self, how: str = "", why: str = "", send: Any = None, calls: Callable[[], int] = int
+    ) -> None:
         self.how, self.why, self.words = how, why, 0
-        self._send = send
+        self._send, self._calls = send, calls
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prism-links", daemon=True)
         if send is not None:
@@ -39,9 +47,13 @@ class Links:
 
     def _run(self) -> None:
         try:
+            made, last = -1, 0.0
             while not self._stop.wait(PERIOD_S):
-                self._send()
-                self.words += 1
+                if (now := self._calls()) != made:
+                    made, last = now, time.monotonic()
+                if time.monotonic() - last < STILL_S:
+                    self._send()
+                    self.words += 1
         except Exception as error:  # of whatever kind: the rank goes on, and the summary says it
             self.why = f"sending stopped: {type(error).__name__}: {error}"
 
@@ -64,8 +76,8 @@ class Links:
         )
 
 
-def awake(index: int, num_processes: int = 1) -> Links:
-    """Keep the links of CUDA device ``index`` awake; never raises.
+def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links:
+    """Keep the links of CUDA device ``index`` awake while ``calls`` grows; never raises.
 
     Several local ranks do so by themselves.  The neighbour gets a context of this process, about
     half a GB of its memory; this device gives 256 B that torch does not count.
@@ -76,7 +88,7 @@ def awake(index: int, num_processes: int = 1) -> Links:
         peer = _neighbour(index)
         if peer is None:
             return Links(why="no other GPU of this host is visible")
-        return Links(f"words to GPU {peer}", send=_sender(index, peer))
+        return Links(f"words to GPU {peer}", send=_sender(index, peer), calls=calls)
     except Exception as error:  # a rank whose links sleep is better than none
         return Links(why=f"{type(error).__name__}: {error}")
 

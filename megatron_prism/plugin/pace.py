@@ -21,11 +21,10 @@ from megatron_prism.costs.machine import machine, machines, named_in
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
-from megatron_prism.plugin.pace_drift import Drift, slower
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.programs import Programs
-from megatron_prism.replay import timeline, whatif
-from megatron_prism.replay.release import Releases, kept, releases
+from megatron_prism.replay import overlap, timeline, whatif
+from megatron_prism.replay.release import Releases, kept
 from megatron_prism.stochastic import read_draw
 
 __all__ = ["CALIBRATION", "Pace"]
@@ -55,11 +54,11 @@ class Pace:
         self._calibration = calibration(folder, device)
 
         def pricing(world: graph.WorldGraph) -> costs.Prices:
-            return whatif.slowed(world, costs.price(world, hardware, self._calibration))
+            prices = whatif.slowed(world, costs.price(world, hardware, self._calibration))
+            return overlap.priced(world, prices, self._calibration)
 
         world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices
-        self._dags: dict[int, Any] = {}  # for other prices of this world
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -69,11 +68,11 @@ class Pace:
         }
         self.pacer: Any = None
         self.links: Any = None
-        self.drift: Drift | None = None
         self.took_s = time.perf_counter() - begin
 
-    def start(self, index: int, store: Any = None) -> Any:
-        """The Pacer on CUDA device ``index``; ``store``: of the local processes, if several."""
+    def start(self, world: Any, store: Any = None) -> Any:
+        """The Pacer on the current device, of the virtual ``world``; ``store``: of the local
+        processes, if several."""
         import torch
 
         from megatron_prism.virtual.pace_kernel import Launcher
@@ -85,6 +84,7 @@ class Pace:
         calls, launches = expected(
             self.program, self.table, self.options.process, self.sizes, self._calibration
         )
+        index = torch.cuda.current_device()
         device = torch.device("cuda", index)
         process, processes, table = self.options.process, self.options.num_processes, self.table
         shared = None
@@ -96,21 +96,8 @@ class Pace:
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         self.pacer.lags.append(launcher.lag())
-        if self.program.knows_host:
-            first: dict[int, int] = {}  # the first op of each launch
-            for op, call in zip(calls_of(self.program), calls, strict=True):
-                first.setdefault(call.launch, op)
-            firsts = [first[launch] for launch in range(len(launches))]
-            self.drift = self.pacer.watch = Drift(
-                self.pacer, self.program, firsts, self._retimed, store, process, processes
-            )
-        self.links = links.awake(index, processes)
+        self.links = links.awake(index, world.tally.calls, processes)
         return self.pacer
-
-    def _retimed(self, factor: float) -> Releases:
-        """The releases on hosts that take ``factor`` times as long."""
-        prices = slower(self._prices, factor)
-        return releases(self._world, prices, list(self.options.ranks), self._dags)
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
@@ -133,7 +120,6 @@ class Pace:
             "prepared_s": round(self.took_s, 3),
             "predicted_iteration_us": iteration,
             "links": self.links.summary(),
-            "host": self.drift.summary() if self.drift is not None else None,
             "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
             **found,
         }

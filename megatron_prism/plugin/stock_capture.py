@@ -135,7 +135,9 @@ class StockCapture:
         world = current()
         assert world is not None
         if self.tier.name == "cuda":
-            self.links = links.awake(torch.cuda.current_device(), self._num_processes)
+            self.links = links.awake(
+                torch.cuda.current_device(), world.tally.calls, self._num_processes
+            )
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         world.recorder = proof.recorder = self._recorder

@@ -257,8 +257,6 @@ def _paced(pacing: dict[str, Any]) -> list[str]:
             "as they were issued; the GPU waits for Python, and a faster host would be felt"
         )
     lines.append(f"  pacing    {pacing['links']['said']}")
-    if pacing.get("host"):
-        lines.append(f"  pacing    {pacing['host']['said']}")
     lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
     if "stuck" in pacing:
         lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")

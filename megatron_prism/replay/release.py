@@ -100,12 +100,8 @@ class Releases:
         return found
 
 
-def releases(
-    graph: WorldGraph, prices: Prices, local: Sequence[int], dags: dict[int, Dag] | None = None
-) -> Releases:
+def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Releases:
     """What the virtual ranks of ``graph`` answer to the ``local`` ranks.
-
-    ``dags`` keeps what depends on the graph alone, for the next prices.
 
     PrismError if the job hangs, or a local rank is not a class of its own.
     """
@@ -113,20 +109,18 @@ def releases(
     crowded = [r for r, c in zip(local, classes, strict=True) if graph.classes.counts[c] != 1]
     if crowded:
         raise PrismError(f"rank {crowded[0]} is one of several in its class", fix="whatif.apart")
-    dags = {} if dags is None else dags
     for unrolled in _UNROLLED:
-        if unrolled not in dags:
-            dags[unrolled] = build(graph, unrolled)
-        table = _table(dags[unrolled], prices, local, classes, unrolled)
+        table = _table(graph, prices, local, classes, unrolled)
         if not table.loose:
             break
     return table
 
 
 def _table(
-    dag: Dag, prices: Prices, local: Sequence[int], classes: list[int], unrolled: int
+    graph: WorldGraph, prices: Prices, local: Sequence[int], classes: list[int], unrolled: int
 ) -> Releases:
     """The last of ``unrolled`` iterations."""
+    dag = build(graph, unrolled)
     if len(dag.order) < len(dag):
         raise PrismError(
             f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",

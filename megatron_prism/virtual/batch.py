@@ -58,7 +58,5 @@ class Batch:
         lane.end = end = End(streams, lane.stream)
         for made, args in self._made:
             made.after(end, args)
-        end_ns = self._begin + self._host * pacer.host_factor
-        while (now := perf_counter_ns()) < end_ns:
+        while perf_counter_ns() < self._begin + self._host:
             pass
-        pacer.now_left[launch] = now

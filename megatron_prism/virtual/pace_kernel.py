@@ -39,8 +39,6 @@ _PING = struct.Struct("PPiiii")  # struct Ping
 _TRIES = 20  # launches on an idle stream; the quickest counts
 _ROUNDS = 64  # round trips of a measurement; the quickest counts
 _NOTHING = (0, 0, 0, 0, 0, 1, 0, 0)
-_PLACES = ("part", "member", "mine", "with", "whom")  # which interactions a table is of
-_TIMES = ("own", "start", "cause", "back", "weight")  # and when they end
 _ALIGN = 256
 
 
@@ -82,49 +80,22 @@ class Launcher:
 
     def _put(self, columns: dict[str, np.ndarray], mapped: dict[str, int]) -> None:
         """All arrays in one piece of device memory, the struct of their addresses at its end."""
-        places, room, size = {}, {}, 0
+        places, size = {}, 0
         for name, array in columns.items():
             places[name] = size
-            room[name] = -(-max(1, array.nbytes) // _ALIGN) * _ALIGN
-            size += room[name]
+            size += -(-max(1, array.nbytes) // _ALIGN) * _ALIGN
         base = self.driver.allocate(size + _ALIGN)
         self._arrays = {name: (base + places[name], array) for name, array in columns.items()}
         for address, array in self._arrays.values():
             if array.nbytes:
                 self.driver.write(address, array)
-        self._counts = (
-            len(columns["own"]), len(self.launches), columns["here"].shape[1], bool(mapped)
-        )  # fmt: skip
-        self._mapped = {name: mapped[name] for name in SHARED if mapped}
-        self._room = room  # bytes there, by name
-        self._table = base + size
-        self._point()
-
-    def _point(self) -> None:
-        """Write down where everything is."""
-        own = {name: address for name, (address, _) in self._arrays.items()} | self._mapped
+        counts = len(columns["own"]), len(self.launches), columns["here"].shape[1], bool(mapped)
+        own = {name: address for name, (address, _) in self._arrays.items()}
+        own |= {name: mapped[name] for name in SHARED if mapped}
         addresses = [own[name] for name in TABLE]
-        packed = struct.pack(f"{len(TABLE)}P4i", *addresses, *self._counts)
-        self.driver.write(self._table, np.frombuffer(packed, np.uint8))
-
-    def retime(self, table: Any) -> None:
-        """Other releases of the same interactions hold from the next launch on.
-
-        The device must be at rest. PrismError if they are of other interactions.
-        """
-        new = _columns(table, self.launches, self.shared.process if self.shared else 0)
-        for name in _PLACES:
-            if not np.array_equal(new[name], self._arrays[name][1]):
-                raise PrismError("the new releases are of other interactions")
-        for name in _TIMES:
-            (address, _), array = self._arrays[name], new[name]
-            if array.nbytes > self._room[name]:
-                self._room[name] = 2 * array.nbytes  # nothing is given back: seldom more than once
-                address = self.driver.allocate(self._room[name])
-            if array.nbytes:
-                self.driver.write(address, array)
-            self._arrays[name] = address, array
-        self._point()
+        packed = np.frombuffer(struct.pack(f"{len(TABLE)}P4i", *addresses, *counts), np.uint8)
+        self._table = base + size
+        self.driver.write(self._table, packed)
 
     def _prepare(self, function: Any) -> None:
         """Arguments that are written in place: the driver copies them at every launch."""

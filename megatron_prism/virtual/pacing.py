@@ -83,12 +83,9 @@ class Pacer:
         self._at = 0
         self._lanes: dict[Any, _Lane] = {}
         count = 1 + max((call.launch for call in calls), default=-1)
-        # per iteration of the ring and launch: when the host came to it, and when it went on
+        # per iteration of the ring and launch: when the host came to it
         self.issued = [[0] * count for _ in range(RING)]
-        self.left = [[0] * count for _ in range(RING)]
-        self.now_issued, self.now_left = self.issued[0], self.left[0]
-        self.host_factor = 1.0  # of the times for which calls keep the host
-        self.watch: Any = None  # is told when an iteration begins
+        self.now_issued = self.issued[0]
         self.lags: list[tuple[int, int]] = []  # of the device behind the host (pace_report)
         self._batch: Batch | None = None
 
@@ -98,10 +95,7 @@ class Pacer:
         self._close()
         self.iteration += 1
         self._at, self.active = 0, True
-        if self.watch is not None:
-            self.watch.begin(self.iteration)
-        slot = self.iteration % RING
-        self.now_issued, self.now_left = self.issued[slot], self.left[slot]
+        self.now_issued = self.issued[self.iteration % RING]
         if self._shared is not None:
             self.launcher.compare_clocks(self.iteration + 1)
 
@@ -165,7 +159,6 @@ class Pacer:
         if op == "barrier":
             made = self._in_order(group, stream, call, answer, args, kwargs)
             self.streams.synchronize(stream)  # NCCL's barrier holds the host
-            self.now_left[call.launch] = perf_counter_ns()
             return made
         pair = op == "send" or op == "recv"
         opts = kwargs.get("opts", args[-1] if args else None)
@@ -174,10 +167,8 @@ class Pacer:
         else:
             lane = self.lane((id(group), args[1]) if pair else id(group))
             made = self._beside(lane, stream, group, call, answer, args, kwargs)
-        end = begin + call.host * self.host_factor
-        while (now := perf_counter_ns()) < end:
+        while perf_counter_ns() < begin + call.host:
             pass
-        self.now_left[call.launch] = now
         return made
 
     def _beside(

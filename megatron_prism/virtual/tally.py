@@ -53,6 +53,10 @@ class Tally:
         elif num_bytes < entry[2]:
             entry[2] = num_bytes
 
+    def calls(self) -> int:
+        """How many calls were counted so far; another thread may ask."""
+        return sum(entry[0] for entry in list(self._counts.values()))
+
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """The messages that are counted inside are issued together."""

@@ -86,26 +86,6 @@ def test_ends_are_those_of_the_table(seed):
     assert np.median(gaps) < 100_000
 
 
-def test_new_releases_hold_from_the_next_iteration_on():
-    from megatron_prism.virtual.pace_kernel import Launcher
-
-    first, second = table_of(3), table_of(4)
-    device = torch.device("cuda", torch.cuda.current_device())
-    launcher = Launcher(first, [[i] for i in range(len(first))], device)
-    before = []
-    for iteration in range(ITERATIONS):
-        table = first if iteration < 2 else second
-        if iteration == 2:
-            torch.cuda.synchronize()
-            launcher.retime(second)
-        for i in range(len(table)):
-            launcher.release(torch.cuda.current_stream().cuda_stream, i, iteration, 0, True, 1)
-        stamps = launcher.stamps()
-        ends = table.ends(stamps["came"][iteration], before)
-        assert np.array_equal(stamps["end"][iteration], ends)
-        before.insert(0, ends)
-
-
 def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
     from megatron_prism.virtual.pace_kernel import Launcher
@@ -215,7 +195,7 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
         came.append(launcher.stamps()["came"][pacer.iteration % RING, 0])
         issued.append(pacer.now_issued[0])
     pacer.lags.append(launcher.lag())
-    found = at_once(np.array(issued), np.array(came), pacer.lags, 30_000).tolist()[1:]
+    found = at_once(np.array(issued), np.array(came), pacer.lags, 200_000).tolist()[1:]
     quiet, late = found[::2], found[1::2]
     assert not any(late)
     assert sum(quiet) > len(quiet) // 2  # a shared host is interrupted now and then
