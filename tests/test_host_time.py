@@ -122,6 +122,14 @@ def test_clocks_that_dip_are_in_every_iteration_and_in_no_segments_median():
     assert device_ns(each, np.stack([busy, none, none])).tolist() == [1020 * US] * 10
 
 
+def test_of_two_clocks_the_quicker_one_counts():
+    from megatron_prism.slicer.recordings import _lower_median
+
+    assert _lower_median([811, 414]) == 414
+    assert _lower_median([811, 414, 430]) == 430
+    assert _lower_median(np.array([5])) == 5
+
+
 def test_without_a_segment_that_keeps_up_kernels_count_as_they_are():
     elapsed, none = np.array([9000, 5000]) * US, np.zeros(2, dtype=np.int64)
     found = device_ns(elapsed[None], np.stack([np.array([10, 20]) * US, none, none]))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megatron_prism.errors import UsageError
@@ -168,3 +169,14 @@ def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
     capture, log = simulated("cuda", 11, {6})
     assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
     assert log[-1] == (8, "traced")  # an evaluation might come after the others
+
+
+@pytest.mark.parametrize(
+    ("ms", "says"), [((400, 414, 430), ""), ((414, 811), "the host took 414 to 811 ms"), ((), "")]
+)
+def test_a_host_that_was_disturbed_is_said(simulated, ms, says):
+    capture, _ = simulated("cuda", 11)
+    assert capture.said() == ""  # nothing is known before the end
+    capture.program = SimpleNamespace(hosts=np.array(ms) * 1e6)
+    assert says in capture.said()
+    assert bool(capture.said()) == bool(says)

@@ -47,8 +47,8 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
             text=True,
             check=False,
             timeout=LIMIT_S,
-            # what is launched first runs first, as in Megatron's jobs that overlap calls
-            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            # streams of their own queues, or what runs side by side waits for each other
+            env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
         )
     except subprocess.TimeoutExpired as error:
         raise PrismError(

@@ -3,12 +3,16 @@
 Part of ``prism calibrate``.  A GPU's clock follows its heat and power within some ten milliseconds,
 so "alone" and "together" measured one after the other compare two clocks (an earlier version found
 factors below 1 that way).  Here one uninterrupted queue alternates short phases: computing alone, a
-call alone, and a call that is launched first with computing right behind it, which is how Megatron
+call alone, and a call that starts first with computing right behind it, which is how Megatron
 overlaps them (CUDA_DEVICE_MAX_CONNECTIONS=1 is there for that order).  A call launched into the
 middle of computing waits for room first, and an earlier version took that for slowness (2.3 times
 for 16 MiB, where the job's calls were 1.05 times as long; 4 x H200, 2026-11-22).  Every phase sees
 the same clock: a round is compared with the phases alone of that round and the next, and the result
 is the median over rounds.
+
+That order is made here by a moment of nothing before computing, and with many connections: with one
+the event behind the call, which says when it ended, holds up the kernels that are launched after it
+(every factor was 1.0; same day).
 
 Computing is of two kinds: ``gemm``, products that fill the GPU, and ``memory``, additions that take
 all of its memory's rate.  On CPUs (gloo) both run throughout a phase, on the host's clock.
@@ -36,6 +40,7 @@ ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3
 _LONGER = 1.5  # computing lasts that much longer than a call, so that it covers a slow one
 _AHEAD_CYCLES = 60_000_000  # 30 ms of busy waiting, in which the host gets ahead
 _HEAT_S = 2.0
+_HEAD_CYCLES = 20_000  # 10 us that a call has for its launch before computing begins
 _MOST = 0.9  # of computing that a call can take; noise must not become a huge factor
 Call = Callable[[], Any]
 # ns of computing, of the call, of both under or beside each other; whether the round counts
@@ -159,6 +164,7 @@ def _round(
 
     def computing(begin: int) -> None:
         marks[begin].record()
+        torch.cuda._sleep(_HEAD_CYCLES)
         _times(count, compute)
         marks[begin + 1].record()
 

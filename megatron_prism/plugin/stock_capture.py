@@ -59,6 +59,9 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     check_writable(folder, "--prism-capture DIR")
 
 
+_DISTURBED = 1.25  # times the quickest iteration; an idle host's differ by some percent
+
+
 class StockCapture:
     """Starts and stops the recorder around one iteration of a stock job.
 
@@ -203,8 +206,15 @@ class StockCapture:
         return self.store.path(self.rank)
 
     def said(self) -> str:
-        """What to say of the device beside the slice."""
-        return f"; {self.links}" if self.links is not None else ""
+        """What to say of device and host beside the slice."""
+        found = f"; {self.links}" if self.links is not None else ""
+        hosts = self.program.hosts / 1e6 if self.program is not None else ()
+        if len(hosts) > 1 and max(hosts) > _DISTURBED * min(hosts):
+            found += (
+                f"; the host took {min(hosts):,.0f} to {max(hosts):,.0f} ms for an iteration: it "
+                "was disturbed, and where the GPU waits for it, so is what follows from this slice"
+            )
+        return found
 
 
 def versions() -> dict[str, str]:
