@@ -303,8 +303,8 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
     replays, felt, slowdowns, whole, asked = [], [], [], bool(rows), 1
     for row in rows:
         whole = whole and row.get("captured", False) and row.get("whole", False)
-        slowed = any(name.startswith("real, ") for name in row.get("groups", ()))
-        asked = max(asked, 1 + bool(row.get("groups")) + slowed)
+        has_slow = any(name.startswith("real, ") for name in row.get("groups", ()))
+        asked = max(asked, 1 + bool(row.get("groups")) + has_slow)
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "

@@ -102,7 +102,6 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     from megatron_prism import costs, graph, stochastic
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine
-    from megatron_prism.replay import overlap
 
     programs = _programs(path)
     own = settings["machine"] or cli_settings.machine_of(programs)
@@ -122,7 +121,7 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
         )
 
     def pricing(graph: Any) -> Any:
-        return overlap.priced(graph, costs.price(graph, hardware, measured), measured)
+        return costs.price(graph, hardware, measured)
 
     prices = pricing(made)
     if not prices.used():

@@ -48,14 +48,18 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
     assert len(devices) == count == kept.words
     assert set(devices) == {(0, 2)}
     assert kept.summary()["awake"]
-    assert "words to GPU 2" in str(kept)
+    assert "words to GPU 2 while it makes calls" in str(kept)
     kept.stop()  # once more harms nobody
 
 
 def test_a_rank_that_stands_still_sends_nothing(devices, monkeypatch):
     monkeypatch.setattr(links, "STILL_S", 0.05)
     calls = Calls()
+    calls.still = True
     kept = links.awake(0, calls)
+    time.sleep(0.05)
+    assert devices == []  # it has not begun
+    calls.still = False
     assert until(lambda: len(devices) > 3)
     calls.still = True
     time.sleep(0.2)

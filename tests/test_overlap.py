@@ -1,7 +1,9 @@
 """Computing and calls that run at once: closed forms, what is refused, a measurement on gloo."""
 
+import contextlib
 import dataclasses
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from naive_replay import prices_of, random_programs
 from megatron_prism import cli, costs, graph
 from megatron_prism.costs.collective import read_calibration
 from megatron_prism.costs.machine import machine
-from megatron_prism.costs.overlap import Overlap, read_rows
+from megatron_prism.costs.overlap import METHOD, Overlap, read_rows
 from megatron_prism.errors import UsageError
 from megatron_prism.program_parse import parse
 from megatron_prism.replay import overlap, timeline
@@ -29,7 +31,7 @@ AFTER = BESIDE.replace("- compute", "- wait handle=0\n- compute")
 
 def row(**more):
     return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm",
-            "order": "call first", "compute": 1.0, "call": 1.0, **more}  # fmt: skip
+            "method": METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
 
 
 def found(text, call_ms, compute, call):
@@ -106,8 +108,19 @@ def test_the_nearest_size_counts_and_kinds_are_averaged():
     assert one.factors(1 << 30) == (1.0, 3.0)
     old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
     assert read_rows(old) == {}  # of an earlier release, whose clocks differed
-    under = {key: value for key, value in row(call=2.3).items() if key != "order"}
-    assert read_rows([under]) == {}  # of another, in which calls waited for room
+    assert read_rows([row(call=2.3, method=1)]) == {}  # of another, in which calls waited for room
+
+
+def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
+    results = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+    stored = json.loads((results / "h200_x4_turns.json").read_text())["calibrations"]
+    for name in ("second", "third"):  # calls that waited for room; one hardware queue for all
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"format": 1, "collectives": [], **stored[name]}))
+        found = read_calibration(path)
+        assert stored[name]["overlap"]
+        assert found.overlap == {}
+        assert found.source.endswith("measured in an earlier way and is left out")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +130,7 @@ def test_the_nearest_size_counts_and_kinds_are_averaged():
         (row(call=float("nan")), "itself by nan"),
         (row(compute=1e9), "no factors"),
         (row(bytes=0), "of 0 bytes"),
-        ({"order": "call first"}, "compute"),
+        ({"method": METHOD}, "compute"),
     ],
 )
 def test_factors_that_cannot_be(tmp_path, wrong, says):
@@ -155,18 +168,74 @@ def test_a_clock_that_drifts_is_no_factor():
     assert medians([]) is None
 
 
-def test_computing_pays_for_a_call_as_long_as_that_runs():
-    """100 us of computing take 120 with a call of 40, which takes 50 beside it; clocks drift."""
-    calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
-    rounds = [(100 * s, 40 * s, 120 * s, 50 * s, True) for s in (1.0, 1.0, 1.0, 1.0)]
-    compute, call, counted = calibrate_overlap._medians(calibrate_overlap._call_first(rounds))
-    assert (compute, call, counted) == (pytest.approx(1 / (1 - 20 / 50)), 1.25, 3)
-    uncovered = [(*one[:4], False) for one in rounds]
-    assert calibrate_overlap._call_first(uncovered) == []
-    quicker = [(100.0, 40.0, 90.0, 40.0, True)] * 2  # noise
-    assert calibrate_overlap._call_first(quicker) == [(1.0, 1.0)]
-    stuck = [(100.0, 40.0, 900.0, 40.0, True)] * 2
-    assert calibrate_overlap._call_first(stuck)[0][0] == pytest.approx(10)
+def test_what_is_lost_counts_for_as_long_as_both_run():
+    """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
+    overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    us = 1000.0
+    one = overlap.Round(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
+    compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
+    assert (compute, call, counted) == (
+        pytest.approx(1 / (1 - 20 / 50)), pytest.approx(1 / (1 - 10 / 50)), 3
+    )  # fmt: skip
+    # replay: in 50 us side by side computing gets 50 / compute far, the rest it does later
+    assert 50 * (1 - 1 / compute) == pytest.approx(20)
+    assert overlap._call_first([one._replace(covered=False)]) == []
+    assert overlap._call_first([one._replace(both=20 * us)]) == []  # the head start is a third
+    quicker = one._replace(compute_beside=90 * us, call_beside=50 * us)  # noise
+    assert overlap._call_first([quicker]) == [(1.0, 1.0)]
+    stuck = one._replace(compute_beside=900 * us)
+    assert overlap._call_first([stuck])[0][0] == pytest.approx(10)
+
+
+def test_phases_differ_in_one_thing_only(monkeypatch):
+    overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    import torch
+
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append(f"mark on {now[-1].name}")
+
+    @contextlib.contextmanager
+    def on(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    main, side = Stream("main"), Stream("side")
+    now = [main]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("head"))
+
+    def made(what):
+        return lambda: log.append(f"{what} on {now[-1].name}")
+
+    phases = overlap._Phases(side, made("call"), made("compute"), made("meet"))
+    marks = phases.round(True)
+    beside, behind = log[: len(log) // 2], log[len(log) // 2 :]
+    assert [len(one) for one in marks] == [4, 4]
+    assert beside == [
+        "meet on main", "side waits for main", "mark on side", "call on side", "mark on side",
+        "head", "mark on main", "compute on main", "mark on main", "main waits for side",
+    ]  # fmt: skip
+    behind.remove("main waits for side")
+    assert behind == beside
+    del log[:]
+    phases.round(False)
+    assert log.index("head") == 6  # the other way round: computing waits first
 
 
 def test_a_measurement_on_cpus(tmp_path):
@@ -187,3 +256,50 @@ def test_a_measurement_on_cpus(tmp_path):
         ("all_reduce", "gemm"), ("all_reduce", "memory")
     ]  # fmt: skip
     assert read_rows(rows)["all_reduce"].points[0][0] == calibrate_overlap.CPU_SIZES[0]
+
+
+def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    import subprocess
+
+    from rich.console import Console
+
+    from megatron_prism.plugin import calibrate
+
+    ran = []
+
+    def run(command, env, **rest):
+        ran.append((command[-1], env.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+        before = json.loads(pathlib.Path(command[-2]).read_text()) if len(ran) > 1 else {}
+        pathlib.Path(command[-2]).write_text(json.dumps({**before, command[-1]: 1}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    out = tmp_path / "c.json"
+    calibrate.calibrate(out, 2, force=False, console=Console(quiet=True))
+    assert ran == [("calls", "1"), ("overlap", "32")]
+    assert json.loads(out.read_text()) == {"calls": 1, "overlap": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_messages_are_numbers_that_stay_finite(ranks):
+    pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron_prism.plugin import calibrate_overlap, calibrate_rank
+
+    for cuda in (True, False):  # bf16 and fp32
+        bench = SimpleNamespace(cuda=cuda, device="cpu")
+        whole, other, part = calibrate_rank._tensors(bench, ranks, 1 << 16)
+        assert (whole.dtype, len(part) * ranks) == (
+            torch.bfloat16 if cuda else torch.float32, len(whole)
+        )  # fmt: skip
+        for tensor in (whole, other, part):
+            assert tensor.float().abs().median() > 2.0**-115
+        calls = 4 + 2 * calibrate_overlap.ROUNDS  # of one tensor: two looks at two, two phases
+        for _ in range(calls):
+            whole.mul_(ranks)
+        assert torch.isfinite(whole).all()

@@ -610,6 +610,23 @@ def test_the_report_says_what_was_felt_and_what_was_predicted(device):
     assert pace_report.summary(pacer, stamps, {})["iteration_us"] is None
 
 
+def test_what_pacing_itself_takes_of_the_host_counts(device):
+    """From the first line on: what NCCL would take is kept, not that and our own besides."""
+    slow = 20_000_000
+    pacer = pacer_of(device, Call("all_reduce", "TP", 0, host=slow))
+    expected_call = pacer._expected
+
+    def slowly(group, op):
+        time.sleep(0.01)
+        return expected_call(group, op)
+
+    pacer._expected = slowly
+    begin = time.perf_counter_ns()
+    pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
+    assert pacer.now_issued[0] - begin < 5_000_000
+    assert slow <= time.perf_counter_ns() - begin < slow + 8_000_000
+
+
 def test_the_host_is_kept_as_long_as_nccl_would(device):
     slow = 2_000_000
     pacer = pacer_of(device, Call("all_reduce", "TP", 0, host=slow), Call("all_reduce", "TP", 1))

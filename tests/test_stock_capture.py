@@ -172,11 +172,18 @@ def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
 
 
 @pytest.mark.parametrize(
-    ("ms", "says"), [((400, 414, 430), ""), ((414, 811), "the host took 414 to 811 ms"), ((), "")]
+    ("used", "ms", "says"),
+    [
+        (430, (414, 430, 811), False),  # one of three was: nothing follows from it
+        (612, (414, 811), True),
+        (0, (), False),
+    ],
 )
-def test_a_host_that_was_disturbed_is_said(simulated, ms, says):
+def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
     capture, _ = simulated("cuda", 11)
     assert capture.said() == ""  # nothing is known before the end
-    capture.program = SimpleNamespace(hosts=np.array(ms) * 1e6)
-    assert says in capture.said()
-    assert bool(capture.said()) == bool(says)
+    ops = {"host": np.array([-1, used / 2 * 1e6, used / 2 * 1e6], dtype=np.int64)}
+    capture.program = SimpleNamespace(hosts=np.array(ms) * 1e6, ops=ops)
+    assert bool(capture.said()) == says
+    if says:
+        assert "took 612 ms for an iteration, 414 for the quickest" in capture.said()

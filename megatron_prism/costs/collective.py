@@ -62,12 +62,10 @@ class Calibration:
         """ns of the host for a call, ``again``: right after another one; of one that was not
         measured the median of the others."""
         key = "message" if name in ("send", "recv") else name, asynchronous
-        found = self.again.get(key) if again else None
-        if found is None:
-            found = self.host.get(key)
-        if found is None and self.host:
-            found = round(statistics.median(self.host.values()))
-        return default if found is None else found
+        for table in (self.again, self.host) if again else (self.host,):
+            if table:
+                return table.get(key) or round(statistics.median(table.values()))
+        return default
 
     def look_up(
         self, name: str, size: int, num_bytes: int, per_node: int | None = None
@@ -113,9 +111,11 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
-        overlap = read_rows(_rows(stored, "overlap"))
-        host = _host(_rows(stored, "host"))
-        return Calibration(table, str(stored["source"]), *host, overlap)
+        rows, source = _rows(stored, "overlap"), str(stored["source"])
+        overlap = read_rows(rows)
+        if rows and not overlap:
+            source += "; its overlap was measured in an earlier way and is left out"
+        return Calibration(table, source, *_host(_rows(stored, "host")), overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -17,9 +17,6 @@ __all__ = ["CALL_NS", "host_ns", "host_sources", "right_after"]
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000
-# Megatron's broadcasts of a batch have 10 to 40 us between them, other calls 100 us and more (same
-# hosts, 2026-11-22)
-_SOON_NS = 60_000
 
 
 def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
@@ -33,12 +30,13 @@ def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
 
 
 def right_after(program: Program) -> np.ndarray:
-    """bool [n]: calls that come within ``_SOON_NS`` of the host's work after another call."""
+    """bool [n]: calls before which no kernel was launched since the call before them, such as the
+    broadcasts of a batch.  What they need is still in the CPU's caches."""
     ops = program.ops
     calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
-    work = np.concatenate(([0], np.cumsum(np.maximum(ops["host"], 0))))
+    launched = np.concatenate(([0], np.cumsum(ops["ns"] > 0)))
     found = np.zeros(len(ops), dtype=bool)
-    found[calls[1:]] = work[calls[1:]] - work[calls[:-1]] <= _SOON_NS
+    found[calls[1:]] = launched[calls[1:]] == launched[calls[:-1]]
     return found & program.knows_host
 
 

@@ -1,9 +1,10 @@
 """By how much do computing and a call slow each other down while both run?  As measured.
 
-In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call.  Rows of
-earlier releases, which say no order, are not used: their clocks differed between alone and
-together, or a call's wait for room counted as slowness.  A factor below 1 is noise and counts as 1,
-and one of few rounds is left out: in the others computing did not outlast the call.
+In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call.  Rows
+that were measured in another way are not used: their clocks differed between alone and together, a
+call's wait for room counted as slowness, or nothing ran side by side.  A factor below 1 is noise
+and counts as 1, and one of few rounds is left out: in the others computing did not outlast the
+call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Overlap", "read_rows"]
+__all__ = ["METHOD", "Overlap", "read_rows"]
+
+METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
 
 _MOST = 100.0  # times slower: what is more is no measurement
 _SHARE = 0.5  # of the rounds of the row that has most of them
@@ -38,7 +41,7 @@ class Overlap:
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    known = [row for row in rows if "order" in row]
+    known = [row for row in rows if row.get("method") == METHOD]
     enough = _SHARE * max((float(row.get("rounds", 0)) for row in known), default=0)
     for row in known:
         pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])

@@ -1,18 +1,16 @@
 """By which factor do computing and a call slow each other down while both run?
 
-Part of ``prism calibrate``.  A GPU's clock follows its heat and power within some ten milliseconds,
-so "alone" and "together" measured one after the other compare two clocks (an earlier version found
-factors below 1 that way).  Here one uninterrupted queue alternates short phases: computing alone, a
-call alone, and a call that starts first with computing right behind it, which is how Megatron
-overlaps them (CUDA_DEVICE_MAX_CONNECTIONS=1 is there for that order).  A call launched into the
-middle of computing waits for room first, and an earlier version took that for slowness (2.3 times
-for 16 MiB, where the job's calls were 1.05 times as long; 4 x H200, 2026-11-22).  Every phase sees
-the same clock: a round is compared with the phases alone of that round and the next, and the result
-is the median over rounds.
+A part of ``prism calibrate``.  A GPU's clock follows its heat and power within some ten
+milliseconds, so "alone" and "together" measured one after the other compare two clocks (an earlier
+version found factors below 1 that way).  Here one uninterrupted queue alternates two short phases,
+which differ in one thing only: a call with computing behind it, and a call with computing beside it
+that begins a moment later.  That is how Megatron overlaps them.  A call launched into the middle of
+computing waits for room first, and an earlier version took that for slowness (2.3 times for 16 MiB,
+where the job's calls were 1.05 times as long; 4 x H200, 2026-11-22).  The result is the median over
+rounds.
 
-That order is made here by a moment of nothing before computing, and with many connections: with one
-the event behind the call, which says when it ended, holds up the kernels that are launched after it
-(every factor was 1.0; same day).
+Streams need hardware queues of their own (CUDA_DEVICE_MAX_CONNECTIONS): with one for all, factors
+came out as 1.0 from 64 MiB on, so nothing ran side by side (same day; the cause is assumed).
 
 Computing is of two kinds: ``gemm``, products that fill the GPU, and ``memory``, additions that take
 all of its memory's rate.  On CPUs (gloo) both run throughout a phase, on the host's clock.
@@ -20,31 +18,47 @@ all of its memory's rate.  On CPUs (gloo) both run throughout a phase, on the ho
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
+
+from megatron_prism.costs.overlap import METHOD
 
 __all__ = ["overlaps"]
 
 KINDS = ("gemm", "memory")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-SIZES, CPU_SIZES = (1 << 22, 1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
+SIZES, CPU_SIZES = (1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
 CPU_PHASE_NS = 2e7
 ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3
-_LONGER = 1.5  # computing lasts that much longer than a call, so that it covers a slow one
+_LONGER = 2.5  # computing lasts that much longer than a call, so that it covers a slow one
 _AHEAD_CYCLES = 60_000_000  # 30 ms of busy waiting, in which the host gets ahead
-_HEAT_S = 2.0
 _HEAD_CYCLES = 20_000  # 10 us that a call has for its launch before computing begins
-_MOST = 0.9  # of computing that a call can take; noise must not become a huge factor
+_LEAST_NS = 30_000  # of both side by side; less says nothing beside that head
+_HEAT_S = 2.0
+_MOST = 0.9  # of either that the other can take; noise must not become a huge factor
+
 Call = Callable[[], Any]
-# ns of computing, of the call, of both under or beside each other; whether the round counts
-Phases = tuple[float, float, float, float, bool]
+Phases = tuple[float, float, float, float, bool]  # ns, as ``_on_host`` has them
+
+
+class Round(NamedTuple):
+    """ns of a call and of computing, one behind the other and side by side; for how long both
+    ran; whether computing outlasted the call."""
+
+    call: float
+    compute: float
+    call_beside: float
+    compute_beside: float
+    both: float
+    covered: bool
 
 
 def overlaps(
@@ -60,15 +74,20 @@ def overlaps(
         _heat(compute["gemm"])
     rows = []
     for num_bytes in SIZES if cuda else CPU_SIZES:
-        for name in calls(num_bytes):
-            for kind in KINDS if name in OPS else ():
-                found = run(compute[kind], calls(num_bytes)[name])  # sums of sums start anew
-                if found is not None:
-                    first, second, counted = found
-                    row = {"op": name, "ranks": size, "bytes": num_bytes, "kind": kind}
-                    row |= {"order": "call first" if cuda else "at once"}
-                    factors = {"compute": round(first, 4), "call": round(second, 4)}
-                    rows.append({**row, **factors, "rounds": counted})
+        for name, kind in itertools.product(OPS, KINDS):
+            call = calls(num_bytes).get(name)  # anew each time: sums of sums grow
+            found = run(compute[kind], call) if call is not None else None
+            if found is not None:
+                first, second, counted = found
+                row = {
+                    "op": name,
+                    "ranks": size,
+                    "bytes": num_bytes,
+                    "kind": kind,
+                    "method": METHOD,
+                }
+                factors = {"compute": round(first, 4), "call": round(second, 4)}
+                rows.append({**row, **factors, "rounds": counted})
     return rows
 
 
@@ -112,14 +131,15 @@ def _medians(pairs: list[tuple[float, float]]) -> tuple[float, float, int] | Non
 
 # -- on a GPU -------------------------------------------------------------------------------------
 def _on_device(compute: Call, call: Call) -> tuple[float, float, int] | None:
-    side = torch.cuda.Stream()
+    side, word = torch.cuda.Stream(), torch.zeros(1, device="cuda")
     one, each = _slowest(
-        _between(lambda: _times(10, compute)) / 10, _between(lambda: _times(4, call)) / 4
+        _between(lambda: _times(10, compute)) / 10, _between(lambda: _times(2, call)) / 2
     )
     count = math.ceil(_LONGER * each / one) + 1  # the same on every rank, or clocks part
     torch.cuda.synchronize()
     torch.cuda._sleep(_AHEAD_CYCLES)
-    marks = [_round(side, compute, call, count) for _ in range(ROUNDS + 1)]
+    phases = _Phases(side, call, lambda: _times(count, compute), lambda: dist.all_reduce(word))
+    marks = [phases.round(bool(number % 2)) for number in range(ROUNDS)]
     torch.cuda.synchronize()
     return _medians(_call_first([_read(one) for one in marks][DROPPED:]))
 
@@ -140,55 +160,53 @@ def _between(call: Call) -> float:
     return begin.elapsed_time(end) * 1e6
 
 
-def _round(
-    side: torch.cuda.Stream, compute: Call, call: Call, count: int
-) -> list[torch.cuda.Event]:
-    """Issue the three phases; the events around them: computing, the call, both (4 to 7).
+class _Phases:
+    """Issues the phases; ``meet`` is a small call, after which all ranks are at the same place."""
 
-    Before a call that counts comes one that does not: it waits for the last rank.
-    """
-    main = torch.cuda.current_stream()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
+    def __init__(self, side: torch.cuda.Stream, call: Call, compute: Call, meet: Call) -> None:
+        self.side, self.call, self.compute, self.meet = side, call, compute, meet
 
-    def timed(begin: int, then: Call) -> None:
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            call()
-        main.wait_stream(side)
-        with torch.cuda.stream(side):
-            marks[begin].record()
-            call()
-            marks[begin + 1].record()
-        then()
-        main.wait_stream(side)
+    def round(self, beside_first: bool) -> list[list[torch.cuda.Event]]:
+        """Marks of both phases: computing behind the call, and beside it."""
+        order = (True, False) if beside_first else (False, True)
+        found = {beside: self._phase(beside) for beside in order}
+        return [found[False], found[True]]
 
-    def computing(begin: int) -> None:
-        marks[begin].record()
+    def _phase(self, beside: bool) -> list[torch.cuda.Event]:
+        """[the call begins, ends, computing begins, ends]."""
+        main = torch.cuda.current_stream()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self.meet()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            marks[0].record()
+            self.call()
+            marks[1].record()
+        if not beside:
+            main.wait_stream(self.side)
         torch.cuda._sleep(_HEAD_CYCLES)
-        _times(count, compute)
-        marks[begin + 1].record()
-
-    computing(0)
-    timed(2, lambda: None)
-    timed(4, lambda: computing(6))
-    return marks
+        marks[2].record()
+        self.compute()
+        marks[3].record()
+        main.wait_stream(self.side)
+        return marks
 
 
-def _read(marks: list[torch.cuda.Event]) -> Phases:
-    compute, call, beside, under = (marks[i].elapsed_time(marks[i + 1]) * 1e6 for i in (0, 2, 6, 4))
-    return compute, call, beside, under, marks[5].elapsed_time(marks[7]) >= 0
+def _read(marks: list[list[torch.cuda.Event]]) -> Round:
+    behind, beside = marks
+    times = [phase[i].elapsed_time(phase[i + 1]) * 1e6 for phase in marks for i in (0, 2)]
+    both = beside[2].elapsed_time(beside[1]) * 1e6
+    return Round(*times, both, beside[1].elapsed_time(beside[3]) >= 0)
 
 
-def _call_first(rounds: list[Phases]) -> list[tuple[float, float]]:
-    """Factors of the rounds in which computing outlasted the call.
-
-    Computing is slower for as long as the call runs: it loses what both take longer together.
-    """
+def _call_first(rounds: list[Round]) -> list[tuple[float, float]]:
+    """Factors of the rounds that count: what each lost, in times of how long both ran."""
     found = []
-    for one, after in zip(rounds, rounds[1:], strict=False):
-        if one[4]:
-            lost = (one[2] - (one[0] + after[0]) / 2) / one[3]
-            found.append((1 / (1 - min(max(lost, 0.0), _MOST)), 2 * one[3] / (one[1] + after[1])))
+    for one in rounds:
+        if one.covered and one.both >= _LEAST_NS:
+            lost = one.compute_beside - one.compute, one.call_beside - one.call
+            first, second = (min(max(ns / one.both, 0.0), _MOST) for ns in lost)
+            found.append((1 / (1 - first), 1 / (1 - second)))
     return found
 
 

@@ -34,6 +34,7 @@ CPU_SIZES = SIZES[:6]
 REPEATS, CALLS = 7, 5
 SAMPLES, FEW_SAMPLES, LARGE = 64, 24, 1 << 26  # single calls that are kept; fewer of large ones
 _SMALL = 2.0**-110
+LOOKS = 3  # at the host, at least
 _QUEUE_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
 
 
@@ -154,7 +155,8 @@ def _messages(
     }
 
 
-def _collectives(bench: _Bench) -> list[dict[str, Any]]:
+def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]]:
+    """Rows of every group size; all ranks call ``then`` after each."""
     rows = []
     for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
         group = dist.new_group(list(range(n)))
@@ -169,6 +171,7 @@ def _collectives(bench: _Bench) -> list[dict[str, Any]]:
                     row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
                     rows.append({**row, "samples": sorted(samples)})
         dist.barrier()
+        then()
     return rows
 
 
@@ -183,32 +186,49 @@ def _text(stored: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-@record  # so that the launcher shows what went wrong here
-def main() -> int:
-    """Entry of one process; argument: the file to write."""
-    bench, hosts = _Bench(), []
+def _calls_stage(bench: _Bench) -> dict[str, Any]:
+    """What calls take of device and host; the host at several moments."""
+    hosts: list[list[dict[str, Any]]] = []
 
     def look_at_host() -> None:
         hosts.append(host_calls(bench.rank, bench.size) if bench.cuda else [])
 
     look_at_host()
-    rows = _collectives(bench)
-    look_at_host()
-    overlap = overlaps(bench.cuda, bench.size, lambda size: _calls(
-        bench, None, bench.size, _tensors(bench, bench.size, size)))  # fmt: skip
-    look_at_host()
+    rows = _collectives(bench, look_at_host)
+    while len(hosts) < LOOKS:
+        look_at_host()
+    name = torch.cuda.get_device_name() if bench.cuda else "CPU"
+    kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
+    today = datetime.date.today()
+    return {
+        "format": FORMAT,
+        "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
+        "collectives": rows,
+        "overlap": [],
+        "host": middle(hosts),
+    }
+
+
+def _overlap_stage(bench: _Bench) -> list[dict[str, Any]]:
+    def calls(size: int) -> dict[str, Callable[[], Any]]:
+        return _calls(bench, None, bench.size, _tensors(bench, bench.size, size))
+
+    return overlaps(bench.cuda, bench.size, calls)
+
+
+@record  # so that the launcher shows what went wrong here
+def main() -> int:
+    """Entry of one process; arguments: the file to write, and the stage."""
+    file, stage = sys.argv[1:]
+    bench = _Bench()
+    if stage == "calls":
+        stored = _calls_stage(bench)
+    else:
+        with open(file, encoding="utf-8") as before:
+            stored = json.load(before)
+        stored["overlap"] = _overlap_stage(bench)
     if bench.rank == 0:
-        name = torch.cuda.get_device_name() if bench.cuda else "CPU"
-        kind = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if bench.cuda else "gloo"
-        today = datetime.date.today()
-        stored = {
-            "format": FORMAT,
-            "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
-            "collectives": rows,
-            "overlap": overlap,
-            "host": middle(hosts),
-        }
-        write_whole(sys.argv[1], _text(stored), force=True)
+        write_whole(file, _text(stored), force=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

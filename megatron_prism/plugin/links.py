@@ -47,7 +47,7 @@ class Links:
 
     def _run(self) -> None:
         try:
-            made, last = -1, 0.0
+            made, last = self._calls(), -STILL_S
             while not self._stop.wait(PERIOD_S):
                 if (now := self._calls()) != made:
                     made, last = now, time.monotonic()
@@ -88,7 +88,9 @@ def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links
         peer = _neighbour(index)
         if peer is None:
             return Links(why="no other GPU of this host is visible")
-        return Links(f"words to GPU {peer}", send=_sender(index, peer), calls=calls)
+        return Links(
+            f"words to GPU {peer} while it makes calls", send=_sender(index, peer), calls=calls
+        )
     except Exception as error:  # a rank whose links sleep is better than none
         return Links(why=f"{type(error).__name__}: {error}")
 

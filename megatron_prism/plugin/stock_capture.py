@@ -18,6 +18,8 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
@@ -59,7 +61,7 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     check_writable(folder, "--prism-capture DIR")
 
 
-_DISTURBED = 1.25  # times the quickest iteration; an idle host's differ by some percent
+_DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 
 
 class StockCapture:
@@ -205,14 +207,19 @@ class StockCapture:
         self.store.put(self.program)
         return self.store.path(self.rank)
 
+    def _host_ns(self) -> int:
+        """What the slice says that the host takes for an iteration."""
+        assert self.program is not None
+        return int(np.maximum(self.program.ops["host"], 0).sum())
+
     def said(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
-        hosts = self.program.hosts / 1e6 if self.program is not None else ()
-        if len(hosts) > 1 and max(hosts) > _DISTURBED * min(hosts):
+        hosts = self.program.hosts if self.program is not None else ()
+        if len(hosts) > 1 and (used := self._host_ns()) > _DISTURBED * min(hosts):
             found += (
-                f"; the host took {min(hosts):,.0f} to {max(hosts):,.0f} ms for an iteration: it "
-                "was disturbed, and where the GPU waits for it, so is what follows from this slice"
+                f"; the host took {used / 1e6:,.0f} ms for an iteration, {min(hosts) / 1e6:,.0f} "
+                "for the quickest: it was disturbed, and with it all that waits for it"
             )
         return found
 

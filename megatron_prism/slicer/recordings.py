@@ -99,9 +99,9 @@ def _apart(
     own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
     each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
     # Delays of a host are few and long, so no segment's median has them, but every iteration has.
-    middle, whole = np.median(each, axis=0), each.sum(axis=1)
+    middle, whole = _lower_median(each), each.sum(axis=1)
     usual = _lower_median(whole)
-    unrecorded = _lower_median(clocks) / max(1.0, usual) if len(clocks) else 1.0
+    unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
     scale = unrecorded * usual / max(1.0, middle.sum())
     issued = np.rint(middle * scale).astype(np.int64)
     # the trace slows the host down, so of its first launch only the place in the segment counts
@@ -114,10 +114,11 @@ def _apart(
     return replace(program, hosts=totals)
 
 
-def _lower_median(values: Sequence[int] | np.ndarray) -> float:
-    """The middle one, of two the smaller: what disturbs a host only adds, and a process beside it
-    once made one of two iterations take 811 ms instead of 414 (4 x H200, 2026-11-22)."""
-    return float(np.sort(values)[(len(values) - 1) // 2])
+def _lower_median(values: np.ndarray) -> Any:
+    """The middle one of the first axis, of two the smaller: what disturbs a host only adds, and a
+    process beside it once made one of two iterations take 811 ms instead of 414 (4 x H200,
+    2026-11-22)."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2].astype(float)
 
 
 def stamp() -> Any:

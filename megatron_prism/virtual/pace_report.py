@@ -16,8 +16,8 @@ from megatron_prism.virtual.pace_source import RING
 __all__ = ["at_once", "summary"]
 
 _LATE_NS = 5_000
-# from coming to a call to its kernel on a device that has nothing else to do, beyond the least that
-# a launch takes; shared hosts take 30 us for their part of a call
+# From coming to a call to its kernel on a device that has nothing else to do, beyond the least that
+# a launch takes: Python's part took more than 30 us on a shared host (H200, 2026-11-22).
 _AT_ONCE_NS = 60_000
 
 
