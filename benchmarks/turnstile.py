@@ -3,13 +3,13 @@
 ``python benchmarks/turnstile.py DIR (-m MODULE | SCRIPT) arguments…`` imports what takes long,
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
-(ns of the clock that all processes of a host share) and the peaks so far, in bytes. ``turns.py``
-is at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs
-between two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the
-host did in every step: calls of process groups, ns in them, ns of garbage collection, ns of
-processor time (clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is
-recorded: ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device
-did in it.
+(ns of the clock that all processes of a host share), the peaks so far and what is reserved now, in
+bytes. ``turns.py`` is at the other end. The script is a stock one, or one under ``megatron_prism
+run``: what runs between two stops is untouched. With TURNS_HOST=1 in the environment the file also
+says what the host did in every step: calls of process groups, ns in them, ns of garbage collection,
+ns of processor time (clocks take about 1 us a call). A turn that begins while ``DIR/kernels``
+exists is recorded: ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the
+device did in it.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class Turnstile:
             self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
+            found["segments"] = _segments(torch.cuda.memory_snapshot())
         if self.host is not None:
             found["host"] = [*self.read, self.host.read()]
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
@@ -178,6 +179,19 @@ class Turnstile:
             module.train = whole
 
         after_import("megatron.training.training", at_training)
+
+
+def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
+    """[pool, segments, bytes of them, bytes in use] by pool and stream, the largest first: where
+    do the reserved bytes of two ranks differ?"""
+    found: dict[tuple[str, int], list[int]] = {}
+    for segment in snapshot:
+        row = found.setdefault((segment["segment_type"], segment["stream"]), [0, 0, 0])
+        row[0] += 1
+        row[1] += segment["total_size"]
+        row[2] += segment["allocated_size"]
+    rows = [[pool, *row] for (pool, _), row in found.items()]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def _preload() -> None:

@@ -146,3 +146,15 @@ def test_kernels_of_a_job_that_failed_are_compared_with_nothing(modules, tmp_pat
     (tmp_path / "paced" / "kernels-0.json").write_text(kernel)
     turns.kernels(turns.Turns, groups)
     assert "kernels of rank 0" in capsys.readouterr().out
+
+
+def test_reserved_bytes_are_told_by_pool_and_stream(modules):
+    def segment(kind, stream, total, used):
+        return {"segment_type": kind, "stream": stream, "total_size": total,
+                "allocated_size": used}  # fmt: skip
+
+    snapshot = [segment("small", 0, 2, 1), segment("large", 0, 20, 9), segment("large", 7, 30, 8),
+                segment("large", 0, 20, 20)]  # fmt: skip
+    assert modules[1]._segments(snapshot) == [
+        ["large", 2, 40, 29], ["large", 1, 30, 8], ["small", 1, 2, 1]
+    ]  # fmt: skip
