@@ -5,9 +5,9 @@ for people, tests and the text form.  Semantics, in CUDA's terms:
 
 ==============  ====================================================================================
 compute         kernels on ``stream``: ``ns`` measured (-1: unknown), ``flops``, ``traffic`` bytes.
-                ``host``: how long the host takes to issue them, ``lead`` of it until the first one
-                is launched; ``ns`` is then the kernels' alone, as if the host were always ahead.
-                Unknown (-1): ``ns`` has its delays in it
+                ``host``: how long the host takes to issue them, ``lead`` of it until the device may
+                begin and then never waits for a launch; ``ns`` is then the kernels' alone, as if
+                the host were always ahead.  Unknown (-1): ``ns`` has its delays in it
 all_reduce ...  any row of ``collectives.TABLE`` that is no p2p: issued from ``stream``, runs on the
                 group's own stream.  Without a handle the issuing stream waits for it at once
 send recv       p2p with the rank ``peer`` places further in the group's ring of members (may be

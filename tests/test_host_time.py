@@ -122,6 +122,48 @@ def test_clocks_that_dip_are_in_every_iteration_and_in_no_segments_median():
     assert device_ns(each, np.stack([busy, none, none])).tolist() == [1020 * US] * 10
 
 
+def ended(kernels, host, device):
+    """When the kernels (us from the host's begin to each launch, us that each takes) are through,
+    one after the other, if the host begins at ``host`` and the device is free at ``device``."""
+    for launched, takes in kernels:
+        device = max(device, host + launched) + takes
+    return device
+
+
+def test_a_device_that_waits_within_a_segment_is_known_from_then_on():
+    """Small kernels first: what follows for any other moment at which the device is free."""
+    from megatron_prism.slicer.recordings import _starved
+
+    rng = np.random.default_rng(3)
+    seen = 0
+    for _ in range(200):
+        count = int(rng.integers(2, 30))
+        launches = np.cumsum(rng.integers(5, 60, count))
+        takes = np.where(rng.random(count) < 0.8, rng.integers(2, 20, count), 400)
+        kernels, ns = list(zip(launches.tolist(), takes.tolist(), strict=True)), int(takes.sum())
+        host_us = int(launches[-1]) + 5
+        free = int(rng.integers(0, 300))  # at first the device is busy that long with another
+        first_ns, begins = free + 1, [0, 1]  # whose issue takes the host 1 us
+        end = ended(kernels, 1, first_ns)
+        end_seen = max(end, 1 + host_us)  # the event behind it, which the host issues last
+        elapsed = np.array([[first_ns, end_seen - first_ns]] * 3) * US
+        hosts = np.array([[(b, b + h) for b, h in zip(begins, (1, host_us), strict=True)]] * 3) * US
+        none = np.zeros(2, dtype=np.int64)
+        lead = _starved(elapsed, hosts, np.array([first_ns, ns]) * US, none)[1] / US
+        if ns < 50 or end_seen - first_ns <= 1.03 * ns + 10:
+            assert lead == 0  # it ran through, or is too short: the host's delays do not show
+            continue
+        if end_seen > end:
+            assert (
+                lead == host_us - ns or lead == 0
+            )  # the host decides: no later than it is through
+            continue
+        seen += 1
+        for other in rng.integers(0, 2000, 5).tolist():
+            assert max(other + ns, 1 + lead + ns) == pytest.approx(ended(kernels, 1, other))
+    assert seen > 30
+
+
 def test_of_two_iterations_the_undisturbed_one_counts():
     from megatron_prism.slicer.recordings import _lower_median
 

@@ -43,7 +43,7 @@ def right_after(program: Program) -> np.ndarray:
 def host_ns(
     program: Program, calibration: Calibration, first: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(until the first kernel, from then on: int64 [n] ns; source uint8 [n]).
+    """(until the device may begin, from then on: int64 [n] ns; source uint8 [n]).
 
     ``first`` is the number of the segments' provenance.
 

@@ -42,9 +42,9 @@ class Prices:
     meetings        : int64 [rendezvous], once everybody has come
     meeting_source  : uint8 [rendezvous], index into ``sources``
     sources         : provenance, in words
-    lead, host      : per class int64 [ops], how long the host takes until the first kernel of an op
-                      is launched, and from then on; 0 throughout for programs whose segments have
-                      the host's delays in them
+    lead, host      : per class int64 [ops], how long the host takes until the device may begin an
+                      op and then never waits for a launch, and from then on; 0 throughout for
+                      programs whose segments have the host's delays in them
     host_source     : per class uint8 [ops], index into ``sources``
     """
 

@@ -18,7 +18,7 @@ from megatron_prism.program import Program
 __all__ = ["COMPUTE", "HOST", "JOIN", "LEAD", "NOTHING", "Issue", "issue"]
 
 COMPUTE, JOIN = 0, 1  # a segment, a point in time (2 is a meeting)
-LEAD, HOST = 3, 4  # the host's time for an op until its first kernel is launched, and after that
+LEAD, HOST = 3, 4  # the host's time for an op until the device may begin it, and after that
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE, _BARRIER = CODE["compute"], CODE["barrier"]
 _EMPTY: list[int] = []  # never changed

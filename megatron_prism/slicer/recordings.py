@@ -52,6 +52,10 @@ class Recording:
         return timed(self.builder.build(self.rank), self.segments_ns())
 
 
+_PAUSED, _PAUSED_NS = 0.03, 10_000  # of its kernels' time, and ns: a segment with a pause in it
+_TELLING_NS = 50_000  # shorter segments end with whatever the stream waited for
+
+
 def timed(program: Program, segments_ns: np.ndarray) -> Program:
     """``program`` with these durations of its compute ops, if there are any."""
     compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
@@ -107,11 +111,42 @@ def _apart(
     # the trace slows the host down, so of its first launch only the place in the segment counts
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
+    ns = device_ns(program.samples, busy)
+    starved = unrecorded * _starved(program.samples, hosts, ns, own)
+    lead = np.minimum(np.maximum(place * issued, starved), issued)
     program.ops["host"][compute] = issued
-    program.ops["lead"][compute] = np.rint(place * issued).astype(np.int64)
-    program.ops["ns"][compute] = device_ns(program.samples, busy)
+    program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
+    program.ops["ns"][compute] = ns
     totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
+
+
+def _starved(elapsed: np.ndarray, hosts: np.ndarray, ns: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """float64 [segments]: how long after the host the device may begin a segment to run through
+    it, where that could be seen; 0 elsewhere.
+
+    elapsed : [iterations, segments] between the events around each; hosts: [iterations, segments,
+              2] the host's clock; ns: [segments] what the device takes without a pause; own:
+              [segments] what of the host's time is the recorder's
+
+    Kernels are launched one after the other, small ones often first: a device that has caught up
+    with the host waits again within the segment, for its k-th kernel, say.  The segment then ends
+    when the host has come to that (L) and the rest has run (R), whenever the device began, so
+    ``max(end of what was before + ns, begin of the host + L + R)`` is exact, and L + R - ns is what
+    is asked for.  It shows where a segment takes longer than its kernels, and only there.
+    """
+    found = np.full(elapsed.shape, np.nan)
+    for each, (begins, _), row in zip(elapsed, hosts.transpose(0, 2, 1), found, strict=True):
+        end = begins[0] if len(begins) else 0
+        for j, begin in enumerate(begins.tolist()):
+            end = max(end, begin) + each[j]
+            row[j] = end - ns[j] - begin - own[j]
+    paused = (elapsed > (1 + _PAUSED) * ns + _PAUSED_NS) & (ns >= _TELLING_NS)
+    found[~paused] = np.nan
+    often = 2 * paused.sum(axis=0) > len(elapsed)
+    late = np.zeros(len(ns))
+    late[often] = np.nanmedian(found[:, often], axis=0) if often.any() else 0
+    return np.maximum(late, 0)
 
 
 def _lower_median(values: np.ndarray) -> Any:
