@@ -396,6 +396,37 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert program.hosts.tolist() == [96_300, 96_300, *clocks]
 
 
+def test_a_pause_within_a_segment_is_shorter_where_the_host_is_quicker():
+    from megatron_prism.program import Builder
+    from megatron_prism.slicer.recordings import Recording, typical
+
+    class Mark:
+        def __init__(self, ms):
+            self.ms = ms
+
+        def elapsed_time(self, other):
+            return other.ms - self.ms
+
+        def synchronize(self):
+            pass
+
+    builder = Builder()
+    for name in ("compute", "all_reduce", "compute"):
+        builder.add(name)
+    names = ["compute", "all_reduce", "compute"]
+    times = [(Mark(0), Mark(0.4)), (Mark(0.4), Mark(1.4))]  # the second's kernels take 0.4 ms
+    hosts = [(0, 300_000), (500_000, 1_500_000)]
+    busy = np.array([[400_000, 400_000], [10_000, 20_000], [0, 0]])
+    written, quick = (Recording(0, b, times, names, hosts) for b in (builder, None))
+    traced = Recording(0, None, times, names, hosts, busy=busy)
+    plain, _ = typical([written, quick, quick, traced])
+    # the host comes at 500 us, the device is through at 1,500, and computes for 400 of that
+    assert plain.ops["lead"].tolist() == [10_000, -1, 600_000]
+    quicker, _ = typical([written, quick, quick, traced], clocks=[1_170_000] * 3)  # 0.9 of 1.3 ms
+    assert quicker.ops["host"].tolist() == [270_000, -1, 900_000]
+    assert quicker.ops["lead"].tolist() == [9_000, -1, 600_000 - round(0.1 * 1_600_000 / 2)]
+
+
 def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
     from megatron_prism.slicer import clock, recorder
 

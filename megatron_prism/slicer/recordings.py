@@ -112,7 +112,9 @@ def _apart(
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
     ns = device_ns(program.samples, busy)
-    starved = unrecorded * _starved(program.samples, hosts, ns, own)
+    starved = _starved(program.samples, hosts, ns, own)
+    # Recording slows the host down; how far it had come is between ``starved`` and all of it.
+    starved -= np.where(starved > 0, (1 - unrecorded) * (starved + middle) / 2, 0)
     lead = np.minimum(np.maximum(place * issued, starved), issued)
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
