@@ -144,17 +144,21 @@ class Turnstile:
         import torch
 
         found = {"steps": len(self.starts), "starts_ns": self.starts}
+        stopped_ns = time.monotonic_ns()
+        host = self.host.read() if self.host is not None else None
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+            stopped_ns = time.monotonic_ns()  # what follows takes time of its own
+            host = self.host.read() if self.host is not None else None
             self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
             found["segments"] = _segments(torch.cuda.memory_snapshot())
-        if self.host is not None:
-            found["host"] = [*self.read, self.host.read()]
+        if host is not None:
+            found["host"] = [*self.read, host]
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
                                 for k, v in self.host.methods.items()}  # fmt: skip
-        found["stopped_ns"] = time.monotonic_ns()
+        found["stopped_ns"] = stopped_ns
         self._write("rank", found)
 
     def install(self) -> None:
@@ -182,16 +186,16 @@ class Turnstile:
 
 
 def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
-    """[pool, segments, bytes of them, bytes in use] by pool and stream, the largest first: where
-    do the reserved bytes of two ranks differ?"""
+    """[pool, on the default stream, segments, bytes of them, bytes in use] by pool and stream, the
+    largest first: where do the reserved bytes of two ranks differ?"""
     found: dict[tuple[str, int], list[int]] = {}
     for segment in snapshot:
         row = found.setdefault((segment["segment_type"], segment["stream"]), [0, 0, 0])
         row[0] += 1
         row[1] += segment["total_size"]
         row[2] += segment["allocated_size"]
-    rows = [[pool, *row] for (pool, _), row in found.items()]
-    return sorted(rows, key=lambda row: -row[2])
+    rows = [[pool, stream == 0, *row] for (pool, stream), row in found.items()]
+    return sorted(rows, key=lambda row: -row[3])
 
 
 def _preload() -> None:

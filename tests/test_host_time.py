@@ -18,6 +18,7 @@ from megatron_prism.program_parse import parse
 from megatron_prism.replay import timeline
 from megatron_prism.report.parts import path_parts
 from megatron_prism.slicer.busy import busy_ns, device_ns
+from megatron_prism.slicer.launches import Launches, launches
 
 US = 1000
 
@@ -130,38 +131,53 @@ def ended(kernels, host, device):
     return device
 
 
-def test_a_device_that_waits_within_a_segment_is_known_from_then_on():
-    """Small kernels first: what follows for any other moment at which the device is free."""
-    from megatron_prism.slicer.recordings import _starved
-
+def test_a_device_that_waits_within_a_segment_is_known_for_every_other_moment():
+    """Small kernels first: what follows wherever the device is free, on a host twice as quick."""
     rng = np.random.default_rng(3)
-    seen = 0
-    for _ in range(200):
+    base, waited_within = 1_795_281_652_691_879_424, 0  # the host's clock has a date
+    for _ in range(100):
         count = int(rng.integers(2, 30))
-        launches = np.cumsum(rng.integers(5, 60, count))
+        launched = 2 * np.cumsum(rng.integers(5, 60, count))
         takes = np.where(rng.random(count) < 0.8, rng.integers(2, 20, count), 400)
-        kernels, ns = list(zip(launches.tolist(), takes.tolist(), strict=True)), int(takes.sum())
-        host_us = int(launches[-1]) + 5
-        free = int(rng.integers(0, 300))  # at first the device is busy that long with another
-        first_ns, begins = free + 1, [0, 1]  # whose issue takes the host 1 us
-        end = ended(kernels, 1, first_ns)
-        end_seen = max(end, 1 + host_us)  # the event behind it, which the host issues last
-        elapsed = np.array([[first_ns, end_seen - first_ns]] * 3) * US
-        hosts = np.array([[(b, b + h) for b, h in zip(begins, (1, host_us), strict=True)]] * 3) * US
+        host = int(launched[-1]) + 6
+        # the segment before it has one kernel, and issues it at 3
+        rows = [
+            (3, 3, 7),
+            *((20 + at, 20 + at, ns) for at, ns in zip(launched, takes, strict=True)),
+        ]
+        trace = traced([tuple(map(int, row)) for row in rows], base)
+        found = launches(trace, bounds((0, 10), (20, 20 + host), base=base))
+        ns = np.array([7, takes.sum()]) * US
         none = np.zeros(2, dtype=np.int64)
-        lead = _starved(elapsed, hosts, np.array([first_ns, ns]) * US, none)[1] / US
-        if ns < 50 or end_seen - first_ns <= 1.03 * ns + 10:
-            assert lead == 0  # it ran through, or is too short: the host's delays do not show
-            continue
-        if end_seen > end:
-            assert (
-                lead == host_us - ns or lead == 0
-            )  # the host decides: no later than it is through
-            continue
-        seen += 1
-        for other in rng.integers(0, 2000, 5).tolist():
-            assert max(other + ns, 1 + lead + ns) == pytest.approx(ended(kernels, 1, other))
-    assert seen > 30
+        for quicker in (1, 2):
+            lead = found.leads(none, np.array([10, host]) * US / quicker, ns)[1] / US
+            kernels = list(zip((launched / quicker).tolist(), takes.tolist(), strict=True))
+            assert launched[0] / quicker <= lead <= host / quicker
+            waited_within += lead > launched[0] / quicker
+            for free in rng.integers(0, 2000, 5).tolist():
+                end = max(free + takes.sum(), lead + takes.sum())
+                assert end == pytest.approx(ended(kernels, 0, free))
+    assert waited_within > 50
+
+
+def test_a_launch_that_waits_for_room_is_no_work_of_the_host():
+    trace = traced([(10, 10, 5), (20, 20, 5), (600, 900, 300)])
+    assert launches(trace, bounds((0, 700))).after.tolist() == [10 * US, 20 * US, 600 * US]
+    call = next(e for e in trace["traceEvents"] if e.get("ts") == 20 and e["cat"] != "gpu_memcpy")
+    call |= {"dur": 500, "name": "cudaLaunchKernel"}
+    found = launches(trace, bounds((0, 700)))
+    assert found.after.tolist() == [10 * US, 20 * US, 100 * US]
+    assert (found.length.tolist(), found.busy.tolist()) == ([200 * US], [310 * US])
+    call["name"] = "cudaStreamSynchronize"  # a wait that every such host has
+    assert launches(trace, bounds((0, 700))).length.tolist() == [700 * US]
+
+
+def test_segments_without_kernels_have_no_launches():
+    found = launches({"traceEvents": []}, bounds((0, 5), (6, 9)))
+    assert found.leads(*np.zeros((3, 2), dtype=np.int64)).tolist() == [0, 0]
+    trace = traced([(1, 2, 3), (5.5, 20, 5), (50, 60, 1)])
+    found = launches(trace, bounds((0, 5), (6, 9)))  # two kernels are of no segment
+    assert found.segment.tolist() == [0]
 
 
 def test_of_two_iterations_the_undisturbed_one_counts():
@@ -379,6 +395,13 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     # launched first at 7 - 3 of the 60 - 3 us that the segment took while it was traced
     assert program.ops["lead"].tolist() == [50_000, -1, 4_000]
     assert program.hosts.tolist() == [107_000] * 2
+    # a kernel before which the device has nothing to do, 50 of the 60 us on: not sooner than that
+    inner = Launches(np.array([1, 1]), np.array([7_000, 53_000]), np.array([0, 10_000]),
+                     np.array([50_000, 60_000]), np.array([100_000, 400_000]))  # fmt: skip
+    paused, _ = recordings.typical(
+        [written, quick, quick, dataclasses.replace(traced, launches=inner)], own_ns=3_000
+    )
+    assert paused.ops["lead"].tolist() == [50_000, -1, 50_000 - 10_000]
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
     # a delay that hits another segment in every iteration is in the sum, though in no median
@@ -394,37 +417,6 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     program, _ = recordings.typical([written, quick, quick, traced], own_ns=3_000, clocks=clocks)
     assert program.ops["host"].tolist() == [45_000, -1, round(57_000 * 0.9)]
     assert program.hosts.tolist() == [96_300, 96_300, *clocks]
-
-
-def test_a_pause_within_a_segment_is_shorter_where_the_host_is_quicker():
-    from megatron_prism.program import Builder
-    from megatron_prism.slicer.recordings import Recording, typical
-
-    class Mark:
-        def __init__(self, ms):
-            self.ms = ms
-
-        def elapsed_time(self, other):
-            return other.ms - self.ms
-
-        def synchronize(self):
-            pass
-
-    builder = Builder()
-    for name in ("compute", "all_reduce", "compute"):
-        builder.add(name)
-    names = ["compute", "all_reduce", "compute"]
-    times = [(Mark(0), Mark(0.4)), (Mark(0.4), Mark(1.4))]  # the second's kernels take 0.4 ms
-    hosts = [(0, 300_000), (500_000, 1_500_000)]
-    busy = np.array([[400_000, 400_000], [10_000, 20_000], [0, 0]])
-    written, quick = (Recording(0, b, times, names, hosts) for b in (builder, None))
-    traced = Recording(0, None, times, names, hosts, busy=busy)
-    plain, _ = typical([written, quick, quick, traced])
-    # the host comes at 500 us, the device is through at 1,500, and computes for 400 of that
-    assert plain.ops["lead"].tolist() == [10_000, -1, 600_000]
-    quicker, _ = typical([written, quick, quick, traced], clocks=[1_170_000] * 3)  # 0.9 of 1.3 ms
-    assert quicker.ops["host"].tolist() == [270_000, -1, 900_000]
-    assert quicker.ops["lead"].tolist() == [9_000, -1, 600_000 - round(0.1 * 1_600_000 / 2)]
 
 
 def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):

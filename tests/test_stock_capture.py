@@ -66,6 +66,7 @@ class Recorded:
     number: int
     builder: object
     busy: object = None
+    launches: object = None
     hosts: tuple = ()
 
 
@@ -73,6 +74,7 @@ class Recorded:
 def simulated(tmp_path, monkeypatch):
     """A job's capture: call with the tier, its train steps and those before an evaluation."""
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
+    monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: None)
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(

@@ -26,6 +26,7 @@ from megatron_prism.errors import UsageError
 from megatron_prism.plugin import links
 from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
+from megatron_prism.slicer.launches import launches
 from megatron_prism.slices import SliceStore
 
 __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
@@ -176,7 +177,10 @@ class StockCapture:
         if trace is None:
             return recording
         self._own_ns = self._recorder.own_ns()
-        return dataclasses.replace(recording, busy=busy_ns(trace, recording.hosts))
+        hosts = recording.hosts
+        return dataclasses.replace(
+            recording, busy=busy_ns(trace, hosts), launches=launches(trace, hosts)
+        )
 
     def _remove(self, proof: Any) -> None:
         from megatron_prism.slicer import watch

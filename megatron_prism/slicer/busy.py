@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Tracer", "busy_ns", "device_ns"]
+__all__ = ["DEVICE", "LAUNCH", "WORDS", "Tracer", "busy_ns", "device_ns", "ns_of"]
 
-_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
-_LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
-_WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
+DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
+WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
@@ -68,11 +68,11 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     launched, kernels = {}, []
     for event in trace["traceEvents"]:
         category = event.get("cat")
-        if category in _LAUNCH:
-            launched[event["args"].get("correlation")] = _ns(event["ts"])
-        elif category in _DEVICE and _WORDS not in event.get("name", ""):
-            begin = _ns(event["ts"])
-            kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
+        if category in LAUNCH:
+            launched[event["args"].get("correlation")] = ns_of(event["ts"])
+        elif category in DEVICE and WORDS not in event.get("name", ""):
+            begin = ns_of(event["ts"])
+            kernels.append((begin, begin + ns_of(event["dur"]), event["args"].get("correlation")))
     kernels.sort()
     rows = np.array([(b, e, launched[c]) for b, e, c in kernels if c in launched], dtype=np.int64)
     whole = sum(e - b for b, e, _ in kernels)
@@ -136,5 +136,6 @@ def device_ns(each: np.ndarray, traced: np.ndarray) -> np.ndarray:
     return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
 
 
-def _ns(microseconds: float) -> int:
+def ns_of(microseconds: float) -> int:
+    """Whole ns of one of the trace's times."""
     return round(float(microseconds) * 1000)

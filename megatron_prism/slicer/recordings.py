@@ -15,6 +15,7 @@ import torch
 from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.program import Builder, Program
 from megatron_prism.slicer.busy import device_ns
+from megatron_prism.slicer.launches import Launches
 
 __all__ = ["Recording", "stamp", "typical"]
 
@@ -28,6 +29,7 @@ class Recording:
     trace   : names of all ops in order
     hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
     busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
+    launches: ``launches.launches`` of it; likewise
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Recording:
     trace: list[str]
     hosts: list[tuple[int, int]] = field(default_factory=list)
     busy: np.ndarray | None = None
+    launches: Launches | None = None
 
     def segments_ns(self) -> np.ndarray:
         """Duration of each segment, int64 [segments]."""
@@ -50,10 +53,6 @@ class Recording:
         """The program with this iteration's own times."""
         assert self.builder is not None
         return timed(self.builder.build(self.rank), self.segments_ns())
-
-
-_PAUSED, _PAUSED_NS = 0.03, 10_000  # of its kernels' time, and ns: a segment with a pause in it
-_TELLING_NS = 50_000  # shorter segments end with whatever the stream waited for
 
 
 def timed(program: Program, segments_ns: np.ndarray) -> Program:
@@ -108,47 +107,18 @@ def _apart(
     unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
     scale = unrecorded * usual / max(1.0, middle.sum())
     issued = np.rint(middle * scale).astype(np.int64)
-    # the trace slows the host down, so of its first launch only the place in the segment counts
+    # the trace slows the host down, so of a launch only the place in its segment counts
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
     ns = device_ns(program.samples, busy)
-    starved = _starved(program.samples, hosts, ns, own)
-    # Recording slows the host down; how far it had come is between ``starved`` and all of it.
-    starved -= np.where(starved > 0, (1 - unrecorded) * (starved + middle) / 2, 0)
-    lead = np.minimum(np.maximum(place * issued, starved), issued)
+    lead = place * issued  # until the first launch
+    if traced.launches is not None:
+        lead = np.maximum(lead, traced.launches.leads(own, issued, ns))
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
     program.ops["ns"][compute] = ns
     totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
-
-
-def _starved(elapsed: np.ndarray, hosts: np.ndarray, ns: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """float64 [segments]: how long after the host the device may begin a segment to run through
-    it, where that could be seen; 0 elsewhere.
-
-    elapsed : [iterations, segments] between the events around each; hosts: [iterations, segments,
-              2] the host's clock; ns: [segments] what the device takes without a pause; own:
-              [segments] what of the host's time is the recorder's
-
-    Kernels are launched one after the other, small ones often first: a device that has caught up
-    with the host waits again within the segment, for its k-th kernel, say.  The segment then ends
-    when the host has come to that (L) and the rest has run (R), whenever the device began, so
-    ``max(end of what was before + ns, begin of the host + L + R)`` is exact, and L + R - ns is what
-    is asked for.  It shows where a segment takes longer than its kernels, and only there.
-    """
-    found = np.full(elapsed.shape, np.nan)
-    for each, (begins, _), row in zip(elapsed, hosts.transpose(0, 2, 1), found, strict=True):
-        end = begins[0] if len(begins) else 0
-        for j, begin in enumerate(begins.tolist()):
-            end = max(end, begin) + each[j]
-            row[j] = end - ns[j] - begin - own[j]
-    paused = (elapsed > (1 + _PAUSED) * ns + _PAUSED_NS) & (ns >= _TELLING_NS)
-    found[~paused] = np.nan
-    often = 2 * paused.sum(axis=0) > len(elapsed)
-    late = np.zeros(len(ns))
-    late[often] = np.nanmedian(found[:, often], axis=0) if often.any() else 0
-    return np.maximum(late, 0)
 
 
 def _lower_median(values: np.ndarray) -> Any:
