@@ -160,7 +160,7 @@ def test_a_clock_that_drifts_is_no_factor():
     """Every round is 10 % slower than the one before: phases of the same round are compared."""
     calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
     slower = [1.1**k for k in range(6)]
-    rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05, True) for s in slower]
+    rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05) for s in slower]
     medians = calibrate_overlap._medians
     compute, call, counted = medians(calibrate_overlap._throughout(rounds))
     assert (compute, call) == (pytest.approx(1.2), pytest.approx(1.5))

@@ -46,7 +46,7 @@ _HEAT_S = 2.0
 _MOST = 0.9  # of either that the other can take; noise must not become a huge factor
 
 Call = Callable[[], Any]
-Phases = tuple[float, float, float, float, bool]  # ns, as ``_on_host`` has them
+Phases = tuple[float, float, float, float]  # ns, as ``_on_host`` has them
 
 
 class Round(NamedTuple):
@@ -220,7 +220,7 @@ def _on_host(compute: Call, call: Call) -> tuple[float, float, int] | None:
     rounds = []
     for _ in range(CPU_ROUNDS + 1):
         alone = _host_ns(lambda: _times(own, compute)), _host_ns(lambda: _times(others, call))
-        rounds.append((*alone, *_host_together(compute, call, own, others, calls), True))
+        rounds.append((*alone, *_host_together(compute, call, own, others, calls)))
     return _medians(_throughout(rounds))
 
 
