@@ -144,12 +144,12 @@ class Turnstile:
         import torch
 
         found = {"steps": len(self.starts), "starts_ns": self.starts}
-        stopped_ns = time.monotonic_ns()
-        host = self.host.read() if self.host is not None else None
-        if torch.cuda.is_initialized():
+        cuda = torch.cuda.is_initialized()
+        if cuda:
             torch.cuda.synchronize()
-            stopped_ns = time.monotonic_ns()  # what follows takes time of its own
-            host = self.host.read() if self.host is not None else None
+        stopped_ns = time.monotonic_ns()  # what follows takes time of its own
+        host = self.host.read() if self.host is not None else None
+        if cuda:
             self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()

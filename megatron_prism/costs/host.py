@@ -12,7 +12,7 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 
-__all__ = ["CALL_NS", "host_ns", "host_sources", "right_after"]
+__all__ = ["CALL_NS", "call_ns", "host_ns", "host_sources", "right_after"]
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
@@ -40,6 +40,20 @@ def right_after(program: Program) -> np.ndarray:
     return found & program.knows_host
 
 
+def call_ns(program: Program, calibration: Calibration, default: int) -> np.ndarray:
+    """int64 [n]: what NCCL keeps the host for each call, 0 for other ops; of a batch every message
+    has its share.  ``default`` where nothing was measured."""
+    ops = program.ops
+    found, again = np.zeros(len(ops), dtype=np.int64), right_after(program)
+    for i in np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]).tolist():
+        if ops["batch"][i] >= 0:
+            found[i] = calibration.host_ns("message", True, default)
+        else:
+            later = bool(ops["handle"][i] >= 0)
+            found[i] = calibration.host_ns(NAMES[ops["name"][i]], later, default, bool(again[i]))
+    return found
+
+
 def host_ns(
     program: Program, calibration: Calibration, first: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,15 +71,14 @@ def host_ns(
     source = np.full(len(ops), first, dtype=np.uint8)
     if not program.knows_host:
         return lead, ns, source
-    calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
-    source[calls] = first + 1
+    calls = call_ns(program, calibration, CALL_NS)
+    talks = IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]
+    source[talks] = first + 1
+    ns[talks] = calls[talks]
     batches: dict[int, int] = {}
-    again = right_after(program)
-    for i in calls.tolist():
-        batch = int(ops["batch"][i])
-        if batch < 0:
-            later = bool(ops["handle"][i] >= 0)
-            ns[i] = calibration.host_ns(NAMES[ops["name"][i]], later, CALL_NS, bool(again[i]))
-        else:
-            ns[batches.setdefault(batch, i)] += calibration.host_ns("message", True, CALL_NS)
+    for i in np.flatnonzero(ops["batch"] >= 0).tolist():
+        owner = batches.setdefault(int(ops["batch"][i]), i)
+        if owner != i:
+            ns[owner] += ns[i]
+            ns[i] = 0
     return lead, ns, source

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.costs.collective import Calibration
-from megatron_prism.costs.host import right_after
+from megatron_prism.costs.host import call_ns
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 from megatron_prism.replay.release import Releases
@@ -42,7 +42,7 @@ def expected(
     launches: list[list[int]] = []
     batches: dict[int, int] = {}
     calls = []
-    again = right_after(program)
+    hosts = call_ns(program, calibration or Calibration(), 0)
     for i in calls_of(program):
         launch, batch = -1, int(ops["batch"][i])
         if i in interaction:
@@ -56,14 +56,7 @@ def expected(
         group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
         blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
         large = sizes[i] >= _LARGE and name != "send"
-        host = 0
-        if calibration is not None and launch >= 0:
-            later = bool(ops["handle"][i] >= 0)
-            host = (
-                calibration.host_ns("message", True, 0)
-                if batch >= 0
-                else calibration.host_ns(name, later, 0, bool(again[i]))
-            )
+        host = int(hosts[i]) if launch >= 0 else 0
         calls.append(Call(name, group, launch, blocks, large, host))
     return calls, launches
 

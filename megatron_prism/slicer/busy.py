@@ -12,15 +12,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["DEVICE", "LAUNCH", "WORDS", "Tracer", "busy_ns", "device_ns", "ns_of"]
+__all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "read"]
 
-DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
-LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
-WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
+_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
+_WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
@@ -56,6 +56,34 @@ class Tracer:
         return None
 
 
+class Launch(NamedTuple):
+    """When the host called the runtime or driver, how long that took (ns), and what it called."""
+
+    at: int
+    took: int
+    name: str
+
+
+def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[tuple[int, int, Any]]]:
+    """(launches by correlation, [begin, end, correlation] of what the device did), as traced."""
+    launched, kernels = {}, []
+    for event in trace["traceEvents"]:
+        category, name = event.get("cat"), event.get("name", "")
+        if category in _LAUNCH:
+            took = _ns(event.get("dur", 0))
+            launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
+        elif category in _DEVICE and _WORDS not in name:
+            begin = _ns(event["ts"])
+            kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
+    return launched, kernels
+
+
+def limits_of(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int64 [segments, 2]: ``bounds`` (the host's clock, ``time.time_ns``) in the trace's times."""
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    return np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
+
+
 def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     """int64 [3, segments]: what the host launched in each segment, back to back (-1: nothing, but
     the trace does not say who launched all kernels); how long it took the host until
@@ -64,21 +92,15 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
 
     trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
     """
-    base = int(trace.get("baseTimeNanoseconds", 0))
-    launched, kernels = {}, []
-    for event in trace["traceEvents"]:
-        category = event.get("cat")
-        if category in LAUNCH:
-            launched[event["args"].get("correlation")] = ns_of(event["ts"])
-        elif category in DEVICE and WORDS not in event.get("name", ""):
-            begin = ns_of(event["ts"])
-            kernels.append((begin, begin + ns_of(event["dur"]), event["args"].get("correlation")))
+    launched, kernels = read(trace)
     kernels.sort()
-    rows = np.array([(b, e, launched[c]) for b, e, c in kernels if c in launched], dtype=np.int64)
+    rows = np.array(
+        [(b, e, launched[c].at) for b, e, c in kernels if c in launched], dtype=np.int64
+    )
     whole = sum(e - b for b, e, _ in kernels)
     strange = whole - sum(e - b for b, e, c in kernels if c in launched)
     nothing = 0 if whole and strange <= _STRANGE * whole else -1
-    limits = np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
+    limits = limits_of(trace, bounds)
     found = np.zeros((3, len(bounds)), dtype=np.int64)
     found[1] = limits[:, 1] - limits[:, 0]
     if not rows.size or not bounds:
@@ -136,6 +158,6 @@ def device_ns(each: np.ndarray, traced: np.ndarray) -> np.ndarray:
     return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
 
 
-def ns_of(microseconds: float) -> int:
+def _ns(microseconds: float) -> int:
     """Whole ns of one of the trace's times."""
     return round(float(microseconds) * 1000)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.slicer.busy import DEVICE, LAUNCH, WORDS, ns_of
+from megatron_prism.slicer.busy import limits_of, read
 
 __all__ = ["Launches", "launches"]
 
@@ -59,20 +59,11 @@ class Launches:
 def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Launches:
     """Of a trace as Kineto exports it; ``bounds``: the host's clock around each segment, as in
     ``busy.busy_ns``."""
-    base = int(trace.get("baseTimeNanoseconds", 0))
-    begun: dict[Any, int] = {}
-    waits: list[tuple[int, int]] = []  # (when, for how long) the host waited for room
-    kernels: list[tuple[int, Any]] = []
-    for event in trace["traceEvents"]:
-        category, name = event.get("cat"), event.get("name", "")
-        if category in LAUNCH:
-            begun[event["args"].get("correlation")] = at = ns_of(event["ts"])
-            if "Launch" in name and (took := ns_of(event["dur"])) > _ROOM_NS:
-                waits.append((at, took))
-        elif category in DEVICE and WORDS not in name:
-            kernels.append((ns_of(event["dur"]), event["args"].get("correlation")))
-    limits = np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
-    waits.sort()
+    begun, kernels = read(trace)
+    limits = limits_of(trace, bounds)
+    # (when, for how long) the host waited for room
+    waits = sorted((one.at, one.took) for one in begun.values()
+                   if "Launch" in one.name and one.took > _ROOM_NS)  # fmt: skip
     when = np.array([at for at, _ in waits], dtype=np.int64)
     waited = np.concatenate(([0], np.cumsum([took for _, took in waits]))).astype(np.int64)
 
@@ -81,7 +72,7 @@ def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Lau
         moved: np.ndarray = times - waited[np.searchsorted(when, times)]
         return moved
 
-    rows = sorted((begun[c], takes) for takes, c in kernels if c in begun)
+    rows = sorted((begun[c].at, end - begin) for begin, end, c in kernels if c in begun)
     launched, takes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     segment = np.searchsorted(limits[:, 0], launched, side="right") - 1
     inside = segment >= 0
