@@ -91,10 +91,10 @@ class Runner:
         starts = [*stored["starts_ns"], stored["stopped_ns"]]
         return [(b - a) / 1e6 for a, b in zip(starts, starts[1:], strict=False)]
 
-    def memory(self) -> list[dict[str, int]]:
+    def memory(self) -> list[dict[str, Any]]:
         """Peaks by rank, bytes."""
         files = sorted(self.folder.glob("rank-*.json"))
-        kept = ("allocated_peak", "reserved_peak")
+        kept = ("allocated_peak", "reserved_peak", "device_bytes")
         return [{k: json.loads(file.read_text()).get(k, 0) for k in kept} for file in files]
 
     def end(self) -> None:
@@ -266,6 +266,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         row["spread_percent"] = spread(real.turns)
         row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
         slices = sitting.work / f"{config}-slices"
+        slices.mkdir(exist_ok=True)
         written = sitting.calibrate()
         (slices / "calibration.json").write_bytes((sitting.work / "calibration.json").read_bytes())
         try:
@@ -273,17 +274,18 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         real.turns, learned = [], real.steps
-        for more in (slow or [{}]) if args.rounds else ():  # side by side they need more memory
+        asked = args.rounds if row["captured"] else 0  # ranks without slices would wait for nothing
+        for more in (slow or [{}]) if asked else ():  # side by side they need more memory
             both = [*groups.values(), *more.values()]
             row["whole"] = rounds(sitting, both, args.rounds, learned) and row["whole"]
             _end(more)
-        if args.rounds:
+        if asked:
             every = {name: found for part in (groups, *slow) for name, found in part.items()}
             row["groups"] = {
                 name: [{"turns_ms": list(r.turns), "memory": r.memory()} for r in group]
                 for name, group in every.items()
             }
-        if args.kernels:
+        if args.kernels and row["captured"]:
             kernels(sitting, {name: groups[name] for name in ("real", "paced")})
     finally:
         for part in (groups, *slow):

@@ -3,8 +3,8 @@
 ``python benchmarks/turnstile.py DIR (-m MODULE | SCRIPT) arguments…`` imports what takes long,
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
-(ns of the clock that all processes of a host share), the peaks so far and what is reserved now, in
-bytes. ``turns.py`` is at the other end. The script is a stock one, or one under ``megatron_prism
+(ns of the clock that all processes of a host share), the peaks so far, what is reserved now and
+what the driver says that the process holds of which GPU, in bytes. ``turns.py`` is at the other end. The script is a stock one, or one under ``megatron_prism
 run``: what runs between two stops is untouched. With TURNS_HOST=1 in the environment the file also
 says what the host did in every step: calls of process groups, ns in them, ns of garbage collection,
 ns of processor time (clocks take about 1 us a call). A turn that begins while ``DIR/kernels``
@@ -154,6 +154,7 @@ class Turnstile:
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
             found["segments"] = _segments(torch.cuda.memory_snapshot())
+            found["device_bytes"] = _device_bytes()
         if host is not None:
             found["host"] = [*self.read, host]
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
@@ -196,6 +197,23 @@ def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
         row[2] += segment["allocated_size"]
     rows = [[pool, stream == 0, *row] for (pool, stream), row in found.items()]
     return sorted(rows, key=lambda row: -row[3])
+
+
+def _device_bytes() -> dict[int, int]:
+    """What this process holds of each GPU, as the driver says; {} where it does not tell."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    found = {}
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu):
+                if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                    found[index] = int(process.usedGpuMemory)
+    return found
 
 
 def _preload() -> None:
