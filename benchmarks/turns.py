@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -372,6 +373,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are ended, too
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
