@@ -4,12 +4,12 @@
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
 (ns of the clock that all processes of a host share), the peaks so far, what is reserved now and
-what the driver says that the process holds of which GPU, in bytes. ``turns.py`` is at the other end. The script is a stock one, or one under ``megatron_prism
-run``: what runs between two stops is untouched. With TURNS_HOST=1 in the environment the file also
-says what the host did in every step: calls of process groups, ns in them, ns of garbage collection,
-ns of processor time (clocks take about 1 us a call). A turn that begins while ``DIR/kernels``
-exists is recorded: ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the
-device did in it.
+what the driver says that the process holds of which GPU, in bytes. ``turns.py`` is at the other
+end. The script is a stock one, or one under ``megatron_prism run``: what runs between two stops is
+untouched. With TURNS_HOST=1 in the environment the file also says what the host did in every step:
+calls of process groups, ns in them, ns of garbage collection, ns of processor time (clocks take
+about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
+``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device did in it.
 """
 
 from __future__ import annotations
