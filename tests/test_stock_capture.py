@@ -189,3 +189,13 @@ def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
     assert bool(capture.said()) == says
     if says:
         assert "took 612 ms for an iteration, 414 for the quickest" in capture.said()
+
+
+def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
+    now = stock_capture.source_of("--seq 1", "0.19.2", "cuda", "H200")
+    before = {key: value for key, value in now.items() if key != "timing"}
+    store = SliceStore(tmp_path, World(8), before)
+    store.put(Program.from_ops(0, [Op("compute", ns=1)]))
+    with pytest.raises(UsageError, match="timing unknown, not 2"):
+        StockCapture(options(tmp_path), TIER, now)
+    assert "timing" not in stock_capture.source_of("--seq 1", "0.19.2", "meta", "")

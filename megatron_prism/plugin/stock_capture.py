@@ -33,6 +33,7 @@ __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
 
 KEPT = 65  # iterations at most: one written down, the others timed
 FEW = 8  # of a short job, though the first ones are still warming up
+TIMING = "2"  # goes up when times of a GPU's slices come to mean something else; 2: ``launches``
 WARM = 5  # the first iteration that is recorded if the job is long enough
 
 
@@ -243,10 +244,11 @@ def digest(arguments: str) -> str:
 
 def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str, str]:
     """What decides the content of a stock job's slices."""
-    return {
+    found = {
         "arguments": digest(arguments),
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,
         "device": device,
     }
+    return {**found, "timing": TIMING} if tier == "cuda" else found
