@@ -102,6 +102,7 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     from megatron_prism import costs, graph, stochastic
     from megatron_prism.costs.collective import read_calibration
     from megatron_prism.costs.machine import machine
+    from megatron_prism.replay import overlap
 
     programs = _programs(path)
     own = settings["machine"] or cli_settings.machine_of(programs)
@@ -121,7 +122,7 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
         )
 
     def pricing(graph: Any) -> Any:
-        return costs.price(graph, hardware, measured)
+        return overlap.priced(graph, costs.price(graph, hardware, measured), measured)
 
     prices = pricing(made)
     if not prices.used():

@@ -23,7 +23,7 @@ from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
 from megatron_prism.plugin.stock_capture import source_of
 from megatron_prism.programs import Programs
-from megatron_prism.replay import timeline, whatif
+from megatron_prism.replay import overlap, timeline, whatif
 from megatron_prism.replay.release import Releases, kept
 from megatron_prism.stochastic import read_draw
 
@@ -54,7 +54,8 @@ class Pace:
         self._calibration = calibration(folder, device)
 
         def pricing(world: graph.WorldGraph) -> costs.Prices:
-            return whatif.slowed(world, costs.price(world, hardware, self._calibration))
+            prices = whatif.slowed(world, costs.price(world, hardware, self._calibration))
+            return overlap.priced(world, prices, self._calibration)
 
         world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices

@@ -16,13 +16,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_prism.costs import Prices
+from megatron_prism.costs.collective import Calibration
 from megatron_prism.costs.overlap import Overlap
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE
 from megatron_prism.replay import maxplus, timeline
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["PASSES", "replay"]
+__all__ = ["PASSES", "priced", "replay"]
 
 PASSES, SETTLED = 12, 1e-4  # of the iteration time
 Costs = tuple[np.ndarray, np.ndarray]  # per op: 1 - 1 / factor, of computing and of the call
@@ -47,6 +48,13 @@ def replay(
         if abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns:
             break
     return found
+
+
+def priced(graph: WorldGraph, prices: Prices, calibration: Calibration | None) -> Prices:
+    """``prices`` with what computing and calls cost each other, if ``calibration`` measured it."""
+    if calibration is None or not calibration.overlap:
+        return prices
+    return replay(graph, prices, calibration.overlap, calibration.source).prices
 
 
 def _costs(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> Costs:
