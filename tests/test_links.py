@@ -139,11 +139,10 @@ def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
     send = links._sender(2, 3)
     assert done == []
     assert sorted(made) == ["cuda:2", "cuda:3"]
-    there = made["cuda:3"].data_ptr()
-    made.clear()  # the closure keeps them
+    here, there = made["cuda:2"].data_ptr(), made["cuda:3"].data_ptr()
     send()
     assert done == [
         ("device", 2),
-        ("cuMemcpyAsync", there, 4096, links._BYTES, "of 2"),
-        ("cuMemcpyAsync", 4096, there, links._BYTES, "of 2"),
+        ("cuMemcpyAsync", there, here, links._BYTES, "of 2"),
+        ("cuMemcpyAsync", here, there, links._BYTES, "of 2"),
     ]

@@ -105,18 +105,6 @@ def _neighbour(index: int) -> int | None:
     return next((i for i in others if reachable(index, i)), None)
 
 
-class _Outside:
-    """Device memory that torch's allocator does not know."""
-
-    def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (_BYTES,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def _sender(index: int, peer: int) -> Any:
     """Copies to ``peer`` and back, both made by ``index`` on a stream on which nothing else is.
 
@@ -128,8 +116,8 @@ def _sender(index: int, peer: int) -> Any:
     from megatron_prism.virtual.driver import Driver
 
     driver = Driver()
-    address = driver.allocate(_BYTES)
-    mine = torch.as_tensor(_Outside(address), device=f"cuda:{index}")
+    mine = driver.words(_BYTES, f"cuda:{index}")
+    address = mine.data_ptr()
     theirs = torch.zeros(_BYTES, dtype=torch.uint8, device=f"cuda:{peer}")
     theirs.copy_(mine)  # torch lets one device reach the other at the first copy
     stream = torch.cuda.Stream(index)

@@ -21,6 +21,7 @@ from megatron_prism.plugin import (
     seams_moe,
     seams_pipeline,
     seams_places,
+    seams_received,
     seams_training,
 )
 from megatron_prism.plugin.seams import Context, Seam, _wrap
@@ -280,6 +281,7 @@ def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
     chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS + seams_loss.SEAMS
+    chosen += seams_received.SEAMS
     if tier != "cuda":
         chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
     return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen

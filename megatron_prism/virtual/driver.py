@@ -76,6 +76,12 @@ class Driver:
         self._call("cuMemsetD8_v2", address, 0, num_bytes)
         return address.value or 0
 
+    def words(self, num_bytes: int, device: Any) -> Any:
+        """The same as a uint8 tensor on torch's ``device``."""
+        import torch
+
+        return torch.as_tensor(_Outside(self.allocate(num_bytes), num_bytes), device=device)
+
     def write(self, address: int, array: np.ndarray) -> None:
         """Copy a contiguous ``array`` to the device; waits for it."""
         self._call("cuMemcpyHtoD_v2", address, array.ctypes.data, array.nbytes)
@@ -94,3 +100,15 @@ class Driver:
         found = ctypes.c_void_p()
         self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
         return found.value or 0
+
+
+class _Outside:
+    """Device memory that torch's allocator does not know, as torch reads it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

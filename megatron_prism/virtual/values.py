@@ -9,21 +9,23 @@
 
 Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
 (equal router logits send every token to the same experts, and matrix products run measurably faster
-on zeros than on data).  Gradients among them carry the job's loss scale.  What comes round a ring
-has a counterpart, see ``exchange``; so has a lookup in a table whose rows are dealt out over a
-group, see ``parts``.  Noise comes from generators of our own: the job's random
-streams never move.
+on zeros than on data), and where their tokens are known, vectors of these (``token_vectors``).
+Gradients among them carry the job's loss scale.  What comes round a ring has a counterpart, see
+``exchange``; so has a lookup in a table whose rows are dealt out over a group, see ``parts``.
+Noise comes from generators of our own: the job's random streams never move.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 
 from megatron_prism.errors import UsageError
 from megatron_prism.virtual.parts import Parts
+from megatron_prism.virtual.token_vectors import TokenVectors
 
 __all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
 
@@ -67,6 +69,8 @@ class Values:
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
         self._expected: dict[int, str] = {}
+        self._noise: dict[int, weakref.ref[torch.Tensor]] = {}  # activations, by id
+        self._vectors = TokenVectors()
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Our own generator for ``device``; never the default one of the job."""
@@ -119,13 +123,27 @@ class Values:
             target.copy_(wide.normal_(generator=self.generator(target.device)))
             return
         target.normal_(generator=self.generator(target.device))
-        if self._expected.get(id(tensor)) == GRADIENT:
+        kind = self._expected.get(id(tensor))
+        if kind == ACTIVATION:
+            self._noise = {key: one for key, one in self._noise.items() if one() is not None}
+            self._noise[id(tensor)] = weakref.ref(tensor)
+        if kind == GRADIENT:
             hidden = target.shape[-1] if target.dim() else 1
             tokens = max(1, target.numel() // max(1, hidden))
             factor: float | torch.Tensor = 1.0 / (tokens * hidden**0.5)
             if self.loss_scale is not None:
                 factor = self.loss_scale().reshape(()) * factor
             target.mul_(factor)
+
+    def is_noise(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an activation that ``receive`` has filled."""
+        found = self._noise.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def told(self, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
+        """``tensor`` [s, b, h], which is noise, is of ``tokens`` [s, b]: give it their vectors."""
+        self._noise.pop(id(tensor), None)
+        self._vectors.fill(tensor, tokens)
 
     def like(self, tensor: torch.Tensor, sent: torch.Tensor) -> None:
         """Fill a tensor that a virtual equal sent: what we sent it, or noise of the same scale.

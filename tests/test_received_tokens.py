@@ -1,0 +1,119 @@
+"""Received activations of known tokens: the same vector for the same token, and none alike."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_prism.plugin import seams_received  # noqa: E402
+from megatron_prism.plugin.seams_received import tokens_of  # noqa: E402
+from megatron_prism.virtual.token_vectors import COUNT, TokenVectors  # noqa: E402
+from megatron_prism.virtual.values import Values  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_one_vector_and_no_other_token_has_it(dtype):
+    tokens = torch.tensor([[3, 4], [5, 3], [0, COUNT + 4]])
+    target = torch.empty(3, 2, 512, dtype=dtype, requires_grad=True)
+    TokenVectors().fill(target, tokens)
+    rows = target.detach().float()
+    assert torch.equal(rows[0, 0], rows[1, 1])
+    assert torch.equal(rows[0, 1], rows[2, 1])  # beyond COUNT they begin anew
+    different = torch.stack([rows[0, 0], rows[0, 1], rows[1, 0], rows[2, 0]])
+    cosines = torch.nn.functional.cosine_similarity(different[:, None], different[None], dim=-1)
+    assert (cosines - torch.eye(4)).abs().max() < 0.2  # 512 elements: 0.044 is usual
+    again = torch.empty(3, 2, 512, dtype=dtype)
+    TokenVectors().fill(again, tokens)  # of another rank
+    assert torch.equal(again, target.detach())
+
+
+def test_vectors_are_of_the_scale_of_a_residual_stream():
+    tokens = torch.arange(4096).reshape(2048, 2)  # neighbours in the vocabulary
+    target = torch.empty(2048, 2, 64)
+    TokenVectors().fill(target, tokens)
+    assert abs(target.mean()) < 0.05
+    assert abs(target.std() - 1) < 0.05
+    assert len(torch.unique(target.reshape(-1, 64), dim=0)) == 4096
+
+
+def test_tokens_are_the_labels_before():
+    tokens = torch.randint(0, 100, (2, 9))
+    labels = tokens[:, 1:]
+    assert torch.equal(tokens_of(labels, 8, 0, 1)[1:], tokens[:, 1:-1].t())
+    # sequence parallelism: a stretch of it
+    whole = tokens_of(labels, 8, 0, 1)
+    assert torch.equal(tokens_of(labels, 2, 3, 4), whole[6:])
+    assert tokens_of(labels, 5, 0, 4) is None
+    assert tokens_of(labels[0], 8, 0, 1) is None
+
+
+def test_only_noise_that_came_as_an_activation_is_told():
+    values = Values()
+    came, gradient, other = (torch.empty(4, 1, 8) for _ in range(3))
+    with values.expecting(activation=came, gradient=gradient):
+        values.receive(came)
+        values.receive(gradient)
+    values.receive(other)
+    assert values.is_noise(came)
+    assert not values.is_noise(gradient)
+    assert not values.is_noise(other)
+    values.told(came, torch.zeros(4, 1, dtype=torch.int64))
+    assert torch.equal(came[0], came[3])
+    assert not values.is_noise(came)  # once
+
+
+def test_whatever_lies_where_noise_lay_is_not_told():
+    values = Values()
+    for _ in range(50):
+        came = torch.empty(4, 1, 8)
+        with values.expecting(activation=came):
+            values.receive(came)
+        number = id(came)
+        del came
+        gc.collect()
+        later = torch.empty(4, 1, 8)
+        if id(later) == number:
+            assert not values.is_noise(later)
+            return
+    pytest.skip("no id was used again")
+
+
+class _Group:
+    def __init__(self, place, size=2):
+        self.place, self.count = place, size
+
+    def rank(self):
+        return self.place
+
+    def size(self):
+        return self.count
+
+
+@pytest.mark.parametrize(("place", "virtual", "whole"), [(1, True, True), (0, True, False),
+                                                         (1, False, False)])  # fmt: skip
+def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, virtual, whole):
+    """Transformer Engine's backward leaves half of a buffer as it is, which a neighbour adds up."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.cp_group = group
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.empty(4, dtype=gradient.dtype, device=gradient.device), None
+
+    def dirty(*args, **kwargs):
+        return torch.full((4,), float("nan"))
+
+    module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
+    monkeypatch.setattr(seams_received, "values_of", lambda group: Values() if virtual else None)
+    seams_received._whole_ring(module, SimpleNamespace(meta=False))
+    monkeypatch.setattr(torch, "empty", dirty)
+    x = torch.ones(4, requires_grad=True)
+    Attention.apply(x, _Group(place)).sum().backward()
+    assert bool((x.grad == 0).all()) == whole
+    assert torch.empty is dirty
