@@ -362,3 +362,26 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     done = run(*WORLD, "--prism-out", str(tmp_path))
     assert done.returncode == 2
     assert (tmp_path / "kept").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="tp 1"),
+        pytest.param((*TE, "--sequence-parallel"), id="tp 2, a stretch"),
+    ],
+)
+def test_a_last_stage_alone_learns_what_follows(more):
+    """Of noise it learned nothing: the loss stayed at log(vocabulary)."""
+    tp = "2" if more else "1"
+    job = [*JOB[:-4], "--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", "2"]
+    small = ["--global-batch-size", "8", "--micro-batch-size", "4", "--num-layers", "2"]
+    long = ["--train-iters", "20", "--lr", "1e-2", "--lr-decay-style", "constant"]
+    ranks = ["--prism-world-size", str(2 * int(tp)), "--prism-ranks", f"pp=1,tp={int(tp) - 1}"]
+    emulated = ["--prism-emulate", "--prism-tier", "cpu"]
+    status, said = forked(*small, *long, *ranks, *emulated, *more, job=job)
+    losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", said)]
+    assert status == 0, said[-2000:]
+    assert len(losses) == 20
+    assert losses[-1] < 0.7 * losses[0]
