@@ -1,7 +1,7 @@
 """Real and emulated iterations in turns: what is left of the error when the host changes for both?
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
-[--beside 5] [--alone-steps 11] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
+[--beside 5] [--alone-steps 11] [--between 5] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
 [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
@@ -12,7 +12,9 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
-   ``tails_reality.py`` wants);
+   ``tails_reality.py`` wants).  With ``--between N`` the captures stop after every N steps and
+   the real job makes as many, so that both see the host drift; a stop is in one iteration of N and
+   medians leave it out, which takes five or more (``--alone-steps 26 --between 5``);
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
    ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
    real job slowed so, and with ``--draw`` of every rank alone among peers that vary as in one
@@ -112,6 +114,7 @@ class Turns(Hybrid):
 
     steps = 5  # of a turn
     beside = 5  # of the real job's turns before and after the captures
+    between = 0  # of turns in which captures and the real job alternate
 
     def runner(self, name: str, launcher: list[str], program: list[str], ranks: int = 1,
                **environment: str) -> Runner:  # fmt: skip
@@ -177,10 +180,12 @@ def captured(sitting: Turns, config: str, real: Runner) -> bool:
             runner.open(0)
         fine = everybody((real, *runners))  # booted, none has begun
         fine = fine and together([real], WARM_UP + sitting.beside, WARM_UP)
+        for _ in range((sitting.alone_steps - 1) // sitting.between if sitting.between else 0):
+            fine = fine and together(runners, sitting.between)
+            fine = fine and together([real], sitting.between)
         for runner in runners if fine else ():
             runner.open(ENDLESS)
-        for runner in runners if fine else ():
-            runner.process.wait(PATIENCE_S)
+        fine = fine and not any(runner.process.wait(PATIENCE_S) for runner in runners)
     except subprocess.TimeoutExpired:
         return False
     finally:
@@ -271,7 +276,8 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         written = sitting.calibrate()
         (slices / "calibration.json").write_bytes((sitting.work / "calibration.json").read_bytes())
         try:
-            row["predicted_ms"] = predict(slices, written)
+            if row["captured"]:  # ranks without a slice would run somebody else's
+                row["predicted_ms"] = predict(slices, written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         real.turns, learned = [], real.steps
@@ -365,6 +371,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=Turns.steps, help="of a turn")
     parser.add_argument("--beside", type=int, default=Turns.beside, help="of turns of phase 1")
+    parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
@@ -380,7 +387,7 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         sitting = Turns(args.scripts, work, args.gpus)
         sitting.steps, sitting.beside = args.steps, args.beside
-        sitting.alone_steps = args.alone_steps
+        sitting.alone_steps, sitting.between = args.alone_steps, args.between
         sitting.more = tuple(args.more.split())
         sitting.calibrate()
         for config in (args.configs or ",".join(EVERY[sitting.num_ranks])).split(","):

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, t
     thread.join(5)
     assert [len(turn) for turn in runner.turns] == [1, 2]
     assert all(ms > 15 for turn in runner.turns for ms in turn)
-    assert runner.memory() == [{"allocated_peak": 0, "reserved_peak": 0}]
+    assert runner.memory() == [{"allocated_peak": 0, "reserved_peak": 0, "device_bytes": 0}]
 
 
 def test_a_job_that_ended_is_not_waited_for(modules, tmp_path):
@@ -65,6 +66,46 @@ def test_a_job_that_ended_is_not_waited_for(modules, tmp_path):
     assert not runner.wait()
     assert not turns.together([runner], 3)
     assert runner.turns == []
+
+
+class Stepping:
+    """A runner whose steps take no time; it writes down who was let through."""
+
+    def __init__(self, name, heard, status=0):
+        self.name, self.heard, self.steps, self.turns = name, heard, 0, []
+        self.process = SimpleNamespace(wait=lambda limit: status)
+
+    def open(self, steps):
+        self.heard.append((self.name, steps))
+
+    def wait(self):
+        return True
+
+    def lead(self):
+        return [1.0] * self.steps
+
+    def end(self):
+        self.heard.append((self.name, "end"))
+
+
+@pytest.mark.parametrize(("status", "between"), [(0, 0), (0, 5), (1, 5)])
+def test_captures_alternate_with_the_real_job_and_all_must_succeed(modules, status, between):
+    turns, _ = modules
+    heard = []
+    real = Stepping("real", heard)
+    ranks = [Stepping(0, heard), Stepping(1, heard, status)]
+    sitting = SimpleNamespace(
+        captures=lambda config, steps: ranks, alone_steps=11, beside=4, between=between
+    )
+    assert turns.captured(sitting, "pp2", real) == (status == 0)
+    order = [(name, steps) for name, steps in heard if name in ("real", 0) and steps != "end"]
+    first = turns.WARM_UP + 4
+    alternate = [(0, 5), ("real", first + 5), (0, 10), ("real", first + 10)] if between else []
+    wanted = [("real", 0), (0, 0), ("real", first), *alternate, (0, turns.ENDLESS)]
+    assert order[: len(wanted)] == wanted
+    last = first + (10 if between else 0) + 4
+    assert order[len(wanted) :] == ([("real", last)] if not status else [])
+    assert heard.count((0, "end")) == 1
 
 
 def test_what_the_host_did_is_added_up(modules, monkeypatch):
