@@ -12,9 +12,8 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
-   ``tails_reality.py`` wants).  With ``--between N`` the captures stop after every N steps and
-   the real job makes as many, so that both see the host drift; a stop is in one iteration of N and
-   medians leave it out, which takes five or more (``--alone-steps 26 --between 5``);
+   ``tails_reality.py`` wants).  With ``--between N`` captures and the real job alternate after N
+   steps, so that both see the host drift; medians leave out the iteration in which captures stop;
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
    ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
    real job slowed so, and with ``--draw`` of every rank alone among peers that vary as in one
@@ -31,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -156,7 +156,8 @@ class Turns(Hybrid):
 
 def everybody(runners: Sequence[Runner]) -> bool:
     """Wait for all; False if one ended."""
-    return all(list(map(Runner.wait, runners)))
+    found = [runner.wait() for runner in runners]
+    return all(found)
 
 
 def together(runners: Sequence[Runner], steps: int, skipped: int = 1) -> bool:
@@ -274,7 +275,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         slices = sitting.work / f"{config}-slices"
         slices.mkdir(exist_ok=True)
         written = sitting.calibrate()
-        (slices / "calibration.json").write_bytes((sitting.work / "calibration.json").read_bytes())
+        shutil.copy(sitting.work / "calibration.json", slices)
         try:
             if row["captured"]:  # ranks without a slice would run somebody else's
                 row["predicted_ms"] = predict(slices, written)
