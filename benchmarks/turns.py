@@ -47,6 +47,7 @@ from groundtruth import NUM_RANKS
 from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
 from hybrid_checks import STRAGGLER
 from kernels import compare
+from turns_memory import nccl_of, said
 
 from megatron_prism.errors import PrismError
 
@@ -293,6 +294,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
                 name: [{"turns_ms": list(r.turns), "memory": r.memory()} for r in group]
                 for name, group in every.items()
             }
+            row["nccl"] = nccl_of(sitting.work, config, sitting.num_ranks)
         if args.kernels and row["captured"]:
             kernels(sitting, {name: groups[name] for name in ("real", "paced")})
     finally:
@@ -335,6 +337,7 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
             print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
+        print("\n".join(said(row)), end="\n" if said(row) else "")
     ends = []
     for name, errors, mean, most in (
         ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX),

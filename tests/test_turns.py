@@ -199,3 +199,29 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
     assert modules[1]._segments(snapshot) == [
         ["large", True, 2, 40, 29], ["large", False, 1, 30, 8], ["small", True, 1, 2, 1]
     ]  # fmt: skip
+
+
+def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_path):
+    turns, _ = modules
+    summary = {"memory": {"nccl": 300}}
+    (tmp_path / "pp2-capture-0").mkdir()
+    (tmp_path / "pp2-capture-0" / "rank-000000.json").write_text(json.dumps(summary))
+    nccl = turns.nccl_of(tmp_path, "pp2", 2)
+    assert nccl == [300, None]  # nobody measured communicators, or the capture failed
+
+    def held(rank, peak, used):
+        return {"allocated_peak": peak, "reserved_peak": 2 * peak, "device_bytes": {rank: used}}
+
+    real = [{"memory": [held(0, 1000, 3000), held(1, 500, 2000)]}]
+    paced = [{"memory": [held(0, 999, 2730)]}, {"memory": [held(1, 500, 1500)]}]
+    row = {"nccl": nccl, "groups": {"real": real, "paced": paced}}
+    wanted = [
+        "  allocated peak, paced ranks: -1 B (-0.10 %), +0 B (+0.00 %)",
+        "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
+        "  device, with NCCL's part, paced ranks: +30 B (+1.00 %)",
+    ]
+    assert turns.said(row) == wanted
+    assert turns.said(json.loads(json.dumps(row))) == wanted  # keys of a file are strings
+    row["groups"]["paced"] = paced[:1]
+    assert turns.said(row) == []
+    assert turns.said({}) == []

@@ -1,0 +1,53 @@
+"""Memory of ranks that took turns: the paced ones beside those of the real job.
+
+``turns.py`` prints it.  Device memory is what the driver says that a process holds of its own GPU;
+the paced rank lacks NCCL's part, which its capture's summary says (modelled from communicators that
+were measured), so that is added.  Bytes in, percent and bytes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["nccl_of", "said"]
+
+
+def nccl_of(work: Path, config: str, num_ranks: int) -> list[int | None]:
+    """Bytes that NCCL would take for each rank, as the summaries of its captures say."""
+    found = []
+    for rank in range(num_ranks):
+        files = list((work / f"{config}-capture-{rank}").glob("rank-*.json"))
+        found.append(json.loads(files[0].read_text())["memory"].get("nccl") if files else None)
+    return found
+
+
+def said(row: dict[str, Any]) -> list[str]:
+    """A line for each of the three levels; none without rounds."""
+    groups = row.get("groups") or {}
+    real = [one for runner in groups.get("real", ()) for one in runner.get("memory", ())]
+    paced = [one for runner in groups.get("paced", ()) for one in runner.get("memory", ())]
+    if not real or len(real) != len(paced):
+        return []
+    pairs = list(zip(real, paced, strict=True))
+    lines = [_line(f"{level} peak", [(a[f"{level}_peak"], b[f"{level}_peak"]) for a, b in pairs])
+             for level in ("allocated", "reserved")]  # fmt: skip
+    device = []
+    for rank, ((a, b), nccl) in enumerate(zip(pairs, row.get("nccl") or [None] * 99, strict=False)):
+        one, other = (_own(held, rank) for held in (a, b))
+        if None not in (one, other, nccl):
+            device.append((one, other + nccl))
+    return [*lines, *([_line("device, with NCCL's part", device)] if device else [])]
+
+
+def _own(memory: dict[str, Any], rank: int) -> Any:
+    """What the process holds of its own GPU; keys are strings once the row was a file."""
+    held = memory.get("device_bytes") or {}
+    return held.get(rank, held.get(str(rank)))
+
+
+def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:
+    found = (f"{b - a:+,} B ({100 * (b / a - 1):+.2f} %)" if a else "-" for a, b in pairs)
+    return f"  {what}, paced ranks: {', '.join(found)}"
