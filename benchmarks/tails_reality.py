@@ -34,7 +34,7 @@ from megatron_prism.costs.machine import machine
 from megatron_prism.costs.variability import Variability, variability
 from megatron_prism.errors import PrismError
 from megatron_prism.programs import Programs
-from megatron_prism.replay import timeline
+from megatron_prism.replay import overlap, timeline
 
 BOUNDS = {"p50_percent": 2.0, "p95_percent": 4.3, "ks": 0.15}
 DRAWS = 20_000
@@ -64,7 +64,7 @@ def draws(
     if found:
         raise PrismError(f"{len(found)} mismatches, the first:\n{found[0]}", fix="prism check")
     hardware = machine("h200")
-    prices = costs.price(made, hardware, calibration)
+    prices = overlap.priced(made, costs.price(made, hardware, calibration), calibration)
     calls = None if file is None else stochastic.call_spread(made, prices, hardware, file)
     sampler = stochastic.Sampler(made, prices, calls=calls)
     in_a_row = timeline.replay(made, prices, iterations=3).iteration_ns
