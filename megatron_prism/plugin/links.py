@@ -22,7 +22,7 @@ __all__ = ["Links", "awake"]
 
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
 STILL_S = 1.0  # the device may be so far behind the host's last call
-_BYTES = 256
+_BYTES = 1 << 18  # as that process beside it copied; 256 B may pass one of a GPU's 18 links only
 
 
 class Links:
@@ -80,7 +80,7 @@ def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links
     """Keep the links of CUDA device ``index`` awake while ``calls`` grows; never raises.
 
     Several local ranks do so by themselves.  The neighbour gets a context of this process, about
-    half a GB of its memory; this device gives 256 B that torch does not count.
+    half a GB of its memory; this device gives 256 KiB that torch does not count.
     """
     if num_processes > 1:
         return Links("calls between the local ranks")
