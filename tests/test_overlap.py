@@ -156,6 +156,27 @@ def test_replay_applies_what_a_calibration_says(tmp_path, capsys):
     assert times[1] / times[0] == pytest.approx(1.25, rel=1e-3)
 
 
+def test_pacing_and_predict_rest_on_the_prices_of_that_replay(tmp_path, capsys):
+    path, file = tmp_path / "w.txt", tmp_path / "c.json"
+    path.write_text(BESIDE)
+    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
+    stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
+    middles = []
+    for factor in (1.0, 2.0):
+        file.write_text(json.dumps({**stored, "overlap": [row(compute=factor)]}))
+        words = ["predict", str(path), "machine=h200", f"calibration={file}", "samples=200"]
+        assert cli.main([*words, "--json"]) == 0
+        quantiles = json.loads(capsys.readouterr().out)["quantiles"]
+        middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
+    assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
+    made = graph.build(parse(BESIDE))
+    calibration = read_calibration(file)
+    prices = costs.price(made, machine("h200"), calibration)
+    slower = overlap.priced(made, prices, calibration)
+    assert timeline.replay(made, slower, 1).iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
+    assert overlap.priced(made, prices, None) is prices
+
+
 def test_a_clock_that_drifts_is_no_factor():
     """Every round is 10 % slower than the one before: phases of the same round are compared."""
     calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
