@@ -24,9 +24,11 @@ from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["SliceStore", "assemble", "open_programs", "stand_in_for"]
+__all__ = ["AGE", "SliceStore", "assemble", "open_programs", "stand_in_for"]
 
 WORLD = "world.prism"  # the slices of a folder joined
+AGE = "timing"  # of a source: what times of slices mean; older slices have none
+_AGED = "of another release of ours, whose times mean something else"
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 
 
@@ -89,7 +91,7 @@ class SliceStore:
     def differences(self, found: Programs) -> list[str]:
         """In which words ``found`` is of another job than this one."""
         differ = [
-            f"{key} {found.source.get(key, 'unknown')}, not {value}"
+            _AGED if key == AGE else f"{key} {found.source.get(key, 'unknown')}, not {value}"
             for key, value in self.source.items()
             if found.source.get(key) != value
         ]
@@ -115,13 +117,16 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
     """The world of a folder of slices.
 
     A rank without a slice runs that of the captured rank of its stage with which it shares most
-    coordinates (the lowest of them).  ProgramError for a missing stage, or slices of two jobs.
+    coordinates (the lowest of them).  ProgramError for a missing stage, or slices of two jobs
+    or of two ways to measure times.
     """
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
         raise ProgramError(f"{folder} holds no slices", fix=f"prism capture RECIPE -o {folder}")
     slices = [programs.load(path) for path in paths]
     first = slices[0]
+    if len({one.source.get(AGE) for one in slices}) > 1:
+        raise ProgramError(f"slices in {folder}: some are {_AGED}", fix="capture all of them again")
     store = SliceStore(Path(folder), first.world, first.source)
     for one, path in zip(slices[1:], paths[1:], strict=True):
         store.check(one, path)

@@ -104,10 +104,10 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
 
         @staticmethod
         def backward(ctx, gradient):
-            return torch.empty(4, dtype=gradient.dtype, device=gradient.device), None
+            return torch.empty((2, 2), dtype=gradient.dtype).view(4), None
 
     def dirty(*args, **kwargs):
-        return torch.full((4,), float("nan"))
+        return torch.full(args[0], float("nan"))
 
     module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
     monkeypatch.setattr(seams_received, "values_of", lambda group: Values() if virtual else None)
@@ -117,3 +117,48 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
     Attention.apply(x, _Group(place)).sum().backward()
     assert bool((x.grad == 0).all()) == whole
     assert torch.empty is dirty
+
+
+def test_two_threads_leave_torch_as_it_was():
+    empty, zeroed = torch.empty, seams_received._Zeroed()
+    zeroed.__enter__()
+    zeroed.__enter__()  # of another thread
+    zeroed.__exit__()
+    assert torch.empty is not empty
+    assert torch.empty((2, 3)).count_nonzero() == 0
+    assert torch.empty(7).shape == (7,)
+    zeroed.__exit__()
+    assert torch.empty is empty
+
+
+def test_prompts_without_labels_have_vectors_of_their_own():
+    labels = torch.full((2, 8), -100)
+    labels[:, 5:] = 7
+    tokens = tokens_of(labels, 8, 0, 1)
+    assert tokens[:, 0].tolist() == [7, 1, 2, 3, 4, 5, 7, 7]
+
+
+def test_what_fills_them_belongs_to_no_segment(monkeypatch):
+    from megatron_prism.slicer import clock, recorder
+    from megatron_prism.virtual.session import VirtualWorld
+
+    now = [0]
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    world = SimpleNamespace(recorder=recorder.Recorder(0, "cpu"))
+
+    def iteration():
+        now[0] += 3
+        VirtualWorld.aside(world, lambda: now.__setitem__(0, now[0] + 1000))
+        now[0] += 4
+
+    world.recorder.start()
+    iteration()
+    assert world.recorder.stop().segments_ns().tolist() == [3, 4]
+    world.recorder.clock.start()
+    iteration()
+    assert world.recorder.clock.stop() == 7
+    world.recorder = None  # nobody listens
+    iteration()
+    assert now == [3 * 1007]

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.errors import UsageError
+from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import stock_capture
 from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
-from megatron_prism.slices import SliceStore
+from megatron_prism.slices import SliceStore, open_programs
 from megatron_prism.world import World
 
 TIER = SimpleNamespace(name="cpu")
@@ -196,6 +196,12 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
     before = {key: value for key, value in now.items() if key != "timing"}
     store = SliceStore(tmp_path, World(8), before)
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
-    with pytest.raises(UsageError, match="timing unknown, not 2"):
+    with pytest.raises(UsageError, match="another release of ours, whose times mean"):
         StockCapture(options(tmp_path), TIER, now)
+    for first, second in ((before, now), (now, before)):  # --prism-force replaces one by one
+        for rank, source in enumerate((first, second)):
+            program = Program.from_ops(rank, [Op("compute", ns=1)])
+            SliceStore(tmp_path, World(8), source).put(program)
+        with pytest.raises(ProgramError, match="some are of another release"):
+            open_programs(tmp_path)
     assert "timing" not in stock_capture.source_of("--seq 1", "0.19.2", "meta", "")

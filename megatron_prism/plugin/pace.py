@@ -7,6 +7,7 @@ are missing are captured first (``pace_capture``).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import time
@@ -17,7 +18,7 @@ import numpy as np
 
 from megatron_prism import costs, graph, slices
 from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import machine, machines, named_in
+from megatron_prism.costs.machine import Machine, machine, machines, named_in
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
@@ -53,10 +54,7 @@ class Pace:
         hardware, path = machine(_machine_of(device)), folder / CALIBRATION
         self._calibration = calibration(folder, device)
 
-        def pricing(world: graph.WorldGraph) -> costs.Prices:
-            prices = whatif.slowed(world, costs.price(world, hardware, self._calibration))
-            return overlap.priced(world, prices, self._calibration)
-
+        pricing = functools.partial(_prices, hardware=hardware, measured=self._calibration)
         world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices
         self.table = kept(world, prices, list(options.ranks), folder)
@@ -205,6 +203,14 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
     return found
 
 
+def _prices(
+    world: graph.WorldGraph, hardware: Machine, measured: Calibration | None
+) -> costs.Prices:
+    """What replay would take: slow ranks, then what computing and calls cost each other."""
+    prices = whatif.slowed(world, costs.price(world, hardware, measured))
+    return overlap.priced(world, prices, measured)
+
+
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if not folder.is_dir():
         raise UsageError(
@@ -223,7 +229,7 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
     if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
         raise UsageError(
             f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
-            fix="capture this job into another folder",
+            fix="capture this job into another folder, or delete this one",
         )
     return made
 

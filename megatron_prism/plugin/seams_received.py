@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,16 +18,39 @@ __all__ = ["SEAMS", "tokens_of"]
 def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torch.Tensor | None:
     """Tokens [length, b] of a local stretch, read off ``labels`` [b, s]; None if they do not fit.
 
-    A label is the token that follows, so tokens are the labels before; the first is unknown and
-    gets the last label.  With sequence parallelism a rank holds one of ``parts`` stretches, that at
-    ``place``.
+    A label is the token that follows, so tokens are the labels before.  The first of a sequence (of
+    each chunk, with context parallelism) gets the last label, and what has no label (prompts, in
+    fine-tuning) a number of its own place.  With sequence parallelism a rank holds one of ``parts``
+    stretches, that at ``place``.
     """
     if labels.dim() != 2:
         return None
     tokens = labels.roll(1, -1)
+    own = torch.arange(tokens.shape[-1], device=tokens.device, dtype=tokens.dtype)
+    tokens = torch.where(tokens < 0, own, tokens)
     if length * parts == labels.shape[-1] and parts > 1:
         tokens = tokens.chunk(parts, -1)[place]
     return tokens.t() if tokens.shape[-1] == length else None
+
+
+def _tell(model: Any, labels: torch.Tensor) -> None:
+    """Give what ``model`` has received as noise the vectors of its tokens."""
+    world, received = current(), getattr(model.decoder, "input_tensor", None)
+    if world is None or received is None or not world.values.is_noise(received):
+        return
+    from megatron.core import parallel_state
+
+    parts, place = 1, 0
+    if model.config.sequence_parallel:
+        parts = parallel_state.get_tensor_model_parallel_world_size()
+        place = parallel_state.get_tensor_model_parallel_rank()
+
+    def fill() -> None:
+        tokens = tokens_of(labels, received.shape[0], place, parts)
+        if tokens is not None and tokens.shape == received.shape[:-1]:
+            world.values.told(received, tokens)
+
+    world.aside(fill)  # the real job has it from another rank
 
 
 def _received_tokens(module: ModuleType, context: Context) -> None:
@@ -34,52 +58,59 @@ def _received_tokens(module: ModuleType, context: Context) -> None:
     if context.meta:
         return
 
-    def tell(model: Any, labels: torch.Tensor) -> None:
-        world, received = current(), getattr(model.decoder, "input_tensor", None)
-        if world is None or received is None or not world.values.is_noise(received):
-            return
-        from megatron.core import parallel_state
-
-        parts, place = 1, 0
-        if model.config.sequence_parallel:
-            parts = parallel_state.get_tensor_model_parallel_world_size()
-            place = parallel_state.get_tensor_model_parallel_rank()
-        tokens = tokens_of(labels, received.shape[0], place, parts)
-        if tokens is not None and tokens.shape == received.shape[:-1]:
-            world.values.told(received, tokens)
-
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
             if labels is not None:
-                tell(self, labels)
+                _tell(self, labels)
             return original(self, *args, **kwargs)
 
         return call
 
-    _wrap(module.GPTModel, "forward", make)
+    for name in ("GPTModel", "HybridModel", "MambaModel"):
+        if (model := vars(module).get(name)) is not None:
+            _wrap(model, "forward", make)
+            _wrap(model, "build_schedule_plan", make)  # --overlap-moe-expert-parallel-comm
+
+
+class _Zeroed:
+    """While entered, ``torch.empty`` gives zeros for shapes (2, ...); several threads may enter."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._empty = threading.Lock(), 0, torch.empty
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._empty = torch.empty
+                torch.empty = self._zeros
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.empty = self._empty
+
+    def _zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = self._empty(*args, **kwargs)
+        pair = bool(args) and isinstance(args[0], tuple) and args[0][:1] == (2,)
+        return made.zero_() if pair else made
 
 
 def _whole_ring(module: ModuleType, context: Context) -> None:
     """Where gradients of keys and values go round, the last rank writes half of what it sends."""
     if context.meta:
         return
+    zeroed = _Zeroed()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(ctx: Any, *gradients: Any) -> Any:
             group = ctx.cp_group
             if values_of(group) is None or group.rank() + 1 < group.size():
                 return original(ctx, *gradients)
-            empty = torch.empty
-
-            def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-                return empty(*args, **kwargs).zero_()
-
-            torch.empty = zeros
-            try:
+            with zeroed:  # keys and values, and behind them their gradients
                 return original(ctx, *gradients)
-            finally:
-                torch.empty = empty
 
         return backward
 
@@ -88,12 +119,19 @@ def _whole_ring(module: ModuleType, context: Context) -> None:
 
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(
-        "received-tokens",
-        "megatron.core.models.gpt.gpt_model",
-        "nothing but a direction shared by all tokens can be learned from noise",
-        "core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
-        _received_tokens,
+    *(
+        Seam(
+            "received-tokens",
+            module,
+            "nothing but a direction shared by all tokens can be learned from noise",
+            "core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+            _received_tokens,
+        )
+        for module in (
+            "megatron.core.models.gpt.gpt_model",
+            "megatron.core.models.hybrid.hybrid_model",
+            "megatron.core.models.mamba.mamba_model",
+        )
     ),
     Seam(
         "whole-ring",

@@ -27,7 +27,7 @@ from megatron_prism.plugin import links
 from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
-from megatron_prism.slices import SliceStore
+from megatron_prism.slices import AGE, SliceStore
 
 __all__ = ["KEPT", "StockCapture", "check_free", "versions"]
 
@@ -251,4 +251,4 @@ def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str
         "tier": tier,
         "device": device,
     }
-    return {**found, "timing": TIMING} if tier == "cuda" else found
+    return {**found, AGE: TIMING} if tier == "cuda" else found

@@ -218,6 +218,17 @@ class Recorder:
             self._leave()
         return made if made is None else Tracked(self, handle, made)
 
+    def aside(self, answer: Callable[[], None]) -> None:
+        """Do what stands for a virtual rank and is no call: it belongs to no segment either."""
+        if not self.active or self._inside:
+            self.clock.call(lambda group: answer(), None, (), {})
+            return
+        self._enter()
+        try:
+            answer()
+        finally:
+            self._leave()
+
     def waited(self, handle: int, code: Any) -> None:
         """The current stream waits for ``handle``.  torch's own wait means the call was not async:
         then the op loses its handle instead."""

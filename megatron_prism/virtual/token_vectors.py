@@ -38,10 +38,11 @@ class TokenVectors:
         (integers, any).  Two kernels of the size of ``tokens``, one of ``target``'s."""
         hidden = target.shape[-1]
         places = tokens.reshape(-1).mul(_SCATTER).remainder_(COUNT)
-        windows = self._row(target).as_strided((COUNT, hidden), (_STEP, 1))
+        windows = self.row(target).as_strided((COUNT, hidden), (_STEP, 1))
         torch.index_select(windows, 0, places, out=target.detach().view(-1, hidden))
 
-    def _row(self, like: torch.Tensor) -> torch.Tensor:
+    def row(self, like: torch.Tensor) -> torch.Tensor:
+        """The long row for tensors like this one, [COUNT * 8 + h]."""
         key = (like.device, like.dtype, like.shape[-1])
         if key not in self._rows:
             length = COUNT * _STEP + like.shape[-1]

@@ -127,6 +127,7 @@ class Values:
         if kind == ACTIVATION:
             self._noise = {key: one for key, one in self._noise.items() if one() is not None}
             self._noise[id(tensor)] = weakref.ref(tensor)
+            self._vectors.row(target)  # made now, not in the middle of a forward
         if kind == GRADIENT:
             hidden = target.shape[-1] if target.dim() else 1
             tokens = max(1, target.numel() // max(1, hidden))
