@@ -153,7 +153,7 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
         VirtualWorld.aside(world, lambda: now.__setitem__(0, now[0] + 1000))
         now[0] += 4
 
-    world.recorder.start()
+    world.recorder.start(quick=True)
     iteration()
     assert world.recorder.stop().segments_ns().tolist() == [3, 4]
     world.recorder.clock.start()
