@@ -13,7 +13,7 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` wants).  With ``--between N`` captures and the real job alternate after N
-   steps, so that both see the host drift; medians leave out the iteration in which captures stop;
+   steps, so that both see the host drift; iterations in which captures stop are left out;
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
    ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
    real job slowed so, and with ``--draw`` of every rank alone among peers that vary as in one

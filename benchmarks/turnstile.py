@@ -102,6 +102,8 @@ class Turnstile:
         if len(self.starts) >= self.allowed():
             self.tell()
             self.wait(len(self.starts) + 1)
+            if (capture := sys.modules.get("megatron_prism.plugin.stock_capture")) is not None:
+                capture.disturbed()  # what is recorded now has the wait in it
             self.record()
         if self.host is not None:
             self.read.append(self.host.read())

@@ -205,3 +205,21 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
         with pytest.raises(ProgramError, match="some are of another release"):
             open_programs(tmp_path)
     assert "timing" not in stock_capture.source_of("--seq 1", "0.19.2", "meta", "")
+
+
+def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):
+    """``turns.py --alone-steps 26 --between 5``: stops behind steps 5, 10, 15, 20 and 25."""
+    monkeypatch.setattr(stock_capture, "_running", [])
+    stock_capture.disturbed()  # nobody captures
+    capture, log = simulated("cuda", 26, (5, 10, 15, 20, 25))
+    numbers = [one.number for one in capture.kept()]
+    assert not {5, 10, 15, 20, 25} & set(numbers)
+    assert len(numbers) > 8
+    assert [what for _, what in log].count("traced") == 1
+    assert not {5, 10, 15, 20, 25} & {ns - 1_000 for ns in capture._clocks}
+    heard = []
+    monkeypatch.setattr(
+        stock_capture, "_running", [SimpleNamespace(beside=lambda gathered: heard.append(gathered))]
+    )
+    stock_capture.disturbed()
+    assert heard == [False]

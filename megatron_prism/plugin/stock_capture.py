@@ -29,7 +29,7 @@ from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
 from megatron_prism.slices import AGE, SliceStore
 
-__all__ = ["KEPT", "StockCapture", "check_free", "versions"]
+__all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
 
 KEPT = 65  # iterations at most: one written down, the others timed
 FEW = 8  # of a short job, though the first ones are still warming up
@@ -61,6 +61,16 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
     check_writable(folder, "--prism-capture DIR")
+
+
+_running: list[StockCapture] = []
+
+
+def disturbed() -> None:
+    """For whoever made this process wait: the iteration that is recorded now is left out, as one
+    with an evaluation is, as long as there are others."""
+    for capture in _running:
+        capture.beside(gathered=False)
 
 
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
@@ -147,6 +157,7 @@ class StockCapture:
             )
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
+        _running.append(self)
         world.recorder = proof.recorder = self._recorder
 
     def beside(self, gathered: bool) -> None:
@@ -188,6 +199,7 @@ class StockCapture:
         from megatron_prism.virtual.session import current
 
         watch.remove()
+        _running.clear()
         self._recorder = proof.recorder = None
         if self.tier.live is not None:
             self.tier.live.history = None  # a long job would fill memory
