@@ -34,18 +34,13 @@ def said(row: dict[str, Any]) -> list[str]:
     pairs = list(zip(real, paced, strict=True))
     lines = [_line(f"{level} peak", [(a[f"{level}_peak"], b[f"{level}_peak"]) for a, b in pairs])
              for level in ("allocated", "reserved")]  # fmt: skip
-    device = []
-    for rank, ((a, b), nccl) in enumerate(zip(pairs, row.get("nccl") or [None] * 99, strict=False)):
-        one, other = (_own(held, rank) for held in (a, b))
-        if None not in (one, other, nccl):
-            device.append((one, other + nccl))
-    return [*lines, *([_line("device, with NCCL's part", device)] if device else [])]
-
-
-def _own(memory: dict[str, Any], rank: int) -> Any:
-    """What the process holds of its own GPU; keys are strings once the row was a file."""
-    held = memory.get("device_bytes") or {}
-    return held.get(rank, held.get(str(rank)))
+    held = [[(one.get("device_bytes") or {}).get("own") for one in pair] for pair in pairs]
+    parts = row.get("nccl") or [None] * len(held)
+    device = [(one, other + nccl) for (one, other), nccl in zip(held, parts, strict=True)
+              if None not in (one, other, nccl)]  # fmt: skip
+    what = "device, with NCCL's part"
+    lines.append(_line(what, device) if device else f"  {what}: not told by the driver")
+    return lines
 
 
 def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:

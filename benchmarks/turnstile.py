@@ -4,11 +4,11 @@
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
 (ns of the clock that all processes of a host share), the peaks so far, what is reserved now and
-what the driver says that the process holds of which GPU, in bytes. ``turns.py`` is at the other
-end. The script is a stock one, or one under ``megatron_prism run``: what runs between two stops is
-untouched. With TURNS_HOST=1 in the environment the file also says what the host did in every step:
-calls of process groups, ns in them, ns of garbage collection, ns of processor time (clocks take
-about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
+what the driver says that the process holds of its own GPU and of others, in bytes. ``turns.py`` is
+at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs between
+two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the host did in
+every step: calls of process groups, ns in them, ns of garbage collection, ns of processor time
+(clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
 ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device did in it.
 """
 
@@ -201,20 +201,26 @@ def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
     return sorted(rows, key=lambda row: -row[3])
 
 
-def _device_bytes() -> dict[int, int]:
-    """What this process holds of each GPU, as the driver says; {} where it does not tell."""
+def _device_bytes() -> dict[str, int]:
+    """What this process holds of its own GPU and of all others, as the driver says; {} where it
+    does not tell (no NVML, or a container that hides the numbers of processes)."""
     try:
         import pynvml
     except ImportError:
         return {}
-    found = {}
+    import torch
+
+    own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    found: dict[str, int] = {}
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = pynvml.nvmlDeviceGetUUID(gpu)
+            whose = "own" if str(uuid).endswith(own) else "others"
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu):
                 if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                    found[index] = int(process.usedGpuMemory)
+                    found[whose] = found.get(whose, 0) + int(process.usedGpuMemory)
     return found
 
 
