@@ -79,8 +79,9 @@ class Links:
 def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links:
     """Keep the links of CUDA device ``index`` awake while ``calls`` grows; never raises.
 
-    Several local ranks do so by themselves.  Every visible GPU gets a context of this process, about
-    half a GB of its memory (words go to one; why the others do is not known); this device gives 256 KiB that torch does not count.
+    Several local ranks do so by themselves.  Every visible GPU gets a context of this process,
+    about half a GB of its memory (words go to one; why the others get one is not known); this
+    device gives 256 KiB that torch does not count.
     """
     if num_processes > 1:
         return Links("calls between the local ranks")
