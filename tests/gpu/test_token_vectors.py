@@ -1,4 +1,4 @@
-"""Vectors of tokens on a real GPU: gathered as by hand, and no memory that the job does not have."""
+"""Vectors of tokens on a real GPU: gathered as by hand, without memory the job does not have."""
 
 import pytest
 import torch
