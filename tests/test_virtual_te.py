@@ -101,6 +101,22 @@ def test_postponed_weight_gradient():
     torch.testing.assert_close(module.weight.grad, x.detach().sum(0).expand(6, 8))
 
 
+@pytest.mark.parametrize("kind", [Linear, GroupedLinear])
+def test_postponed_weight_gradient_has_no_history_of_its_own(kind):
+    """Megatron calls it outside of any backward, and inputs of later layers have a history."""
+    grouped = kind is GroupedLinear
+    module = kind(*[1] * grouped, 8, 6, bias=False, delay_wgrad_compute=True,
+                  fuse_wgrad_accumulation=True, device="cpu")  # fmt: skip
+    weight = module.weight0 if grouped else module.weight
+    whole = torch.zeros(2, 6, 8)  # main_grad is a part of the buffer of all gradients
+    weight.main_grad, x = whole[0], leaf(5, 8)
+    for times in (1, 2):
+        module(2 * x, *[[5]] * grouped).sum().backward()
+        module.backward_dw()
+        torch.testing.assert_close(whole[0], times * 2 * x.detach().sum(0).expand(6, 8))
+    assert not whole.requires_grad
+
+
 @pytest.mark.parametrize("centered", [False, True])
 def test_norms(centered):
     x = leaf(5, 2, 8)

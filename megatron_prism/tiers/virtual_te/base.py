@@ -237,8 +237,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward postponed."""
-        while self.delayed:
-            self.delayed.pop(0)()
+        with torch.no_grad():  # TE's kernels know no autograd; nobody's backward runs around this
+            while self.delayed:
+                self.delayed.pop(0)()
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
