@@ -41,13 +41,13 @@ def _no_triton(module: ModuleType, context: Context) -> None:
     _wrap(owner, "run", make)
 
 
-def _no_full_graph(module: ModuleType, context: Context) -> None:
-    """It captures after some iterations of warm-up: said before, not in the middle of a job."""
-    make = refused(
-        "a CUDA graph of a whole iteration needs a CUDA device",
-        "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda",
-    )
-    _wrap(module.FullCudaGraphWrapper, "__init__", make)
+def _no_graphs(module: ModuleType, context: Context) -> None:
+    """They are captured after some iterations of warm-up: said before, not in the middle of a job."""
+    fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
+    for owner in ("FullCudaGraphWrapper", "CudaGraphManager", "TECudaGraphHelper"):
+        if hasattr(module, owner):
+            make = refused("CUDA graphs need a CUDA device", fix)
+            _wrap(getattr(module, owner), "__init__", make)
 
 
 def _plain_memory(module: ModuleType, context: Context) -> None:
@@ -176,7 +176,14 @@ SEAMS: tuple[Seam, ...] = (
         "megatron.core.full_cuda_graph",
         "a traceback from within torch after the warm-up",
         "core/full_cuda_graph.py:167 @0.16.1",
-        _no_full_graph,
+        _no_graphs,
+    ),
+    Seam(
+        "no-graphs",
+        "megatron.core.transformer.cuda_graphs",
+        "graphs of layers: a traceback, or a refusal after the warm-up",
+        "core/transformer/cuda_graphs.py:1374, :1677 @0.16.1; :1769 @0.19.0",
+        _no_graphs,
     ),
     Seam(
         "plain-memory",

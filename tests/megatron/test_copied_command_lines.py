@@ -46,6 +46,8 @@ JOBS = {
     "--offload-modules core_attn --prism-tier meta",
     "graph": f"{ONE} --cuda-graph-impl local --cuda-graph-scope full_iteration "
     "--no-check-for-nan-in-loss-and-grad --prism-ranks 3 --prism-tier meta",
+    "graphs, layers": f"{ONE} --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
+    "--prism-ranks 3 --prism-tier meta",
     "user buffers": f"{ONE} --use-nccl-ub --prism-ranks 3 --prism-tier cpu",
     "hashes": f"{ONE} --check-weight-hash-across-dp-replicas-interval 1 --prism-ranks 3 "
     "--prism-tier meta",
@@ -114,7 +116,8 @@ def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
         ("DeepEP", "--moe-token-dispatcher-type flex talks to the other ranks through DeepEP"),
         ("offload, optimizer", "--optimizer-cpu-offload moves states"),
         ("offload, activations", "--fine-grained-activation-offloading moves activations"),
-        ("graph", "a CUDA graph of a whole iteration needs a CUDA device"),
+        ("graph", "CUDA graphs need a CUDA device"),
+        ("graphs, layers", "CUDA graphs need a CUDA device"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name, what, jobs):
