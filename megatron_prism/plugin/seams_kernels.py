@@ -42,7 +42,7 @@ def _no_triton(module: ModuleType, context: Context) -> None:
 
 
 def _no_graphs(module: ModuleType, context: Context) -> None:
-    """They are captured after some iterations of warm-up: said before, not in the middle of a job."""
+    """They are captured after some iterations of warm-up: this comes before it."""
     fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
     for owner in ("FullCudaGraphWrapper", "CudaGraphManager", "TECudaGraphHelper"):
         if hasattr(module, owner):
