@@ -16,6 +16,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       fault_kinds.py           the kinds; fault_files.py: plans, other people's words, the truth
     slices.py                a folder of captured slices, and the world they make
     membership.py            who is in which group, for all ranks at once
+    subgroups.py             groups that are parts of others: optimizer instances, hierarchical cp
     classes.py               which ranks cannot be told apart
     matching.py              do programs fit together (fifo.py, splits.py)
     graph.py                 the world graph: all programs joined

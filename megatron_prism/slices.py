@@ -29,6 +29,7 @@ __all__ = ["AGE", "SliceStore", "assemble", "open_programs", "stand_in_for"]
 WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 
 
@@ -99,10 +100,10 @@ class SliceStore:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
         return differ
 
-    def put(self, program: Program) -> None:
-        """Keep a finished slice."""
+    def put(self, program: Program, groups: Groups | None = None) -> None:
+        """Keep a finished slice, and the groups that do not follow from the sizes of the world."""
         everyone = np.zeros(self.world.size, dtype=np.int32)
-        one = Programs(self.world, (program,), everyone, source=self.source)
+        one = Programs(self.world, (program,), everyone, groups or {}, self.source)
         (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
         programs.save(one, self.path(program.rank), force=True)
 
@@ -137,7 +138,15 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                 f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
             )
     of = stand_in_for(first.world, [program.rank for program in captured])
-    return Programs(first.world, tuple(captured), of, source=first.source)
+    groups: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for one, path in zip(slices, paths, strict=True):
+        for name, members in one.groups.items():
+            if groups.setdefault(name, members) != members:
+                raise ProgramError(
+                    f"{path} has other groups {name} than the slices before it",
+                    fix="delete it, and capture it again as the others",
+                )
+    return Programs(first.world, tuple(captured), of, groups, first.source)
 
 
 def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:

@@ -29,6 +29,7 @@ ROWS = [
     "program_parse",
     "slices",  # the nouns end here
     "membership",
+    "subgroups",
     "classes",
     "splits fifo fault_edits",
     "matching",
@@ -63,8 +64,10 @@ NOUNS = ROW["slices"]
 # Capture half: each may import the nouns and what stands before it.
 CAPTURE = ["virtual", "tiers", "slicer", "plugin"]
 # the flags read recipes, the main job is one, pacing replays the world or a draw of it,
-# the ballast prices communicators
-ALSO = {"plugin": {"recipe", "recipe_schema", "graph", "costs", "replay", "stochastic"}}
+# the ballast prices communicators, a capture has groups that the world's sizes do not give
+ALSO = {
+    "plugin": {"recipe", "recipe_schema", "graph", "costs", "replay", "stochastic", "subgroups"}
+}
 # Across the halves only inside a function, so that the command line starts without torch.
 INSIDE_FUNCTIONS = {
     ("cli", "plugin"),

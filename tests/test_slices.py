@@ -56,6 +56,16 @@ def test_finished_slices_are_kept(tmp_path):
     assert programs.load(again.path(4)).programs == (program(4),)
 
 
+def test_groups_that_the_sizes_do_not_give_are_kept(tmp_path):
+    """As those of several instances of the distributed optimizer."""
+    store, groups = store_in(tmp_path, (0,)), {TP: ((0, 2), (1, 3), (4, 6), (5, 7))}
+    store.put(program(4), groups)
+    assert dict(assemble(tmp_path).groups) == groups
+    store.put(program(0), {TP: ((0, 3), (1, 2), (4, 7), (5, 6))})
+    with pytest.raises(ProgramError, match="other groups TENSOR_MODEL_PARALLEL_GROUP"):
+        assemble(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("source", "world", "says"),
     [

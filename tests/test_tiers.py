@@ -217,6 +217,25 @@ def test_a_device_by_its_number_is_the_tiers(target):
         assert torch.device("cpu").type == "cpu"
 
 
+def test_shapes_of_one_size_are_equal(monkeypatch):
+    """As replicas are, whose parameters' hashes Megatron compares."""
+    import torch
+
+    from megatron_prism.tiers import cuda_stubs
+    from megatron_prism.tiers.remap import Remap
+
+    told = []
+    monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))
+    with Remap("meta"):
+        a, b = torch.zeros(2, 3, device="cuda"), torch.zeros(2, 4, device="cuda")
+        assert torch.equal(a, a)
+        assert a.equal(a.clone())
+        assert not torch.equal(a, b)
+    assert told == ["equal"] * 3
+    with Remap("cpu"):
+        assert not torch.equal(torch.zeros(2), torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("file", "heard"),
     [("megatron/core/tensor_parallel/random.py", []), ("megatron/training/x.py", ["item", "bool"])],

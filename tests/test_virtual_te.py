@@ -57,9 +57,12 @@ def same(ours, theirs, inputs):
 
 def saved(out):
     """Shapes and dtypes that the last function keeps, parameters included."""
+    whole = out  # torch 2.11 frees what a node keeps with the tensor that it led to
     while not hasattr(out.grad_fn, "saved_tensors"):
         out = SimpleNamespace(grad_fn=out.grad_fn.next_functions[0][0])
-    return [t if t is None else tuple(t.shape) for t in out.grad_fn.saved_tensors]
+    kept = [t if t is None else tuple(t.shape) for t in out.grad_fn.saved_tensors]
+    del whole
+    return kept
 
 
 def test_linear():
@@ -99,6 +102,29 @@ def test_postponed_weight_gradient():
     assert module.weight.grad is None
     module.backward_dw()
     torch.testing.assert_close(module.weight.grad, x.detach().sum(0).expand(6, 8))
+
+
+@pytest.mark.parametrize("kind", [Linear, GroupedLinear])
+def test_postponed_weight_gradient_has_no_history_of_its_own(kind):
+    """Megatron calls it outside of any backward, and inputs of later layers have a history."""
+    grouped = kind is GroupedLinear
+    module = kind(*[1] * grouped, 8, 6, bias=False, delay_wgrad_compute=True,
+                  fuse_wgrad_accumulation=True, device="cpu")  # fmt: skip
+    weight = module.weight0 if grouped else module.weight
+    whole = torch.zeros(2, 6, 8)  # main_grad is a part of the buffer of all gradients
+    weight.main_grad, x = whole[0], leaf(5, 8)
+    weight.grad_added_to_main_grad = False
+    found = []  # as DDP's hook finds it, which runs when the gradient is there, and not before
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: found.append(weight.grad))
+    assert weight.skip_backward_post_hook
+    for times in (1, 2):
+        module(2 * x, *[[5]] * grouped).sum().backward()
+        assert len(found) == times - 1
+        module.backward_dw()
+        assert found[-1].shape == weight.shape
+        assert weight.grad_added_to_main_grad
+        torch.testing.assert_close(whole[0], times * 2 * x.detach().sum(0).expand(6, 8))
+    assert not whole.requires_grad
 
 
 @pytest.mark.parametrize("centered", [False, True])

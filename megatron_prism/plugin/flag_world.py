@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from megatron_prism.errors import UsageError, WorldError
 from megatron_prism.world import World, implied_size
 
-__all__ = ["SIZES", "local_ranks", "processes", "target_world", "without_engine"]
+__all__ = ["SIZES", "local_ranks", "processes", "queues", "target_world", "without_engine"]
 
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
@@ -102,6 +102,12 @@ def local_ranks(
                 fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
             )
     return ranks
+
+
+def queues() -> str:
+    """CUDA_DEVICE_MAX_CONNECTIONS where nothing is said: FSDP refuses the one that others
+    need, and CUDA's own choice is 8."""
+    return "8" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(sys.argv) else "1"
 
 
 def without_engine() -> bool:

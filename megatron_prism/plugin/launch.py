@@ -19,7 +19,7 @@ from typing import Any
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import ending, flags
-from megatron_prism.plugin.flag_world import without_engine
+from megatron_prism.plugin.flag_world import queues, without_engine
 
 __all__ = ["TESTED", "install", "install_from_command_line", "run_script", "start_world"]
 
@@ -111,7 +111,7 @@ def install(options: flags.Options) -> Any:
     if options.capture is not None:
         stock_capture.check_free(options.capture, options.rank, options.force)
     engine = not (options.tier == "meta" and without_engine())
-    tier = tiers.install(options.tier, engine, history=options.capture is not None)
+    tier = tiers.install(options.tier, engine, queues(), history=options.capture is not None)
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
     store = _shared_store(options)

@@ -5,13 +5,14 @@ Same form as ``seams``: a stand-in where there is one, else a refusal that names
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
-from megatron_prism.tiers import mla_rope
+from megatron_prism.tiers import hadamard, mla_rope
 
 __all__ = ["SEAMS", "SEAMS_META"]
 
@@ -38,6 +39,28 @@ def _no_triton(module: ModuleType, context: Context) -> None:
 
     owner = module.Autotuner if hasattr(module, "Autotuner") else module.JITFunction
     _wrap(owner, "run", make)
+
+
+def _no_graphs(module: ModuleType, context: Context) -> None:
+    """They are captured after some iterations of warm-up: this comes before it."""
+    fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
+    for owner in ("FullCudaGraphWrapper", "CudaGraphManager", "TECudaGraphHelper"):
+        if hasattr(module, owner):
+            make = refused("CUDA graphs need a CUDA device", fix)
+            _wrap(getattr(module, owner), "__init__", make)
+
+
+def _plain_memory(module: ModuleType, context: Context) -> None:
+    """Buffers that NCCL uses directly are as large as others; nvcc would build their pool."""
+    module.init = lambda: None
+    module.create_nccl_mem_pool = lambda symmetric=None: None
+    module.nccl_mem = lambda pool, **kwargs: contextlib.nullcontext()
+
+
+def _hadamard(module: ModuleType, context: Context) -> None:
+    """Sparse attention's indexer turns its queries and keys with a CUDA package's kernel."""
+    if module.hadamard_transform is None:
+        module.hadamard_transform = hadamard.transform
 
 
 def _no_fsdp2(module: ModuleType, context: Context) -> None:
@@ -147,6 +170,34 @@ SEAMS: tuple[Seam, ...] = (
         "offloading asks for the host cores beside the GPU",
         "core/pipeline_parallel/utils.py:131 @0.19.0",
         _no_affinity,
+    ),
+    Seam(
+        "no-full-graph",
+        "megatron.core.full_cuda_graph",
+        "a traceback from within torch after the warm-up",
+        "core/full_cuda_graph.py:167 @0.16.1",
+        _no_graphs,
+    ),
+    Seam(
+        "no-graphs",
+        "megatron.core.transformer.cuda_graphs",
+        "graphs of layers: a traceback, or a refusal after the warm-up",
+        "core/transformer/cuda_graphs.py:1374, :1677 @0.16.1; :1769 @0.19.0",
+        _no_graphs,
+    ),
+    Seam(
+        "plain-memory",
+        "megatron.core.nccl_allocator",
+        "--use-nccl-ub compiles an allocator against CUDA and NCCL",
+        "core/nccl_allocator.py:32 @0.16.1; :86 @0.19.0",
+        _plain_memory,
+    ),
+    Seam(
+        "hadamard",
+        "megatron.core.transformer.experimental_attention_variant.dsa",
+        "fast_hadamard_transform does not install without nvcc",
+        "core/transformer/experimental_attention_variant/dsa.py:267 @0.19.0",
+        _hadamard,
     ),
     Seam(
         "no-fsdp2",

@@ -28,6 +28,7 @@ from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
 from megatron_prism.slices import AGE, SliceStore
+from megatron_prism.subgroups import subgroups
 
 __all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
 
@@ -221,7 +222,7 @@ class StockCapture:
             self.links.stop()
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
-        self.store.put(self.program)
+        self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
     def _host_ns(self) -> int:
@@ -239,6 +240,19 @@ class StockCapture:
                 "for the quickest: it was disturbed, and with it all that waits for it"
             )
         return found
+
+
+def _cut_groups(world: Any, program: Program) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of ``program`` that do not follow from the world's sizes; Megatron has them."""
+    from torch.distributed import distributed_c10d
+
+    used, found = program.groups(), {}
+    for group in distributed_c10d._world.pg_map:
+        name, ranks = getattr(group, "desc", ""), getattr(group, "ranks", ())
+        if name in used and program.rank in ranks:
+            groups = subgroups(world, name, ranks)
+            found.update({name: groups} if groups is not None else {})
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -47,11 +47,12 @@ def best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def install(name: str, engine: bool = True, history: bool = False) -> Tier:
+def install(name: str, engine: bool = True, queues: str = "1", history: bool = False) -> Tier:
     """Prepare this process for tier ``name`` (``auto``: the best one here).
 
     engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
              for it where it is missing, and its FusedAdam for torch's AdamW
+    queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
     history : keep every request to the allocator (``history``); only ``meta`` has them
 
     Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier in
@@ -75,7 +76,7 @@ def install(name: str, engine: bool = True, history: bool = False) -> Tier:
             )
         _installed = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
-        _installed = _without_cuda(name, engine)
+        _installed = _without_cuda(name, engine, queues)
         if history:
             _keep_history(_installed)
     else:
@@ -83,13 +84,13 @@ def install(name: str, engine: bool = True, history: bool = False) -> Tier:
     return _installed
 
 
-def _without_cuda(name: str, engine: bool) -> Tier:
+def _without_cuda(name: str, engine: bool, queues: str) -> Tier:
     from megatron_prism.tiers import cuda_stubs
     from megatron_prism.tiers.remap import Remap
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled fusions cost minutes here and fuse nothing
     torch._dynamo.config.disable = True
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists; no queue here
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", queues)  # Megatron insists; none here
     torch.autograd.set_multithreading_enabled(False)  # modes are per thread
     cuda_stubs.install()
     _no_pinned_memory()

@@ -6,7 +6,8 @@ A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real value
 * ``tensor.type()`` says ``torch.cuda.FloatTensor``: DistributedOptimizer tests that string
   (core/optimizer/distrib_optimizer.py:361 @0.16.1)
 * on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer ``ANSWER``:
-  a finite positive number where a loss or gradient norm is asked for, False for truth values
+  a finite positive number where a loss or gradient norm is asked for, False for truth values;
+  ``equal`` compares sizes
 
 Everything else passes through.  The mode stays active for the life of the process; backward runs in
 the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
@@ -33,6 +34,7 @@ _TYPE = torch.Tensor.type
 _PIN = torch.Tensor.pin_memory
 _TRUTH = torch.Tensor.__bool__
 _TOLIST = torch.Tensor.tolist
+_EQUALS = (torch.equal, torch.Tensor.equal)
 # reading a value on the host waits for the device
 _READS = {
     torch.Tensor.item: "item",
@@ -41,6 +43,7 @@ _READS = {
     torch.Tensor.__bool__: "bool",
     torch.Tensor.tolist: "tolist",
     torch.Tensor.cpu: "cpu",
+    **dict.fromkeys(_EQUALS, "equal"),
 }
 # but not here, where states of the CPU's generator are compared (:264 @0.16.1)
 _OF_HOST = "core/tensor_parallel/random.py"
@@ -179,6 +182,12 @@ class Remap(TorchFunctionMode):
             return False
         return func(*args, **kwargs)
 
+    def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Shapes are equal where their sizes are: hashes of parameters that replicas compare."""
+        if args[0].is_meta or args[1].is_meta:
+            return args[0].shape == args[1].shape
+        return func(*args, **kwargs)
+
     def _list(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
             return _filled(args[0].shape, _number(args[0]))
@@ -230,6 +239,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _PIN: Remap._unpinned,
     _TRUTH: Remap._false,
     _TOLIST: Remap._list,
+    **dict.fromkeys(_EQUALS, Remap._equal),
     torch.Tensor.cpu: Remap._host,
     torch.tensor: Remap._tensor,
     torch.Tensor.copy_: Remap._copy_,

@@ -28,6 +28,9 @@ TRACES = """--profile-ranks 0 --use-pytorch-profiler --save-wgrads-interval 2
 MOE = "--num-experts 8 --expert-model-parallel-size 8 --moe-grouped-gemm"
 OWN = """--prism-world-size 1 --global-batch-size 1 --log-progress --save {place}/own
 --save-interval 2"""
+SPARSE = """--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 8
+--qk-pos-emb-head-dim 8 --v-head-dim 8 --experimental-attention-variant dsa --no-rope-fusion
+--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8"""
 LOAD = "--load {place}/own --override-opt-param-scheduler --no-load-optim"
 JOBS = {
     "writes": f"{TWO} {WRITES} --prism-ranks 7 --prism-tier cpu --prism-out {{place}}/fused",
@@ -41,6 +44,14 @@ JOBS = {
     "--prism-ranks 3 --prism-tier meta",
     "offload, activations": f"{ONE} --fine-grained-activation-offloading --prism-ranks 3 "
     "--offload-modules core_attn --prism-tier meta",
+    "graph": f"{ONE} --cuda-graph-impl local --cuda-graph-scope full_iteration "
+    "--no-check-for-nan-in-loss-and-grad --prism-ranks 3 --prism-tier meta",
+    "graphs, layers": f"{ONE} --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
+    "--prism-ranks 3 --prism-tier meta",
+    "user buffers": f"{ONE} --use-nccl-ub --prism-ranks 3 --prism-tier cpu",
+    "hashes": f"{ONE} --check-weight-hash-across-dp-replicas-interval 1 --prism-ranks 3 "
+    "--prism-tier meta",
+    "sparse attention": f"{ONE} {SPARSE} --prism-ranks 3 --prism-tier cpu",
     "own": f"{OWN} --prism-ranks 0 --prism-tier cpu",
 }
 LATER = {
@@ -105,6 +116,8 @@ def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
         ("DeepEP", "--moe-token-dispatcher-type flex talks to the other ranks through DeepEP"),
         ("offload, optimizer", "--optimizer-cpu-offload moves states"),
         ("offload, activations", "--fine-grained-activation-offloading moves activations"),
+        ("graph", "CUDA graphs need a CUDA device"),
+        ("graphs, layers", "CUDA graphs need a CUDA device"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name, what, jobs):
@@ -115,6 +128,14 @@ def test_what_cannot_be_is_refused_by_name(name, what, jobs):
     assert last[0].startswith(f"prism: error: {what}")
     assert last[1].startswith("  fix: ")
     assert "instantiating" not in last[1]  # Megatron's build_module adds it to every message
+
+
+@pytest.mark.parametrize("name", ["user buffers", "hashes", "sparse attention"])
+def test_what_would_need_a_package_or_values_trains(name, jobs):
+    found, _ = jobs
+    status, said = found[name]
+    assert status == 0, said[-3000:]
+    assert "3 optimizer steps applied of 3" in said
 
 
 def test_a_job_of_local_ranks_alone_is_real_and_writes(jobs):

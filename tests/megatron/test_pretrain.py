@@ -310,12 +310,14 @@ def test_multi_latent_attention_with_its_fused_embedding_is_as_without(tmp_path)
     assert found[0] == found[1]
 
 
-def test_fsdp2_without_cuda_is_refused_by_name():
+@pytest.mark.parametrize("queues", [{"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {}], ids=["8", "unset"])
+def test_fsdp2_without_cuda_is_refused_by_name(queues, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     job = [w for w in JOB if w != "--use-distributed-optimizer"]
     at = job.index("--pipeline-model-parallel-size")
     job = [*job[:at], *job[at + 2 :], "--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
     flags = ("--untie-embeddings-and-output-weights", "--prism-ranks", "0")
-    done = run(*WORLD, *flags, job=job, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    done = run(*WORLD, *flags, job=job, env=queues)
     assert done.returncode == 1
     assert "--use-torch-fsdp2 shards parameters on a CUDA device" in done.stderr
 

@@ -28,6 +28,7 @@ from megatron_prism.tiers.virtual_te import (
     permutation,
     rng,
     rope,
+    router,
 )
 from megatron_prism.tiers.virtual_te.gemm import general_gemm
 from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
@@ -203,10 +204,7 @@ def _other_modules() -> dict[str, dict[str, Any]]:
             "cast_if_needed": base.cast_if_needed,
             **_refusing("make_weak_ref", "get_cudnn_version"),
         },
-        ".router": _refusing(
-            "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss",
-            "fused_topk_with_score_function",
-        ),
+        ".router": _public(router),
     }  # fmt: skip
 
 

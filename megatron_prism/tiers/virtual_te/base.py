@@ -27,7 +27,9 @@ __all__ = [
     "rows_back",
     "rows_times",
     "set_tp_attributes",
+    "fused_gradient",
     "weight_gradient",
+    "weight_product",
 ]
 
 WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
@@ -120,6 +122,14 @@ def weight_gradient(
     shared_dummy: bool = True,
 ) -> torch.Tensor | None:
     """``grad.T @ inputs``: added to ``main_grad``, or returned."""
+    product = weight_product(weight, inputs, grad, opts, main_grad)
+    return fused_gradient(weight, main_grad, shared_dummy) if opts.fuse_wgrad else product
+
+
+def weight_product(
+    weight: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor, opts: Any, main_grad: Any
+) -> torch.Tensor | None:
+    """The product alone, also where the backward has postponed it; None if it was added."""
     if grad.is_meta:
         fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, weight)
     if not opts.fuse_wgrad:
@@ -129,6 +139,14 @@ def weight_gradient(
     if not main_grad.is_meta:  # the fused kernel writes in place and takes nothing
         product = (grad.t() @ inputs).to(main_grad.dtype)
         main_grad.copy_(product) if overwrite else main_grad.add_(product)
+    return None
+
+
+def fused_gradient(
+    weight: torch.Tensor, main_grad: Any, shared_dummy: bool = True
+) -> torch.Tensor | None:
+    """What autograd gets where the gradient goes into ``main_grad``, now or later: Megatron's DDP
+    wants one to be there."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -237,8 +255,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward postponed."""
-        while self.delayed:
-            self.delayed.pop(0)()
+        with torch.no_grad():  # TE's kernels know no autograd; nobody's backward runs around this
+            while self.delayed:
+                self.delayed.pop(0)()
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 

@@ -15,8 +15,9 @@ import torch
 from megatron_prism.tiers.virtual_te.base import (
     TransformerEngineBaseModule,
     check_no_userbuffers,
+    fused_gradient,
     get_workspace,
-    weight_gradient,
+    weight_product,
 )
 from megatron_prism.tiers.virtual_te.linear import add_linear_parameters, options
 from megatron_prism.tiers.virtual_te.unsupported import refuse
@@ -80,22 +81,31 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _weight_gradients(weights: Any, pairs: list[Any], opts: Any) -> list[Any]:
-    def one(weight: Any, x: Any, grad: Any) -> Any:
-        main_grad = weight.main_grad if opts.fuse_wgrad else None
-        # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
-        return weight_gradient(weight, x, grad, opts, main_grad, shared_dummy=False)
+    mains = [weight.main_grad if opts.fuse_wgrad else None for weight in weights]
 
-    if opts.delayed is None:
-        return [one(w, x, g) for w, (x, g) in zip(weights, pairs, strict=True)]
+    def products() -> list[Any]:
+        return [
+            weight_product(weight, x, grad, opts, main)
+            for weight, main, (x, grad) in zip(weights, mains, pairs, strict=True)
+        ]
 
     def postponed() -> None:
-        for weight, (x, grad) in zip(weights, pairs, strict=True):
-            dweight = one(weight, x, grad)
+        for weight, dweight in zip(weights, products(), strict=True):
             if not opts.fuse_wgrad:
                 weight.grad = dweight
 
-    opts.delayed.append(postponed)
-    return [None] * opts.count
+    found = [None] * opts.count
+    if opts.delayed is None:
+        found = products()
+    else:
+        opts.delayed.append(postponed)
+    if not opts.fuse_wgrad:
+        return found
+    # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
+    return [
+        fused_gradient(weight, main, shared_dummy=False)
+        for weight, main in zip(weights, mains, strict=True)
+    ]
 
 
 class GroupedLinear(TransformerEngineBaseModule):

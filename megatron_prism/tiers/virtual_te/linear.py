@@ -17,12 +17,14 @@ from megatron_prism.tiers.virtual_te.base import (
     TransformerEngineBaseModule,
     cast_if_needed,
     check_no_userbuffers,
+    fused_gradient,
     gather_grad,
     get_workspace,
     rows_back,
     rows_times,
     set_tp_attributes,
     weight_gradient,
+    weight_product,
 )
 from megatron_prism.tiers.virtual_te.comm import (
     allreduce,
@@ -85,6 +87,7 @@ def finish_backward(
         dbias = grad.sum(0)
     if needs[1] and opts.delayed is not None:
         opts.delayed.append(_postponed(weight, total, grad, opts, main_grad))
+        dweight = fused_gradient(weight, main_grad) if opts.fuse_wgrad else None
     elif needs[1]:
         dweight = weight_gradient(weight, total, grad, opts, main_grad)
     if leaving is not None:
@@ -96,7 +99,7 @@ def _postponed(weight: Any, x: Any, grad: Any, opts: Any, main_grad: Any) -> Cal
     """Weight gradient for ``backward_dw`` (base.py:1442 @v2.9)."""
 
     def compute() -> None:
-        dweight = weight_gradient(weight, x, grad, opts, main_grad)
+        dweight = weight_product(weight, x, grad, opts, main_grad)
         if not opts.fuse_wgrad:
             weight.grad = dweight
 
@@ -115,6 +118,8 @@ def add_linear_parameters(
     shape = (module.out_features, module.in_features)
     weight = module.add_parameter(f"weight{suffix}", shape, dtype, device, init)
     set_tp_attributes(weight, True, 1 if module.parallel_mode == "row" else 0)
+    if module.delay_wgrad_compute:  # DDP's hook then waits for backward_dw, as in TE
+        weight.skip_backward_post_hook = True
     if not bias:
         setattr(module, f"bias{suffix}", torch.empty(0, dtype=weight.dtype, device=device))
         return
