@@ -22,6 +22,7 @@ import os
 import runpy
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -189,15 +190,16 @@ class Turnstile:
 
 
 def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
-    """[pool, on the default stream, segments, bytes of them, bytes in use] by pool and stream, the
-    largest first: where do the reserved bytes of two ranks differ?"""
-    found: dict[tuple[str, int], list[int]] = {}
+    """[pool, on the default stream, segments, bytes of them, bytes in use, {bytes of a segment: how
+    many}] by pool and stream, the largest first: where do the reserved bytes of two ranks differ?"""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for segment in snapshot:
-        row = found.setdefault((segment["segment_type"], segment["stream"]), [0, 0, 0])
-        row[0] += 1
-        row[1] += segment["total_size"]
-        row[2] += segment["allocated_size"]
-    rows = [[pool, stream == 0, *row] for (pool, stream), row in found.items()]
+        found.setdefault((segment["segment_type"], segment["stream"]), []).append(segment)
+    rows = []
+    for (pool, stream), segments in found.items():
+        total, used = (sum(s[key] for s in segments) for key in ("total_size", "allocated_size"))
+        sizes = Counter(s["total_size"] for s in segments)
+        rows.append([pool, stream == 0, len(segments), total, used, dict(sorted(sizes.items()))])
     return sorted(rows, key=lambda row: -row[3])
 
 

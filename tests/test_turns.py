@@ -197,7 +197,8 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
     snapshot = [segment("small", 0, 2, 1), segment("large", 0, 20, 9), segment("large", 7, 30, 8),
                 segment("large", 0, 20, 20)]  # fmt: skip
     assert modules[1]._segments(snapshot) == [
-        ["large", True, 2, 40, 29], ["large", False, 1, 30, 8], ["small", True, 1, 2, 1]
+        ["large", True, 2, 40, 29, {20: 2}], ["large", False, 1, 30, 8, {30: 1}],
+        ["small", True, 1, 2, 1, {2: 1}],
     ]  # fmt: skip
 
 
