@@ -190,8 +190,8 @@ class Turnstile:
 
 
 def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:
-    """[pool, on the default stream, segments, bytes of them, bytes in use, {bytes of a segment: how
-    many}] by pool and stream, the largest first: where do the reserved bytes of two ranks differ?"""
+    """[pool, on the default stream, segments, bytes of them, bytes in use, {size of a segment: how
+    many}] by pool and stream, largest first: where do the reserved bytes of two ranks differ?"""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for segment in snapshot:
         found.setdefault((segment["segment_type"], segment["stream"]), []).append(segment)
