@@ -6,7 +6,9 @@ back is columns, numbers as arrays and what repeats once, and becomes entries he
 holds a few dumps at a time; eight of them are the most, for memory's sake.
 
 Workers are started afresh (spawn), so it does not matter which threads the caller has.  They end
-with the caller whatever ends it, and leave Ctrl-C to it.
+with the caller whatever ends it, and leave Ctrl-C to it.  Each has a pipe of its own, and nobody
+shares a lock: a ProcessPoolExecutor that was interrupted, or whose workers were killed, stood still
+for good once in a hundred times (Python 3.11).
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import os
 import signal
 import threading
 from array import array
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import repeat
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from megatron_prism.guards import bounded_memory, no_collector
 __all__ = ["read"]
 
 _MOST = 8
+_AHEAD = 2  # dumps that a worker has been told of, so that it does not wait for the next
 _EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
 _WORDS = [f in ("group", "desc", "op", "numbers", "dtypes", "state", "done", "site")
           for f in Entry._fields]  # fmt: skip
@@ -51,28 +54,74 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
 
 
 def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump | DumpError]]:
-    ranks = sorted(files)
+    ranks, context = sorted(files), multiprocessing.get_context("spawn")
     largest = max(file.stat().st_size for file in files.values())
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start)
+    workers: dict[Connection, SpawnProcess] = {}
     try:
-        found = pool.map(_load, ranks, [files[r] for r in ranks], repeat(largest), chunksize=4)
-        for rank, packed in zip(ranks, found, strict=True):
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            workers[ours] = context.Process(target=_work, args=(theirs, largest), daemon=True)
+            workers[ours].start()
+            theirs.close()  # so that a worker's end is the end of the pipe
+        for rank, packed in _dealt(ranks, files, list(workers)):
             yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
-    except BrokenProcessPool as error:
+    except (EOFError, OSError) as error:
         raise DumpError(
             f"a process that read the dumps in {files[ranks[0]].parent} was killed",
             fix="free memory (2 GB for 1,024 dumps of 2,000 entries), then try again",
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for pipe, process in workers.items():
+            if process.pid is not None:  # it was started
+                process.kill()
+                process.join()
+            pipe.close()
 
 
-def _start() -> None:
-    """In a worker: Ctrl-C is the caller's; without the caller there is nothing to do."""
+def _dealt(
+    ranks: Sequence[int], files: dict[int, Path], pipes: Sequence[Connection]
+) -> Iterator[tuple[int, Any]]:
+    """(rank, what was read of it), in the order of ``ranks``; a worker that is done gets the next.
+
+    EOFError or OSError if a worker is gone.
+    """
+    waiting, found = iter(ranks), {}
+
+    def deal(pipe: Connection) -> None:
+        if (rank := next(waiting, None)) is not None:
+            pipe.send((rank, files[rank]))
+
+    for pipe in pipes:
+        for _ in range(_AHEAD):
+            deal(pipe)
+    for rank in ranks:
+        while rank not in found:
+            for pipe in connection.wait(pipes):
+                done, packed = pipe.recv()
+                deal(pipe)
+                found[done] = packed
+        packed = found.pop(rank)
+        if isinstance(packed, Exception) and not isinstance(packed, DumpError):
+            raise packed
+        yield rank, packed
+
+
+def _work(pipe: Connection, largest: int) -> None:
+    """A worker: Ctrl-C is the caller's; without the caller there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    while True:
+        try:
+            rank, file = pipe.recv()
+        except (EOFError, OSError):  # nobody wants more
+            return
+        try:
+            packed = _load(rank, file, largest)
+        except Exception as error:  # whatever it is, the caller shall know
+            packed = error
+        pipe.send((rank, packed))
 
 
 def _end_with(parent: Any) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -314,6 +315,21 @@ def test_nothing_readable_is_the_same_error(tmp_path):
     assert str(one.value) == str(more.value)
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_said(tmp_path):
+    files = flight_recorder.files(written(tmp_path))
+    many = dict(zip(range(2_000), itertools.cycle(files.values()), strict=False))
+    loaded = flight_workers._loaded(many, 2)
+    assert next(loaded)[0] == 0
+    mine = multiprocessing.active_children()
+    assert len(mine) == 2
+    mine[0].kill()
+    with pytest.raises(DumpError, match="was killed") as caught:
+        list(loaded)
+    assert "free memory" in caught.value.fix
+    assert not any(process.is_alive() for process in mine)
+
+
 FOREVER = """
 import itertools, os, signal, sys
 from megatron_prism import flight_recorder, flight_workers
@@ -322,6 +338,7 @@ if __name__ == "__main__":
     files = flight_recorder.files(__import__("pathlib").Path(sys.argv[1]))
     many = dict(zip(range(100_000), itertools.cycle(files.values())))
     flight_recorder.files = lambda folder: many
+    flight_recorder._is_of = lambda dump: None  # they are of other ranks
     print("go", flush=True)
     flight_workers.read(sys.argv[1], processes=2)
 """
