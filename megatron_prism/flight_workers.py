@@ -13,6 +13,7 @@ for good once in a hundred times (Python 3.11).
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -49,8 +50,9 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
         processes = min(_MOST, os.cpu_count() or 1, len(files) // _EACH)
     if processes < 2:
         return flight_recorder.read(folder)
-    with no_collector():
-        return flight_recorder.gather(_loaded(files, processes))
+    # closed: after an error a generator lives as long as the error's frames, and its workers too
+    with no_collector(), contextlib.closing(_loaded(files, processes)) as loaded:
+        return flight_recorder.gather(loaded)
 
 
 def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump | DumpError]]:

@@ -300,6 +300,7 @@ def test_a_hostile_pickle_is_refused_by_a_worker(protocol, tmp_path, monkeypatch
         with pytest.raises(DumpError, match=r"_dump_3: .*nothing was executed") as caught:
             read(folder)
         said.append(str(caught.value))
+        assert not multiprocessing.active_children()  # while the error is still at hand
     assert said[0] == said[1]
     assert not list(tmp_path.glob("HIT*"))
 
