@@ -337,7 +337,8 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
             print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
-        print("\n".join(said(row)), end="\n" if said(row) else "")
+        for line in said(row):
+            print(line)
     ends = []
     for name, errors, mean, most in (
         ("replay", replays, BOUND_MEAN, BOUND_MAX), ("paced", felt, HYBRID_MEAN, HYBRID_MAX),

@@ -38,7 +38,7 @@ def said(row: dict[str, Any]) -> list[str]:
     parts = row.get("nccl") or [None] * len(held)
     device = [(one, other + nccl) for (one, other), nccl in zip(held, parts, strict=True)
               if None not in (one, other, nccl)]  # fmt: skip
-    what = "device, with NCCL's part"
+    what = "device, with NCCL's part (modelled)"
     lines.append(_line(what, device) if device else f"  {what}: not told by the driver")
     return lines
 

@@ -59,6 +59,7 @@ def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump 
     ranks, context = sorted(files), multiprocessing.get_context("spawn")
     largest = max(file.stat().st_size for file in files.values())
     workers: dict[Connection, SpawnProcess] = {}
+    failed: Exception | None = None  # in a worker, which is not the end of it
     try:
         for _ in range(processes):
             ours, theirs = context.Pipe()
@@ -66,6 +67,9 @@ def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump 
             workers[ours].start()
             theirs.close()  # so that a worker's end is the end of the pipe
         for rank, packed in _dealt(ranks, files, list(workers)):
+            if isinstance(packed, Exception) and not isinstance(packed, DumpError):
+                failed = packed
+                break
             yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
     except (EOFError, OSError) as error:
         raise DumpError(
@@ -78,12 +82,15 @@ def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump 
                 process.kill()
                 process.join()
             pipe.close()
+    if failed is not None:
+        raise failed
 
 
 def _dealt(
     ranks: Sequence[int], files: dict[int, Path], pipes: Sequence[Connection]
 ) -> Iterator[tuple[int, Any]]:
-    """(rank, what was read of it), in the order of ``ranks``; a worker that is done gets the next.
+    """(rank, what was read of it or the error), in the order of ``ranks``; a worker that is done
+    gets the next.
 
     EOFError or OSError if a worker is gone.
     """
@@ -102,10 +109,7 @@ def _dealt(
                 done, packed = pipe.recv()
                 deal(pipe)
                 found[done] = packed
-        packed = found.pop(rank)
-        if isinstance(packed, Exception) and not isinstance(packed, DumpError):
-            raise packed
-        yield rank, packed
+        yield rank, found.pop(rank)
 
 
 def _work(pipe: Connection, largest: int) -> None:

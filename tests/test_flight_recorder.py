@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hang_cases import WORLDS, named
@@ -329,6 +330,24 @@ def test_a_worker_that_is_killed_is_said(tmp_path):
         list(loaded)
     assert "free memory" in caught.value.fix
     assert not any(process.is_alive() for process in mine)
+
+
+class Odd:
+    """A file whose reading goes wrong in a way that nobody thought of."""
+
+    def stat(self):
+        return SimpleNamespace(st_size=1)
+
+    def read_bytes(self):
+        raise EOFError("not the end of a worker")
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_is_not_its_end(tmp_path):
+    files = {**flight_recorder.files(written(tmp_path)), 3: Odd()}
+    with pytest.raises(EOFError, match="not the end of a worker"):
+        list(flight_workers._loaded(files, 2))
+    assert not multiprocessing.active_children()
 
 
 FOREVER = """

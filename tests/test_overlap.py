@@ -142,38 +142,42 @@ def test_factors_that_cannot_be(tmp_path, wrong, says):
     assert says in str(caught.value)
 
 
-def test_replay_applies_what_a_calibration_says(tmp_path, capsys):
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What a command says of BESIDE with a calibration whose computing takes ``factor`` times as
+    long; the calibration is the file ``c.json``."""
     programs, file = tmp_path / "w.txt", tmp_path / "c.json"
     programs.write_text(BESIDE)
     call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
     stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
-    times = []
-    for factor in (1.0, 2.0):
+
+    def run(factor, command, *more):
         file.write_text(json.dumps({**stored, "overlap": [row(compute=factor)]}))
-        words = ["replay", str(programs), "machine=h200", f"calibration={file}", "--json"]
+        words = [command, str(programs), "machine=h200", f"calibration={file}", *more, "--json"]
         assert cli.main(words) == 0
-        times.append(json.loads(capsys.readouterr().out)["iteration_ns"])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_replay_applies_what_a_calibration_says(told):
+    times = [told(factor, "replay")["iteration_ns"] for factor in (1.0, 2.0)]
     assert times[1] / times[0] == pytest.approx(1.25, rel=1e-3)
 
 
-def test_pacing_and_predict_rest_on_the_prices_of_that_replay(tmp_path, capsys):
-    path, file = tmp_path / "w.txt", tmp_path / "c.json"
-    path.write_text(BESIDE)
-    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
-    stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
+def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
+    pace = pytest.importorskip("megatron_prism.plugin.pace")
     middles = []
     for factor in (1.0, 2.0):
-        file.write_text(json.dumps({**stored, "overlap": [row(compute=factor)]}))
-        words = ["predict", str(path), "machine=h200", f"calibration={file}", "samples=200"]
-        assert cli.main([*words, "--json"]) == 0
-        quantiles = json.loads(capsys.readouterr().out)["quantiles"]
+        quantiles = told(factor, "predict", "samples=200")["quantiles"]
         middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
     assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
     made = graph.build(parse(BESIDE))
-    calibration = read_calibration(file)
+    calibration = read_calibration(tmp_path / "c.json")
     prices = costs.price(made, machine("h200"), calibration)
-    slower = overlap.priced(made, prices, calibration)
-    assert timeline.replay(made, slower, 1).iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
+    paced = pace._prices(made, machine("h200"), calibration)
+    for slower in (overlap.priced(made, prices, calibration), paced):
+        assert timeline.replay(made, slower, 1).iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
     assert overlap.priced(made, prices, None) is prices
 
 

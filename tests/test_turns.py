@@ -219,11 +219,11 @@ def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_
     wanted = [
         "  allocated peak, paced ranks: -1 B (-0.10 %), +0 B (+0.00 %)",
         "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
-        "  device, with NCCL's part, paced ranks: +30 B (+1.00 %)",
+        "  device, with NCCL's part (modelled), paced ranks: +30 B (+1.00 %)",
     ]
     assert turns.said(row) == wanted
     row["nccl"] = [None, None]
-    assert turns.said(row)[2] == "  device, with NCCL's part: not told by the driver"
+    assert turns.said(row)[2] == "  device, with NCCL's part (modelled): not told by the driver"
     row["groups"]["paced"] = paced[:1]
     assert turns.said(row) == []
     assert turns.said({}) == []
