@@ -67,6 +67,8 @@ TWO = "--tensor-model-parallel-size 2"
 MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
     "te_cp2tp2": f"{TE} --context-parallel-size 2 {TWO} {SP}",
     "te_cp2tp2_fp8": f"{TE} --context-parallel-size 2 {TWO} {SP} --fp8-format hybrid",
+    "te_cp2": f"{TE} --context-parallel-size 2",
+    "te_cp2_fp8": f"{TE} --context-parallel-size 2 --fp8-format hybrid",
 }
 JOBS2 = {  # what two GPUs can say about the same effects
     "tp2": f"{LOCAL} {TWO}",
