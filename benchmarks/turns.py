@@ -51,6 +51,7 @@ from turns_memory import nccl_of, said
 
 from megatron_prism.errors import PrismError
 
+KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
 PATIENCE_S = 150.0  # for one turn, start-up included
 
@@ -96,10 +97,9 @@ class Runner:
         return [(b - a) / 1e6 for a, b in zip(starts, starts[1:], strict=False)]
 
     def memory(self) -> list[dict[str, Any]]:
-        """Peaks by rank, bytes."""
+        """Peaks by rank, bytes, and each turn's watts."""
         files = sorted(self.folder.glob("rank-*.json"))
-        kept = ("allocated_peak", "reserved_peak", "device_bytes")
-        return [{k: json.loads(file.read_text()).get(k, 0) for k in kept} for file in files]
+        return [{k: json.loads(file.read_text()).get(k, 0) for k in KEPT} for file in files]
 
     def end(self) -> None:
         """Whatever still runs is stopped."""

@@ -1,4 +1,4 @@
-"""Memory of ranks that took turns: the paced ones beside those of the real job.
+"""Memory and power of ranks that took turns: the paced ones beside those of the real job.
 
 ``turns.py`` prints it.  Device memory is what the driver says that a process holds of its own GPU;
 the paced rank lacks NCCL's part, which its capture's summary says (modelled from communicators that
@@ -25,7 +25,7 @@ def nccl_of(work: Path, config: str, num_ranks: int) -> list[int | None]:
 
 
 def said(row: dict[str, Any]) -> list[str]:
-    """A line for each of the three levels; none without rounds."""
+    """A line for each of the three levels, and for what the GPUs drew; none without rounds."""
     groups = row.get("groups") or {}
     real = [one for runner in groups.get("real", ()) for one in runner.get("memory", ())]
     paced = [one for runner in groups.get("paced", ()) for one in runner.get("memory", ())]
@@ -40,7 +40,12 @@ def said(row: dict[str, Any]) -> list[str]:
               if None not in (one, other, nccl)]  # fmt: skip
     what = "device, with NCCL's part (modelled)"
     lines.append(_line(what, device) if device else f"  {what}: not told by the driver")
-    return lines
+    power = [[_watts(one) for one in side] for side in (real, paced)]
+    return [*lines, f"  power, last turn: real {', '.join(power[0])}; paced {', '.join(power[1])}"]
+
+
+def _watts(one: dict[str, Any]) -> str:
+    return f"{one['watts'][-1]:.0f} W" if one.get("watts") else "-"
 
 
 def _line(what: str, pairs: Sequence[tuple[int, int]]) -> str:

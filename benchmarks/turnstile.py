@@ -4,7 +4,8 @@
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
 (ns of the clock that all processes of a host share), the peaks so far, what is reserved now and
-what the driver says that the process holds of its own GPU and of others, in bytes. ``turns.py`` is
+what the driver says that the process holds of its own GPU and of others, in bytes, and the mean
+power of its GPU in every turn, in watts. ``turns.py`` is
 at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs between
 two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the host did in
 every step: calls of process groups, ns in them, ns of garbage collection, ns of processor time
@@ -90,6 +91,8 @@ class Turnstile:
         self.host = Host() if os.environ.get("TURNS_HOST") else None
         self.read: list[list[int]] = []  # of the host, when each step began
         self.recorder: Any = None  # of kernels, during a turn that is recorded
+        self.watts: list[float] = []  # of each turn
+        self._since: tuple[int, int] | None = None  # ns and mJ when the turn began
 
     def allowed(self) -> int:
         """How many steps may have begun; -1 as long as nothing may."""
@@ -106,6 +109,7 @@ class Turnstile:
             if (capture := sys.modules.get("megatron_prism.plugin.stock_capture")) is not None:
                 capture.disturbed()  # what is recorded now has the wait in it
             self.record()
+            self._since = _energy()
         if self.host is not None:
             self.read.append(self.host.read())
         self.starts.append(time.monotonic_ns())
@@ -153,6 +157,10 @@ class Turnstile:
         stopped_ns = time.monotonic_ns()  # what follows takes time of its own
         host = self.host.read() if self.host is not None else None
         if cuda:
+            if self._since is not None and (now := _energy()) is not None:
+                spent = [end - begin for begin, end in zip(self._since, now, strict=True)]
+                self.watts.append(round(1e6 * spent[1] / spent[0], 1))
+            found["watts"] = self.watts
             self.recorded()
             found["allocated_peak"] = torch.cuda.max_memory_allocated()
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
@@ -223,6 +231,21 @@ def _device_bytes() -> dict[str, int]:
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu):
                 if process.pid == os.getpid() and process.usedGpuMemory is not None:
                     found[whose] = found.get(whose, 0) + int(process.usedGpuMemory)
+    return found
+
+
+def _energy() -> tuple[int, int] | None:
+    """(ns of the host's clock, mJ that this process's GPU has used); None without NVML."""
+    found = None
+    with suppress(ImportError):
+        import pynvml
+        import torch
+
+        own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{own}")
+            found = time.monotonic_ns(), pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
     return found
 
 

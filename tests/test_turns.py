@@ -56,7 +56,7 @@ def test_steps_are_made_in_turns_and_the_first_of_each_does_not_count(modules, t
     thread.join(5)
     assert [len(turn) for turn in runner.turns] == [1, 2]
     assert all(ms > 15 for turn in runner.turns for ms in turn)
-    assert runner.memory() == [{"allocated_peak": 0, "reserved_peak": 0, "device_bytes": 0}]
+    assert runner.memory() == [dict.fromkeys(turns.KEPT, 0)]
 
 
 def test_a_job_that_ended_is_not_waited_for(modules, tmp_path):
@@ -213,13 +213,14 @@ def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_
     def held(peak, used):
         return {"allocated_peak": peak, "reserved_peak": 2 * peak, "device_bytes": {"own": used}}
 
-    real = [{"memory": [held(1000, 3000), held(500, 2000)]}]
+    real = [{"memory": [held(1000, 3000) | {"watts": [90.0, 690.4]}, held(500, 2000)]}]
     paced = [{"memory": [held(999, 2730)]}, {"memory": [held(500, 1500)]}]
     row = {"nccl": nccl, "groups": {"real": real, "paced": paced}}
     wanted = [
         "  allocated peak, paced ranks: -1 B (-0.10 %), +0 B (+0.00 %)",
         "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
         "  device, with NCCL's part (modelled), paced ranks: +30 B (+1.00 %)",
+        "  power, last turn: real 690 W, -; paced -, -",
     ]
     assert turns.said(row) == wanted
     row["nccl"] = [None, None]
