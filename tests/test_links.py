@@ -52,8 +52,7 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
     kept.stop()  # once more harms nobody
 
 
-def test_a_rank_that_stands_still_sends_nothing(devices, monkeypatch):
-    monkeypatch.setattr(links, "STILL_S", 0.05)
+def test_a_rank_that_makes_no_calls_sends_nothing(devices):
     calls = Calls()
     calls.still = True
     kept = links.awake(0, calls)
@@ -62,9 +61,9 @@ def test_a_rank_that_stands_still_sends_nothing(devices, monkeypatch):
     calls.still = False
     assert until(lambda: len(devices) > 3)
     calls.still = True
-    time.sleep(0.2)
+    time.sleep(0.05)  # a word on its way
     count = len(devices)
-    time.sleep(0.1)
+    time.sleep(0.05)
     assert len(devices) == count
     calls.still = False  # and on it goes
     assert until(lambda: len(devices) > count)

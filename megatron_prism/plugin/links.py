@@ -5,23 +5,21 @@ and leaves its power to the rest of the GPU.  A rank alone sends nothing to anyb
 power limit runs faster alone: 1,875 MHz instead of the job's 1,792, and 2.0 % less time for the
 same iteration, of which a process beside it that copied to the neighbour gave back 1.2 (tp 2 on
 2 x H200, 2026-11-22, ``benchmarks/link_traffic.py``).  Here a word goes to another GPU of this host
-every now and then, if one is visible and as long as the rank makes calls: a job that stands still
-sends nothing either, and another process of this GPU would be interrupted by each word.  Whether
-links sleep nobody looks.
+whenever the rank has made calls, if one is visible: between the calls of a pipeline's stage links
+may sleep in the job, too, and another process of this GPU would be interrupted by each word.
+Whether links sleep nobody looks.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Links", "awake"]
 
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
-STILL_S = 1.0  # the device may be so far behind the host's last call
 _BYTES = 1 << 18  # as that process beside it copied; 256 B may pass one of a GPU's 18 links only
 
 
@@ -47,11 +45,10 @@ class Links:
 
     def _run(self) -> None:
         try:
-            made, last = self._calls(), -STILL_S
+            made = self._calls()
             while not self._stop.wait(PERIOD_S):
                 if (now := self._calls()) != made:
-                    made, last = now, time.monotonic()
-                if time.monotonic() - last < STILL_S:
+                    made = now
                     self._send()
                     self.words += 1
         except Exception as error:  # of whatever kind: the rank goes on, and the summary says it
