@@ -114,3 +114,43 @@ def test_segments_that_wait_for_the_host_say_nothing_of_the_device():
     assert found.segment == pytest.approx(0.01, rel=0.1)
     assert found.step < 0.005
     assert "of the time, in which the device waits for the host" in found.source
+
+
+@pytest.mark.parametrize("factor", [1.2, 3.0])
+def test_single_iterations_that_wait_for_the_host_are_left_out(factor):
+    """One sample in eight is longer than the rest of its iteration says."""
+    rng = np.random.default_rng(5)
+    made = captured(rng, 60, step=0.03)
+    changed = []
+    for one in made.programs:
+        ops = one.ops.copy()
+        ops["host"][ops["name"] == 0] = 1_000_000
+        steps = rng.lognormal(0, 0.03, (60, 1))
+        samples = 2e6 * steps * rng.lognormal(0, 0.01, one.samples.shape)
+        samples[rng.random(samples.shape) < 1 / 8] *= factor
+        changed.append(dataclasses.replace(one, ops=ops, samples=samples))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), variability("public"))
+    assert found.segment == pytest.approx(0.01, rel=0.15)
+    assert found.step == pytest.approx(0.03, rel=0.3)
+    unknown = [dataclasses.replace(one, ops=old.ops)  # nobody says that it was the host
+               for one, old in zip(changed, made.programs, strict=True)]  # fmt: skip
+    found = fitted(dataclasses.replace(made, programs=tuple(unknown)), variability("public"))
+    assert found.segment > 0.015
+
+
+def test_a_device_that_always_waits_for_its_host_says_nothing_of_itself():
+    rng = np.random.default_rng(6)
+    made, public = captured(rng, 60, step=0.0), variability("public")
+    changed = []
+    for one in made.programs:
+        ops = one.ops.copy()
+        ops["host"][ops["name"] == 0] = 3_000_000
+        ops["ns"][ops["name"] == 0] = 1_000_000
+        samples = 3e6 * rng.lognormal(0, 0.3, one.samples.shape)
+        hosts = np.rint(1e8 * rng.lognormal(0, 0.04, 60)).astype(np.int64)
+        changed.append(dataclasses.replace(one, ops=ops, samples=samples, hosts=hosts))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), public)
+    assert (found.step, found.segment) == (public.step, public.segment)
+    assert found.host == pytest.approx(0.04, rel=0.2)
+    assert "without 100 % of the time" in found.source
+    assert "device, calls and" in found.source

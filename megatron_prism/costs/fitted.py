@@ -10,7 +10,10 @@ other Variability: a captured rank's peers are virtual.  Means of few iterations
 truth, so deviations are widened by n / (n - 1).
 
 Where slices tell the host's time from the kernels', only segments count in which the device did not
-wait for the host: gaps vary with the host, and prices have the host's time apart.
+wait for the host: gaps vary with the host, and prices have the host's time apart.  A segment that
+usually is none of these may still have waited in one iteration, so times are left out that are
+longer than the rest of that iteration says by more than ``_WAITS``.  A device that is that slow in
+one segment and quick in the next is lost with them.
 """
 
 from __future__ import annotations
@@ -58,24 +61,26 @@ def fitted(programs: Programs, other: Variability) -> Variability:
                 f"rank {one.rank} has an iteration of no time, or a negative one",
                 fix="capture that rank again",
             )
+    shapes: dict[str, Distribution] = {}
     found = [_of_device(one) for one in timed]
-    timed = [one for one, _ in found]
-    factors = np.concatenate([_steps(one) for one in timed])
-    steps = _centred(fit(factors, "an iteration's factor", _ENOUGH))
-    parts = [_segments(one) for one in timed]
-    segments = _centred(fit(np.concatenate(parts), "a segment's factor"))
+    own = [(one, waited) for one, waited, share in found if share >= _WAITS]
+    if own:
+        factors = np.concatenate([_steps(one) for one, _ in own])
+        shapes["step"] = _centred(fit(factors, "an iteration's factor", _ENOUGH))
+        parts = [_segments(one, waited) for one, waited in own]
+        shapes["segment"] = _centred(fit(np.concatenate(parts), "a segment's factor"))
     gpu, how = _between(programs, timed, other)
     hosts = [_widened(one.hosts / one.hosts.mean(), len(one.hosts))
              for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
-    shapes = {"step": steps, "segment": segments}
     if sum(map(len, hosts)) >= FEWEST:
         shapes["host"] = _centred(fit(np.concatenate(hosts), "a host's factor", _ENOUGH))
+    from_other = "calls and network" if own else "device, calls and network"
     said = (
         f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
         f"ranks ({'; '.join(f'{part}: {shape}' for part, shape in shapes.items())}; gpu: {how}); "
-        f"calls and network: {other.name}"
+        f"{from_other}: {other.name}"
     )
-    left = 1 - float(np.mean([share for _, share in found]))
+    left = 1 - float(np.mean([share for _, _, share in found]))
     if left > 0.005:
         said += f"; without {100 * left:.0f} % of the time, in which the device waits for the host"
     return dataclasses.replace(
@@ -83,25 +88,28 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         name="slices",
         source=f"{said} ({other.source})",
         gpu=gpu,
-        step=steps.spread,
-        segment=segments.spread,
-        host=shapes["host"].spread if "host" in shapes else other.host,
         slow_gpu=(0.0, 1.0),
+        **{part: shape.spread for part, shape in shapes.items()},
         shapes={**other.shapes, **shapes},
     )
 
 
-def _of_device(program: Program) -> tuple[Program, float]:
+def _of_device(program: Program) -> tuple[Program, np.ndarray, float]:
     """(the program with samples of those segments alone in which the device does not wait for the
-    host, their part of the time); all of them where nothing is known, or hardly any is left."""
+    host, bool [iterations, segments] of single waits, whose samples are what the iteration's others
+    let expect, the part of the time in which it does not wait)."""
     compute = program.ops["name"] == CODE["compute"]
     ns, host = program.ops["ns"][compute], program.ops["host"][compute]
     typical = np.median(program.samples, axis=0)
     kept = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)  # both are rounded
-    share = float(typical[kept].sum() / max(1.0, typical.sum()))
-    if share < _WAITS:
-        return program, 1.0
-    return dataclasses.replace(program, samples=program.samples[:, kept]), share
+    if not typical[kept].any():
+        return program, np.zeros(program.samples.shape, dtype=bool), 0.0
+    samples, usual = program.samples[:, kept], np.maximum(1.0, typical[kept])
+    usual = np.median(samples / usual, axis=1, keepdims=True) * usual
+    waited = (samples > (1 + _WAITS) * usual) & (host[kept] >= 0)
+    share = samples[~waited].sum() / max(1, program.samples.sum())
+    samples = np.where(waited, usual.round(), samples).astype(np.int64)
+    return dataclasses.replace(program, samples=samples), waited, float(share)
 
 
 def _steps(program: Program) -> np.ndarray:
@@ -110,15 +118,16 @@ def _steps(program: Program) -> np.ndarray:
     return _widened(totals / totals.mean(), len(totals))
 
 
-def _segments(program: Program) -> np.ndarray:
-    """Factors of the long segments about 1, iterations' own factors taken out."""
+def _segments(program: Program, waited: np.ndarray) -> np.ndarray:
+    """Factors of the long segments about 1, iterations' own factors taken out; those that did not
+    wait."""
     means = program.samples.mean(axis=0)
     longest = np.argsort(-means, kind="stable")
     enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
     chosen = longest[:enough]
     totals = program.samples.sum(axis=1, keepdims=True) / program.samples.sum(axis=1).mean()
     ratios = program.samples[:, chosen] / means[chosen] / totals
-    return _widened(ratios, len(program.samples)).ravel()
+    return _widened(ratios, len(program.samples))[~waited[:, chosen]]
 
 
 def _widened(ratios: np.ndarray, iterations: int) -> np.ndarray:
