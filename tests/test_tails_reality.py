@@ -154,3 +154,6 @@ def test_a_device_that_always_waits_for_its_host_says_nothing_of_itself():
     assert found.host == pytest.approx(0.04, rel=0.2)
     assert "without 100 % of the time" in found.source
     assert "device, calls and" in found.source
+    few = dataclasses.replace(made.programs[1], samples=made.programs[1].samples[:3])
+    found = fitted(dataclasses.replace(made, programs=(changed[0], few)), public)
+    assert (found.step, found.segment) == (public.step, public.segment)  # three say too little

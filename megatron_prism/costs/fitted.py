@@ -64,7 +64,8 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     shapes: dict[str, Distribution] = {}
     found = [_of_device(one) for one in timed]
     own = [(one, waited) for one, waited, share in found if share >= _WAITS]
-    if own:
+    enough = sum(len(one.samples) for one, _ in own) >= FEWEST
+    if enough or len(own) == len(found):  # that there are too few iterations is said below
         factors = np.concatenate([_steps(one) for one, _ in own])
         shapes["step"] = _centred(fit(factors, "an iteration's factor", _ENOUGH))
         parts = [_segments(one, waited) for one, waited in own]
@@ -74,7 +75,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
              for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
     if sum(map(len, hosts)) >= FEWEST:
         shapes["host"] = _centred(fit(np.concatenate(hosts), "a host's factor", _ENOUGH))
-    from_other = "calls and network" if own else "device, calls and network"
+    from_other = "calls and network" if "step" in shapes else "device, calls and network"
     said = (
         f"fitted to {sum(len(one.samples) for one in timed)} timed iterations of {len(timed)} "
         f"ranks ({'; '.join(f'{part}: {shape}' for part, shape in shapes.items())}; gpu: {how}); "
