@@ -222,6 +222,9 @@ class _Judge:
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
+        elif unknown := sorted(state.unplaced()):
+            self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
+                                 "judged says where that is")  # fmt: skip
         else:
             self.evidence += ["every member entered the call and none left it: a device, the "
                               "network or NCCL"]  # fmt: skip

@@ -8,11 +8,15 @@ A call that needs everybody ends nowhere before all have issued it.  So a rank t
 call which ended elsewhere was written down earlier.  The root of a broadcast may be ahead of the
 others: where the calls are not known (outstanding ones only), groups in which Megatron broadcasts
 must be ``_AHEAD`` calls apart.
+
+The other way round, a few ranks may say that calls ended in which most members still wait.  So does
+who was written down after its communicators were aborted (ProcessGroupNCCL's watchdog then takes
+its calls for completed), and a dump that an earlier attempt, which got further, left behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_prism.flight_dump import DumpSet
@@ -29,11 +33,12 @@ _ROOTLESS = (
 )  # groups in which Megatron's iterations are joint
 _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
 _AHEAD = 32
+_FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
 
 
 @dataclass(frozen=True)
 class Parted:
-    """state : of what can be judged;  stale: rank -> why its dump is of an earlier moment;
+    """state : of what can be judged;  stale: rank -> why its dump is of another moment;
     new   : rank -> that its dump has no call yet, though others went on: who was started again
             leaves such a dump, and so does who was written down before its first call
     strangers : why there is nothing to judge; "" if there is"""
@@ -49,14 +54,51 @@ def part(found: DumpSet) -> Parted:
     state, strangers = State(found), _strangers(found)
     if strangers:
         return Parted(state, strangers=strangers)
-    stale, new = _stale(state)
-    if not stale:
-        return Parted(state, new=new)
-    if 2 * len(stale) >= len(found.dumps):
+    apart = _aborted(state)
+    state = _without(found, apart) if apart else state
+    stale, new, ahead = _stale(state)
+    if ahead and _FEWER * len(ahead) <= len(stale):
+        rest = _without(found, {*apart, *ahead})
+        if not _stale(rest)[0]:  # that few explain it is likelier than that most are old
+            apart, state, stale, new = apart | ahead, rest, {}, _stale(rest)[1]
+    if 2 * (len(stale) + len(apart)) >= len(found.dumps):
         text = f"the dumps of ranks {format_ranks(sorted(stale))} are of an earlier moment"
         return Parted(state, strangers=text)
-    kept = {rank: dump for rank, dump in found.dumps.items() if rank not in stale}
-    return Parted(State(DumpSet(kept, found.unreadable)), stale, new)
+    if stale:
+        state = _without(found, {*apart, *stale})
+    return Parted(state, apart | stale, new)
+
+
+def _without(found: DumpSet, apart: Collection[int]) -> State:
+    kept = {rank: dump for rank, dump in found.dumps.items() if rank not in apart}
+    return State(DumpSet(kept, found.unreadable))
+
+
+def _aborted(state: State) -> dict[int, str]:
+    """Ranks that say a call ended in which more of its members, several, still wait -> that."""
+    first: dict[str, tuple[int, str]] = {}
+    for calls in state.outstanding.values():
+        for e in calls:
+            if e.op in _JOINT and (e.group not in first or e.seq < first[e.group][0]):
+                first[e.group] = (e.seq, e.op)
+    found: dict[int, str] = {}
+    for name, (seq, op) in first.items():
+        group = state.groups[name]
+        if name in state.pairs or group.desc.startswith(_MIXED):
+            continue
+        ended = [r for r in group.ranks if state.completed.get((name, r), -1) >= seq]
+        wait = [
+            r
+            for r in group.ranks
+            if state.enqueued.get((name, r), -1) >= seq > state.completed.get((name, r), -1)
+        ]
+        if len(wait) > max(1, len(ended)):
+            text = (f"{op} #{seq} of {group.desc} ended on it, and ranks {format_ranks(wait)} "
+                    "still wait in it: written after its communicators were aborted, or left by "
+                    "another attempt")  # fmt: skip
+            for rank in ended:
+                found.setdefault(rank, f"the dump of rank {rank} is of another moment: {text}")
+    return found
 
 
 def _strangers(found: DumpSet) -> str:
@@ -79,12 +121,13 @@ def _strangers(found: DumpSet) -> str:
             f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
 
 
-def _stale(state: State) -> tuple[dict[int, str], dict[int, str]]:
-    """(of an earlier moment, without a call yet): rank -> why."""
+def _stale(state: State) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    """(of an earlier moment, without a call yet, further on than those): rank -> why."""
     fresh = {r for r, dump in state.dumps.items() if not dump.entries
              and all(status.enqueued < 1 for status in dump.status.values())}  # fmt: skip
     found: dict[int, str] = {}
     new: dict[int, str] = {}
+    ahead: dict[int, str] = {}
     for name, group in state.groups.items():
         if name in state.pairs or group.desc.startswith(_MIXED):
             continue
@@ -104,7 +147,10 @@ def _stale(state: State) -> tuple[dict[int, str], dict[int, str]]:
                              "or its dump is of before its first call")  # fmt: skip
             else:
                 found[rank] = f"the dump of rank {rank} is of an earlier moment: {ended}"
-    return found, new
+                ahead[where] = (f"the dump of rank {where} is of a later moment, or left by "
+                                f"another attempt: {calls} of {group.desc} ended there "
+                                "alone")  # fmt: skip
+    return found, new, ahead
 
 
 def _joint(state: State, name: str, first: int, last: int) -> bool:

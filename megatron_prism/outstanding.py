@@ -267,6 +267,11 @@ class State:
             return []
         return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
 
+    def unplaced(self) -> set[int]:
+        """Ranks that others wait for and that no dump here, or none with calls, says more about."""
+        waits = {other for rank in self.outstanding for other in self.waits(rank)[1]}
+        return waits - {rank for rank in self.dumps if self.outstanding[rank]}
+
     def lacks(self) -> tuple[str, ...]:
         """What the dumps do not hold, and which variable to set next time."""
         found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
