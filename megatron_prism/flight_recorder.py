@@ -8,6 +8,10 @@ builds nothing but containers, text and numbers; whatever else a file asks for i
 ``pg_status`` is keyed by pg_id, a rank's own count of its groups; entries say which group that is,
 and where none does, ids and names in ascending order belong together (true of all dumps we know,
 if there are as many of each; otherwise the status of those groups is left out and said so).
+
+A process that was started anew without ending (NVRx's in-process restart) makes its groups again,
+with the same names and new ids, and the recorder still holds calls of those that were aborted.  Of
+a name the group with the largest id is the one that lives.
 """
 
 from __future__ import annotations
@@ -160,9 +164,14 @@ def of_value(value: Any, rank: int) -> Dump:
     groups = {str(n): _group(str(n), g) for n, g in _table(top, "pg_config").items()}
     raw = [typed(e, dict, "an entry") for e in typed(top.get("entries") or [], list, "entries")]
     entries = entries_of(raw)
+    status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
+    dead = _aborted_ids(raw, status, len(groups))
+    if dead:
+        raw = [e for e in raw if str(e.get("pg_id")) not in dead]
+        entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
+        notes.append("calls of groups that were aborted and made again are left out")
     if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
         entries = tuple(sorted(entries, key=lambda e: e.record))
-    status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
     names = _names_of_ids(status, groups, raw)
     if status and len(names) < len(status):
         notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
@@ -201,6 +210,23 @@ def _status(row: dict[Any, Any]) -> Status:
     return Status(
         *(integer(row.get(f"last_{w}_collective"), f"last_{w}_collective") for w in words)
     )
+
+
+def _aborted_ids(raw: list[dict[Any, Any]], status: Mapping[str, Status], groups: int) -> set[str]:
+    """pg_ids of groups whose names newer groups have; where no entry tells and every group was
+    made again, all ids but the newest."""
+    named = {(e["pg_id"], str(e["process_group"][0])) for e in raw
+             if type(e.get("pg_id")) is int}  # fmt: skip
+    newest: dict[str, int] = {}
+    for number, name in named:
+        newest[name] = max(number, newest.get(name, number))
+    old = [number for number, name in named if number < newest[name]]
+    if old:  # ids count up: those of groups without an entry are as old
+        last = max(old)
+        return {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
+    ids = sorted((i for i in status if i.isdecimal()), key=int)
+    again = groups and len(ids) == len(status) > groups and len(ids) % groups == 0
+    return set(ids[:-groups]) if again else set()
 
 
 def _names_of_ids(

@@ -5,6 +5,7 @@ communicators for completed (``isCompleted``, ``retire_id``), a communicator is 
 first call is recorded, and the recorder outlives the groups of a process.
 """
 
+import copy
 import functools
 import pickle
 
@@ -80,3 +81,32 @@ def test_a_dump_that_an_attempt_that_got_further_left_behind(rank, named, how):
     assert len(said(found, f"the dump of rank {rank} is of ")) == 1
     assert len(said(found, f"waited for: {rank}, and no dump")) == (not named)
     assert found.exit_code == (1 if named else 3)
+
+
+# -- a process that made its groups again ---------------------------------------------------------
+def again(now, before):
+    """NVRx's in-process restart: same names, new ids, and the calls that were aborted."""
+    for rank, value in now.items():
+        old = copy.deepcopy(before.get(rank, {"entries": [], "pg_status": {}}))
+        ids, first = len(old["pg_status"]), len(old["entries"])
+        for place, entry in enumerate(value["entries"]):
+            entry |= {"pg_id": entry["pg_id"] + ids, "record_id": first + place}
+        for place, entry in enumerate(old["entries"]):
+            entry["record_id"] = place
+        value["entries"] = old["entries"] + value["entries"]
+        later = {str(int(i) + ids): status for i, status in value["pg_status"].items()}
+        value["pg_status"] = old["pg_status"] | later
+    return now
+
+
+@HOWS
+@pytest.mark.parametrize("replaced", [(), (3,)])
+@pytest.mark.parametrize(("fault", "named"), [(GIL, {10}), (production.nothing, set())])
+def test_calls_of_before_an_in_process_restart_are_not_of_this_hang(fault, named, replaced, how):
+    """A healthy job was a mismatch of rank 3, with certainty."""
+    old = values(BEFORE, how)
+    made = again(values(fault, how), {r: v for r, v in old.items() if r not in replaced})
+    who, found = judged(made)
+    assert who == named
+    assert found.verdict == ("host stuck" if named else "healthy")
+    assert any("aborted and made again" in line for line in found.missing)
