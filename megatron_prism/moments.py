@@ -16,8 +16,9 @@ its calls for completed), and a dump that an earlier attempt, which got further,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.outstanding import State
@@ -51,6 +52,7 @@ class Parted:
 
 def part(found: DumpSet) -> Parted:
     """The dumps that belong together."""
+    found = _told_apart(found)
     state, strangers = State(found), _strangers(found)
     if strangers:
         return Parted(state, strangers=strangers)
@@ -67,6 +69,26 @@ def part(found: DumpSet) -> Parted:
     if stale:
         state = _without(found, {*apart, *stale})
     return Parted(state, apart | stale, new)
+
+
+def _told_apart(found: DumpSet) -> DumpSet:
+    """Descriptions that a rank's groups share, such as torch's "undefined", with the group's name:
+    what ranks call there is compared inside a group, and not with other groups of that word."""
+    shared = set[str]()
+    for dump in found.dumps.values():
+        names = {(g.name, g.desc) for g in dump.groups.values() if len(g.ranks) != 1}
+        if len({desc for _, desc in names}) < len(names):
+            shared |= {desc for desc, n in Counter(d for _, d in names).items() if n > 1}
+    if not shared:
+        return found
+    dumps = {}
+    for rank, dump in found.dumps.items():
+        groups = {n: replace(g, desc=f"{g.desc} (group {n})") if g.desc in shared else g
+                  for n, g in dump.groups.items()}  # fmt: skip
+        entries = tuple(e._replace(desc=f"{e.desc} (group {e.group})") if e.desc in shared else e
+                        for e in dump.entries)  # fmt: skip
+        dumps[rank] = replace(dump, groups=groups, entries=entries)
+    return DumpSet(dumps, found.unreadable)
 
 
 def _without(found: DumpSet, apart: Collection[int]) -> State:

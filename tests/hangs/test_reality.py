@@ -11,7 +11,7 @@ import pickle
 
 import production
 import pytest
-from production import ACTIVE, stands
+from production import ACTIVE, DP, EP, stands
 
 from megatron_prism import flight_export, flight_recorder, hang, quiescence
 from megatron_prism.flight_dump import DumpSet
@@ -110,3 +110,19 @@ def test_calls_of_before_an_in_process_restart_are_not_of_this_hang(fault, named
     assert who == named
     assert found.verdict == ("host stuck" if named else "healthy")
     assert any("aborted and made again" in line for line in found.missing)
+
+
+# -- groups without a description of their own ----------------------------------------------------
+@HOWS
+def test_groups_that_share_a_description_are_told_apart(how):
+    """torch calls a group "undefined" that was made without group_desc: 1, 3 and 7 were named."""
+    swap = production.swapped(5, "2", ("reduce_scatter", DP, 0), ("all_to_all", EP, 23))
+    made = values(swap, how)
+    for value in made.values():
+        for config in value["pg_config"].values():
+            config["desc"] = "undefined"
+        for entry in value["entries"]:
+            entry["process_group"] = (entry["process_group"][0], "undefined")
+    named, found = judged(made)
+    assert named <= {5}
+    assert found.group.startswith("undefined (group ")
