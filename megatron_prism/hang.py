@@ -27,7 +27,7 @@ from megatron_prism.hang_graph import of_graph
 from megatron_prism.outstanding import call_text
 from megatron_prism.selectors import format_ranks
 from megatron_prism.sources import age
-from megatron_prism.votes import Conflict, Odd, mismatches, order_conflicts
+from megatron_prism.votes import Odd, mismatches, order_conflicts
 
 __all__ = ["of_dumps", "of_graph"]
 
@@ -51,6 +51,7 @@ class _Judge:
         self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
         self.first: Entry | None = None
         self.split = False  # whether a call differs and no majority decides
+        self.doubt = False  # whether who is named may be a victim of something that dumps lack
 
     def verdict(self) -> Diagnosis:
         state = self.state
@@ -141,6 +142,9 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
+        if idle and (text := sources.together(state, idle)):
+            self.doubt = True
+            self.evidence.append(text)
         blamed = []
         for rank, (entry, why) in found.items():
             kind, what = "host stuck", "never came to"
@@ -160,6 +164,9 @@ class _Judge:
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
+        self.doubt = True
+        self.evidence.append(f"or ranks {format_ranks(sorted(idle))} are held up before it (files, "
+                             "data, gloo): they wait for nobody")  # fmt: skip
         return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
     def _gone(self, others_stuck: bool) -> list[Blamed]:
@@ -169,6 +176,8 @@ class _Judge:
         found, lost = sources.gone(self.state, there), len(self.state.missing)
         if found and others_stuck and lost > _LOST:
             self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            return []
+        if lost > len(self.state.dumps):  # most are not here: that says nothing of any of them
             return []
         for rank, entry in found.items():
             self._note(entry, f"rank {rank} left no dump, and {call_text(entry)} waits for it")
@@ -184,21 +193,10 @@ class _Judge:
         ranks = sorted(odd if not among else among & set(odd))
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        self.first = odds[0].entry if odds else self._place(about, ranks[0])
+        self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
         return [Blamed(r, "order", text) for r in ranks]
-
-    def _place(self, about: Conflict, rank: int) -> Entry | None:
-        """The call in question as ``rank`` made it, or as a sibling did, or the oldest wait."""
-        state = self.state
-        key = (about.desc, about.pair, about.seq)
-        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
-            for e in state.dumps[other].entries:
-                if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
-                    return e
-        calls = (e for calls in state.outstanding.values() for e in calls)
-        return min((e for e in calls if e.desc == about.desc), key=age, default=None)
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
@@ -283,6 +281,7 @@ class _Judge:
             (e for _, e in heads), None)  # fmt: skip
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         unsure = not blamed - self.parted.new.keys() or verdict == "missing dump"  # or nobody
+        unsure |= self.doubt
         confidence = "possible" if unsure else "likely"
         if verdict in {"device stuck", "order"} | signature and not state.missing:
             confidence = "certain"

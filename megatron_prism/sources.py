@@ -6,12 +6,14 @@ and says why.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
+from megatron_prism.selectors import format_ranks
 
-__all__ = ["few", "gone", "outrun", "passed_over", "unposted"]
+__all__ = ["few", "gone", "outrun", "passed_over", "together", "unposted"]
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -51,6 +53,41 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
+
+
+def together(state: State, idle: Collection[int]) -> str:
+    """Why hosts that wait for nobody in the dumps may wait for one of them all the same; "" if
+    nothing says so.
+
+    A communicator is created at its first call: its members wait there without a record.  And calls
+    outside NCCL (DeepEP, gloo, the store) leave none.
+    """
+    shown = format_ranks(sorted(idle))
+    groups = Counter(g.desc for g in state.groups.values())
+    for desc in sorted(desc for desc, count in groups.items() if count > 1):
+        if _lacking(state, desc, idle):
+            return (f"ranks {shown} may wait in the first call of a group that others have "
+                    f"({desc}), in which its communicator is created: that is not recorded, and "
+                    "any of its members may be the one who does not come")  # fmt: skip
+    whole = [g for g in state.groups.values() if set(g.ranks) <= set(idle)]
+    if not whole:
+        return ""
+    group = max(whole, key=lambda g: len(g.ranks))
+    return (f"ranks {shown} are all members of {group.desc}, or of several: they may wait for one "
+            "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
+
+
+def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
+    """Whether others have a group of this description and some of ``idle`` do not have it yet."""
+    has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
+    without = [r for r in idle if r not in has]
+    roles = {state.role.get(r, 0) for r in without}
+    alike = [r for role in roles for r in state.siblings[role] if r not in idle]
+    if not without or not has:
+        return False
+    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
+        return len(without) > 1 and "EMBEDDING" not in desc
+    return 2 * sum(r in has for r in alike) > len(alike)
 
 
 def outrun(state: State, rank: int) -> bool:

@@ -194,6 +194,17 @@ class Conflict:
     seq: int
     text: str
 
+    def entry(self, state: State, rank: int) -> Entry | None:
+        """The call as ``rank`` made it, or as a sibling did, or the oldest wait in its group."""
+        key = (self.desc, self.pair, self.seq)
+        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
+            for e in state.dumps[other].entries:
+                if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
+                    return e
+        calls = (e for calls in state.outstanding.values() for e in calls)
+        alike = (e for e in calls if e.desc == self.desc)
+        return min(alike, key=lambda e: (e.created_ns, e.seq), default=None)
+
 
 def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.

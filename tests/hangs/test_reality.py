@@ -8,6 +8,7 @@ first call is recorded, and the recorder outlives the groups of a process.
 import copy
 import functools
 import pickle
+from collections import Counter
 
 import production
 import pytest
@@ -15,6 +16,7 @@ from production import ACTIVE, DP, EP, stands
 
 from megatron_prism import flight_export, flight_recorder, hang, quiescence
 from megatron_prism.flight_dump import DumpSet
+from megatron_prism.ops import Op
 
 FULL = {"active_only": False, "stacks": True}
 GIL = stands(10, part="3", at=40)
@@ -126,3 +128,70 @@ def test_groups_that_share_a_description_are_told_apart(how):
     named, found = judged(made)
     assert named <= {5}
     assert found.group.startswith("undefined (group ")
+
+
+# -- what hosts wait for is not always recorded ---------------------------------------------------
+def created_first(it):
+    """NCCL's communicators are created by their first call, where the host waits for everybody."""
+    for parts in it.parts.values():
+        known = set()
+        for _, ops in parts:
+            for place in range(len(ops) - 1, -1, -1):
+                name = ops[place].group
+                if name and name not in known and all(o.group != name for o in ops[:place]):
+                    ops.insert(place, Op("barrier", name, "uint8", 1, 1))
+            known |= {op.group for op in ops}
+
+
+def uncreated(made):
+    """Take the creations out of the dumps; who stands in one has nothing of that group."""
+    for value in made.values():
+        left, seen, ids = [], Counter(), {}
+        for entry in value["entries"]:
+            name = entry["process_group"][0]
+            seen[name] += 1
+            if seen[name] > 1:
+                left.append(entry | {"collective_seq_id": entry["collective_seq_id"] - 1})
+                ids[name] = str(entry["pg_id"])
+        value["entries"] = left
+        value["pg_config"] = {n: c for n, c in value["pg_config"].items() if n in ids}
+        value["pg_status"] = {
+            i: {word: count - 1 for word, count in value["pg_status"][i].items()}
+            for i in ids.values()
+        }
+    return made
+
+
+def test_who_waits_for_a_communicator_looks_idle():
+    """Rank 10 never comes to its first call of experts; its stage waits there without a record."""
+    made = uncreated(values(stands(10, part="1", at=5), FULL, change=created_first))
+    named, found = judged(made)
+    assert named == set(range(8, 16))
+    assert found.confidence == "possible"
+    assert len(said(found, "ranks 8-15 may wait in the first call of a group that others")) == 1
+
+
+def test_a_whole_group_that_stands_still_may_wait_for_one_of_its_ranks():
+    """DeepEP's calls are not NCCL's: ranks 1 to 7 of the group may be victims of one of them."""
+    made = values(stands(1, 3, 5, 7, part="3", at=0), ACTIVE)
+    named, found = judged(made)
+    assert named == {1, 3, 5, 7}
+    assert found.confidence == "possible"
+    assert len(said(found, "ranks 1-7:2 are all members of ")) == 1
+    named, found = judged(values(stands(1, 3, 5, part="3", at=0), ACTIVE))
+    assert (named, found.confidence) == ({1, 3, 5}, "likely")
+
+
+def test_one_rank_in_a_barrier_and_all_others_outside_can_be_two_things():
+    """Rank 0 may make a call of its own; or the others still write the checkpoint."""
+    named, found = judged(values(stands(*range(1, 16), part="save", at=0), ACTIVE))
+    assert (named, found.confidence) == ({0}, "possible")
+    assert len(said(found, "or ranks 1-15 are held up before it")) == 1
+
+
+@HOWS
+@pytest.mark.parametrize("rank", [0, 8, 11])
+def test_one_dump_of_sixteen_says_nothing_of_those_without_one(rank, how):
+    named, found = judged({rank: values(GIL, how)[rank]})
+    assert (named, found.verdict, found.exit_code) == (set(), "undetermined", 3)
+    assert len(said(found, "waited for: ")) == 1
