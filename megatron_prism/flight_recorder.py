@@ -1,9 +1,10 @@
 """What did every rank's Flight Recorder hold when the job hung?  A folder of dumps as values.
 
 In : a folder with one dump per rank, as torch (any prefix), Megatron and NVRx name them: the file
-name ends in the rank, perhaps with ``.json`` or ``.pkl``.  Pickles are read by an unpickler that
-builds nothing but containers, text and numbers; whatever else a file asks for is refused.  Out:
-``DumpSet``.  Formats 2.0 to 2.10, pickle and JSON, with or without history, stacks and pg_status.
+name ends in the rank, perhaps with ``.json`` or ``.pkl``, or has it behind the word "rank".
+Pickles are read by an unpickler that builds nothing but containers, text and numbers; whatever else
+a file asks for is refused.  Out: ``DumpSet``.  Formats 2.0 to 2.10, pickle and JSON, with or
+without history, stacks and pg_status.
 
 ``pg_status`` is keyed by pg_id, a rank's own count of its groups; entries say which group that is,
 and where none does, ids and names in ascending order belong together (true of all dumps we know,
@@ -34,6 +35,8 @@ from megatron_prism.guards import bounded_memory, no_collector
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
 
 _FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
+_RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
 
@@ -107,7 +110,7 @@ def files(folder: Path) -> dict[int, Path]:
         match = _FILE.search(path.name)
         if not match or not path.is_file() or path.name.startswith("."):
             continue  # .nfs0012 is no dump of rank 12
-        rank = int(match[1])
+        rank = int(([*_RANK.findall(path.name)] or [match[1]])[-1])  # rank_3_20260817, rank3_node7
         if rank in found:
             raise DumpError(
                 f"{found[rank].name} and {path.name} in {folder} are both of rank {rank}",
@@ -115,8 +118,17 @@ def files(folder: Path) -> dict[int, Path]:
             )
         found[rank] = path
     if not found:
-        raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=FIX)
+        raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=_instead(paths))
     return found
+
+
+def _instead(paths: list[Path]) -> str:
+    """What to do about a folder in which no file is a dump."""
+    if any(_PACKED.search(path.name) for path in paths):
+        return "unpack the files: gunzip, unzstd or tar xf"
+    if any(path.is_dir() and not path.name.startswith(".") for path in paths):
+        return "put the dumps of all nodes into one folder: folders in it are not searched"
+    return FIX
 
 
 def _bytes(path: Path) -> bytes:

@@ -7,6 +7,7 @@ first call is recorded, and the recorder outlives the groups of a process.
 
 import copy
 import functools
+import json
 import pickle
 from collections import Counter
 
@@ -14,7 +15,7 @@ import production
 import pytest
 from production import ACTIVE, DP, EP, stands
 
-from megatron_prism import flight_export, flight_recorder, hang, quiescence
+from megatron_prism import cli, flight_export, flight_recorder, hang, quiescence
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.ops import Op
 
@@ -195,3 +196,32 @@ def test_one_dump_of_sixteen_says_nothing_of_those_without_one(rank, how):
     named, found = judged({rank: values(GIL, how)[rank]})
     assert (named, found.verdict, found.exit_code) == (set(), "undetermined", 3)
     assert len(said(found, "waited for: ")) == 1
+
+
+# -- names of files -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nccl_trace_rank_{r}_20260817",
+        "rank{r}_host7.pkl",
+        "rank_{r}.host-1",
+        "local_rank_1_rank-{r}",
+    ],
+)
+def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
+    for rank, value in values(GIL, ACTIVE).items():
+        (tmp_path / name.format(r=rank)).write_bytes(pickle.dumps(value))
+    assert cli.main(["hang", "--dumps", str(tmp_path), "--json"]) == 1
+    assert [c["rank"] for c in json.loads(capsys.readouterr().out)["culprits"]] == [10]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("_dump_3.gz", "unpack the files"), ("node1/_dump_3", "put the dumps of all nodes into"),
+     ("notes.txt", "name the folder that")],
+)  # fmt: skip
+def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, capsys):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
+    assert f"fix: {fix}" in capsys.readouterr().err
