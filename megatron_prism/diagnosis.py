@@ -94,6 +94,7 @@ class Diagnosis:
             return f"{self.verdict.upper()} at {where}; {len(self.victims)} ranks wait"
         ranks = format_ranks([c.rank for c in self.culprits])
         several = "ranks" if len(self.culprits) > 1 else "rank"
+        several = f"possibly {several}" if self.confidence == "possible" else several
         kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
         tail = f"{len(self.victims)} victims"
         return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"
