@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from megatron_prism.errors import UsageError
 from megatron_prism.fault_plan import Call, Fault, Finder, named_group
 from megatron_prism.membership import Membership
-from megatron_prism.ops import Op
+from megatron_prism.ops import SLOWER, Op
 
 __all__ = ["EDITS"]
 
@@ -128,10 +128,11 @@ def _slow(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
     for i, op in enumerate(ops):
         call = Call(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
         if op.name == "compute" and finder.matches(call):
-            more = {f: math.ceil(n * factor) for f in ("ns", "flops", "traffic")
-                    if (n := getattr(op, f)) > 0}  # fmt: skip
-            known += len(more)
-            _change(ops, i, **more)
+            known += op.ns > 0 or op.flops > 0 or op.traffic > 0
+            if op.ns >= 0:
+                _change(ops, i, ns=math.ceil(op.ns * factor))
+            else:  # a machine says how long its kernels take: no sum of flops makes them longer
+                _change(ops, i, note=f"{SLOWER}{factor}; {op.note}")
     if not known:
         raise UsageError(f"{fault}: the programs do not say how long segments take",
                          fix="capture them: prism capture")  # fmt: skip

@@ -57,6 +57,8 @@ class Hit:
         who = f"{self.group}{list(self.members)}" if len(self.members) < 9 else self.group
         call = f"{self.op} #{self.seq} of {who}" if self.group else self.op
         at = f" at {self.site}" if self.site else ""
+        if self.kind == "slow":
+            return f"{self.fault}: rank {self.rank}, segments, first op {self.index} ({self.label})"
         return f"{self.fault}: rank {self.rank}, op {self.index} ({self.label}), {call}{at}"
 
     def truth(self, where: str, iteration: int | None = None) -> str:

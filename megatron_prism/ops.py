@@ -49,6 +49,7 @@ __all__ = [
     "PHASES",
     "PHASE_NAMES",
     "REDUCE",
+    "SLOWER",
     "TEXTS",
     "WAITED",
     "Op",
@@ -117,6 +118,7 @@ OP = np.dtype(
 # whose storage it is, as ``kind:module @file:line``; every part may be absent (kinds: memory.py).
 ALLOCATION = np.dtype([("before", "i4"), ("storage", "i4"), ("bytes", "i8"), ("note", "u4")])
 EMPTIED, WAITED = -1, -2  # for a storage in a history: the cache is emptied, the host waits
+SLOWER = "planted x"  # x1.5 and ; before the note of a segment that takes that many times as long
 TEXTS = ("stream", "group", "shape", "site", "note")
 CODED: dict[str, tuple[str, ...]] = {
     "name": NAMES,

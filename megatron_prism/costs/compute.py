@@ -11,6 +11,7 @@ Products of a rank that does little else are slower, as the table says: the GPU'
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from megatron_prism.costs import op_table
 from megatron_prism.costs.machine import Machine
 from megatron_prism.costs.op_table import Kernel, OpTable
-from megatron_prism.ops import CODE
+from megatron_prism.ops import CODE, SLOWER
 from megatron_prism.program import Program
 
 __all__ = ["MEASURED", "MIXED", "NONE", "OPS", "ROOFLINE", "SLIGHT", "Parts", "compute_ns",
@@ -32,6 +33,7 @@ _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 _KERNEL = re.compile(
     r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
 )
+_SLOWER = re.compile(re.escape(SLOWER) + r"(\d{1,9}(?:\.\d{1,9})?); ")
 _TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
           "float8_e5m2": "fp8"}  # fmt: skip
 
@@ -124,7 +126,15 @@ def parts_of(
     if kernels > 0:
         rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
         roof += max(rest, kernels * machine.kernel_ns)
-    return Parts(products, others, roof)
+    return _planted(note, Parts(products, others, roof))
+
+
+def _planted(note: str, parts: Parts) -> Parts:
+    """``parts`` as many times as long as faults say that were planted in the segment."""
+    while match := _SLOWER.match(note):
+        by, note = float(match[1]), note[match.end() :]
+        parts = Parts(parts.products * by, parts.others * by, math.ceil(parts.roof * by))
+    return parts
 
 
 def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:

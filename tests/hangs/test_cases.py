@@ -269,6 +269,31 @@ def test_faults_that_only_cost_time_are_replayed(tmp_path, capsys):
     assert after - 8 == pytest.approx(2 * (before - 8), abs=0.01)
 
 
+def test_a_slow_rank_is_as_slow_as_in_a_replay_by_the_op_table(tmp_path, capsys):
+    """A product that the op table has; flops and bytes do not say how long it takes."""
+    product = "gemm(8192x8192,7168x8192,8192x7168)bfloat16:962072674304:352321536"
+    text = "prism-program 1\nworld size=16\ngroup A " + ",".join(map(str, range(16)))
+    text += "\nprogram ranks=0-15\n" + "".join(
+        f"{phase} compute kernels=2 flops=1924145348608 traffic=704643072 note={product}*2\n"
+        "- all_reduce A bf16 n=1000000 reduce=sum\n"
+        for phase in ("0F0", "0B0")
+    )
+    (tmp_path / "w").write_text(text)
+
+    def cost(fault):
+        assert cli.main(["hang", str(tmp_path / "w"), f"fault={fault}", "--json"]) == 0
+        (line,) = json.loads(capsys.readouterr().out)["tried"]
+        return [float(x) for x in re.findall(r"([\d.,]+) ms", line)]
+
+    assert cli.main(["replay", str(tmp_path / "w"), "slow=5:1.5", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["iteration_ns"] / 1e6
+    after, before = cost("slow@rank=5:factor=1.5")
+    assert after == pytest.approx(whole, abs=0.001)
+    assert after > 1.2 * before
+    half, _ = cost("slow@rank=5,phase=backward:factor=1.5")
+    assert half - before == pytest.approx((after - before) / 2, abs=0.001)
+
+
 def test_a_delay_beyond_all_patience_is_a_hang(capsys):
     where = str(HERE / "worlds" / "moe.txt")
     assert cli.main(["hang", where, "fault=delay@rank=3,nth=3:ms=600000"]) == 1
