@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.artefact import check_writable, write_whole
-from megatron_prism.cli_output import check_outputs, console, print_json
+from megatron_prism.cli_output import check_outputs, console, print_json, progress
 from megatron_prism.errors import PrismError, UsageError
 
 __all__ = ["hang"]
@@ -79,6 +79,7 @@ def _write(args: argparse.Namespace, found: Any) -> None:
     ):
         if path is not None:
             write_whole(path, render(found), force=args.force)
+            console(stderr=True).print(f"wrote {path}")
 
 
 def _of_dumps(args: argparse.Namespace) -> Any:
@@ -190,20 +191,26 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         check_outputs([truth], args.force)
     if args.out is not None:
         check_writable(Path(args.out))
-    planted = planting.plant(programs, faults, seed)
-    state = quiescence.run(planted.programs, planted.faults)
+    with progress("planting faults"):
+        planted = planting.plant(programs, faults, seed)
+    with progress("running all ranks"):
+        state = quiescence.run(planted.programs, planted.faults)
     if args.out is not None:
-        flight_export.write(state, args.out, force=args.force)
+        with progress("writing the dumps of all ranks"):
+            flight_export.write(state, args.out, force=args.force)
+        console(stderr=True).print(f"wrote {args.out}")
     if truth is not None:
         lines = [hit.truth("programs") + "\n" for hit in planted.hits]
         write_whole(truth, "".join(lines), force=args.force)
-    found = hang_world.of_standstill(state)
+    with progress("the dumps of all ranks") as told:
+        found = hang_world.of_standstill(state, told=told)
     if not state.finished:
         with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
             healthy = _replayed(programs, ())[0]
             found = dataclasses.replace(found, watchdog=hang_world.first_watchdog(state, healthy))
     if state.finished and any(fault.only_time for fault in faults):
-        found = dataclasses.replace(found, tried=(_cost(programs, planted),))
+        with progress("replaying both worlds"):
+            found = dataclasses.replace(found, tried=(_cost(programs, planted),))
     return found, planted
 
 

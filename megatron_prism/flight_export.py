@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prism.artefact import ArtefactFolder
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
@@ -43,20 +44,20 @@ def write(
     force: bool = False,
     **how: Any,
 ) -> Path:
-    """One file per rank that leaves a dump; ``how`` as in ``dump_of``.
+    """One file per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
 
     UsageError if the folder has something in it and ``force`` is not given.
     """
     folder = Path(folder)
     if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank, value in dumps_of(state, **how):
-        if as_json:
-            text = json.dumps(value | {"nccl_comm_state": {}}).encode()
-            (folder / f"{prefix}{rank}.json").write_bytes(text)
-        else:
-            (folder / f"{prefix}{rank}").write_bytes(pickle.dumps(value, protocol=2))
+    with ArtefactFolder(folder, force) as whole:  # half of them would be another hang
+        for rank, value in dumps_of(state, **how):
+            if as_json:
+                text = json.dumps(value | {"nccl_comm_state": {}}).encode()
+                (whole.work / f"{prefix}{rank}.json").write_bytes(text)
+            else:
+                (whole.work / f"{prefix}{rank}").write_bytes(pickle.dumps(value, protocol=2))
     return folder
 
 

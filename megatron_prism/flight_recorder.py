@@ -126,9 +126,14 @@ def _instead(paths: list[Path]) -> str:
     """What to do about a folder in which no file is a dump."""
     if any(_PACKED.search(path.name) for path in paths):
         return "unpack the files: gunzip, unzstd or tar xf"
-    if any(path.is_dir() and not path.name.startswith(".") for path in paths):
-        return "put the dumps of all nodes into one folder: folders in it are not searched"
-    return FIX
+    folders = [p for p in paths if p.is_dir() and os.access(p, os.R_OK | os.X_OK)]
+    inside = [p for p in folders if any(_FILE.search(f.name) and f.is_file() for f in p.iterdir())]
+    if not inside:
+        return FIX
+    if len(inside) == 1:
+        return f"name its folder {inside[0]}"
+    several = ", ".join(str(p) for p in inside[:4]) + (" …" if len(inside) > 4 else "")
+    return f"one of its folders ({several}), or, if they are a folder per node, put all into one"
 
 
 def _bytes(path: Path) -> bytes:

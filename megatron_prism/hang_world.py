@@ -7,6 +7,7 @@ and, where a job knows them, the programs as they should be (``explain``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_prism import flight_export, flight_recorder, graph, watchdog
@@ -20,18 +21,27 @@ from megatron_prism.quiescence import Standstill
 __all__ = ["first_watchdog", "of_standstill"]
 
 
-def of_standstill(state: Standstill, healthy: Programs | None = None, **how: Any) -> Diagnosis:
+def of_standstill(
+    state: Standstill,
+    healthy: Programs | None = None,
+    told: Callable[[float], None] | None = None,
+    **how: Any,
+) -> Diagnosis:
     """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
 
     healthy : the programs of the job; they decide between ranks of which dumps cannot tell
+    told    : is told which part of the dumps is there, 0 to 1: 1,024 ranks may take a minute
     """
     if state.finished:
         return Diagnosis("healthy")
-    values = flight_export.dumps_of(state, **how)
-    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in values})
-    found = of_dumps(dumps)
+    dumps = {}
+    for rank, value in flight_export.dumps_of(state, **how):
+        dumps[rank] = flight_recorder.of_value(value, rank)
+        if told is not None:
+            told((rank + 1) / state.programs.world.size)
+    found = of_dumps(DumpSet(dumps))
     if healthy is not None and not found.culprits:
-        found = explain(dumps, found, healthy)
+        found = explain(DumpSet(dumps), found, healthy)
     if found.culprits or state.faults:
         return found
     seen = of_graph(graph.build(state.programs))

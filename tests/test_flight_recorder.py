@@ -155,6 +155,21 @@ def test_foreign_files_are_explained(data, says, tmp_path):
     assert caught.value.fix
 
 
+def test_dumps_are_written_all_or_none(tmp_path, monkeypatch):
+    """A part of them would be judged, as those of ranks that left none."""
+    made = flight_export.dump_of
+
+    def interrupted(state, rank, *rest, **how):
+        if rank == 9:
+            raise KeyboardInterrupt
+        return made(state, rank, *rest, **how)
+
+    monkeypatch.setattr(flight_export, "dump_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_hidden_files_are_nobodys(tmp_path):
     """NFS leaves .nfs0003 where somebody removed an open file."""
     folder = written(tmp_path)
@@ -167,7 +182,11 @@ def test_folders_that_cannot_be(tmp_path):
         flight_recorder.read(tmp_path / "x")
     with pytest.raises(DumpError, match="ends in a rank"):
         flight_recorder.read(tmp_path)
+    (tmp_path / "empty").mkdir()
     folder = written(tmp_path)
+    with pytest.raises(DumpError, match="ends in a rank") as caught:
+        flight_recorder.read(tmp_path)
+    assert caught.value.fix == f"name its folder {folder}"
     with pytest.raises(UsageError, match="not empty"):
         written(tmp_path)
     (folder / "other_3").write_bytes(b"")

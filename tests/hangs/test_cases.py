@@ -109,7 +109,12 @@ def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
     ranks = set(programs.ranks_of(worst).tolist())
     assert planted.culprits == ranks
     assert all(hit.label[-1] in "FB" or hit.label == "O" for hit in planted.hits)
-    found = hang_world.of_standstill(quiescence.run(planted.programs, planted.faults))
+    parts = []
+    state = quiescence.run(planted.programs, planted.faults)
+    found = hang_world.of_standstill(state, told=parts.append)
+    assert parts == sorted(parts)
+    assert len(parts) == 8 - len(ranks)  # the others leave no dump
+    assert parts[-1] <= 1
     assert (found.verdict, {c.rank for c in found.culprits}) == ("missing dump", ranks)
     with pytest.raises(UsageError, match="never fires"):
         faults.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={max(peaks)}")])
@@ -334,6 +339,7 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
     assert cli.main([*words, "--markdown", str(tmp_path / "m")]) == 1
     assert "rank 12 (dtype)" in (tmp_path / "m").read_text()
     assert "rank 12 (dtype)" in (tmp_path / "p").read_text()
+    assert capsys.readouterr().err == f"wrote {tmp_path / 'm'}\nwrote {tmp_path / 'p'}\n"
     assert cli.main(words) == 2
     assert "not overwritten" in capsys.readouterr().err
 

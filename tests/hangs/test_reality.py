@@ -217,7 +217,7 @@ def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "fix"),
-    [("_dump_3.gz", "unpack the files"), ("node1/_dump_3", "put the dumps of all nodes into"),
+    [("_dump_3.gz", "unpack the files"), ("node1/_dump_3", "name its folder"),
      ("notes.txt", "name the folder that")],
 )  # fmt: skip
 def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, capsys):
@@ -225,3 +225,12 @@ def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, cap
     (tmp_path / name).write_bytes(b"")
     assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
     assert f"fix: {fix}" in capsys.readouterr().err
+
+
+def test_a_folder_for_every_node_is_not_searched(tmp_path, capsys):
+    for node in range(6):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / f"_dump_{node}").write_bytes(b"")
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "node3 …)" in said and "put all into one" in said  # noqa: PT018
