@@ -89,13 +89,15 @@ def _overview(programs: Any) -> None:
 
 
 def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> None:
+    from megatron_prism.fault_plan import named_group
     from megatron_prism.program_text import format_op
 
     program = programs.of(rank)
     ops = list(program)
     wanted = range(len(ops))
     groups = sorted({op.group for op in ops if op.group})
-    if group is not None and group not in groups:
+    meant = {name for name in groups if group is not None and named_group(group, name)}
+    if group is not None and not meant:
         raise UsageError(
             f"rank {rank} has no call in a group {group}",
             fix=f"there are {', '.join(groups) or 'none'}",
@@ -110,7 +112,7 @@ def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> Non
         wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
     print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
     for index in wanted:
-        if group is None or ops[index].group == group:
+        if group is None or ops[index].group in meant:
             line = format_op(ops[index])
             note = line.find(' note="')
             print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")

@@ -31,6 +31,7 @@ AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
+_DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
 
 
 class SliceStore:
@@ -114,6 +115,16 @@ def _ours(path: Path) -> bool:
     return bool(_NAME.fullmatch(name)) or name in (WORLD, "calibration.json") or name[0] == "."
 
 
+def _instead(folder: Path) -> str:
+    """What to type for a folder without slices: it may be another command's."""
+    names = {path.name for path in folder.iterdir()}
+    if {"recipe.json", "summary.json"} <= names:  # prism emulate -o
+        return f"what prism emulate wrote has no programs: prism capture RECIPE -o {folder}-slices"
+    if any(_DUMP.search(name) for name in names):
+        return f"prism hang --dumps {folder}, if these are Flight Recorder dumps"
+    return f"prism capture RECIPE -o {folder}"
+
+
 def assemble(folder: str | os.PathLike[str]) -> Programs:
     """The world of a folder of slices.
 
@@ -123,7 +134,7 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
     """
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
-        raise ProgramError(f"{folder} holds no slices", fix=f"prism capture RECIPE -o {folder}")
+        raise ProgramError(f"{folder} holds no slices", fix=_instead(Path(folder)))
     slices = [programs.load(path) for path in paths]
     first = slices[0]
     if len({one.source.get(AGE) for one in slices}) > 1:
@@ -188,7 +199,9 @@ def open_programs(path: str | os.PathLike[str]) -> Programs:
             rest = b"" if b"\0" in start else file.read()  # nor is /dev/zero read to its end
         text = io.TextIOWrapper(io.BytesIO(start + rest), encoding="utf-8-sig").read()
     except OSError as error:
-        raise ProgramError(f"cannot read {place}: {error.strerror}", fix="name a file") from error
+        absent = isinstance(error, FileNotFoundError)
+        fix = f"prism capture RECIPE -o {place}, or name a file" if absent else "name a file"
+        raise ProgramError(f"cannot read {place}: {error.strerror}", fix=fix) from error
     except UnicodeDecodeError as error:
         raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
     return parse(text, str(place))

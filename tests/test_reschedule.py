@@ -45,7 +45,10 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
 def test_what_does_not_repeat_is_refused():
     with pytest.raises(ProgramError, match="too few to make") as caught:
         reschedule.microbatches(seams.schedules(pp=4, microbatches=4), 16)
-    assert "prism capture" in caught.value.fix
+    assert caught.value.fix.endswith("train.global_batch_size=N, 4 times what it is now")
+    with pytest.raises(ProgramError, match="periods of 4") as caught:  # and none of them is equal
+        reschedule.microbatches(seams.schedules(pp=4, vpp=5, microbatches=8), 7)
+    assert caught.value.fix.endswith("N, 12/8 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:
         reschedule.microbatches(seams.schedules(pp=4, vpp=2, microbatches=16), 18)
     assert caught.value.fix == "microbatches=20"

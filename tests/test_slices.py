@@ -198,6 +198,25 @@ def test_an_empty_folder_holds_no_slices(tmp_path):
     assert "prism capture" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("names", "fix"),
+    [(["_dump_0", "_dump_1"], "prism hang --dumps "), (["rank-000000.json"], "prism hang --dumps "),
+     (["recipe.json", "summary.json", "rank-000000.json"], "what prism emulate wrote")],
+)  # fmt: skip
+def test_a_folder_of_another_command_is_told_from_an_empty_one(tmp_path, names, fix):
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ProgramError, match="holds no slices") as caught:
+        open_programs(tmp_path)
+    assert caught.value.fix.startswith(fix)
+
+
+def test_what_is_not_there_can_be_captured(tmp_path):
+    with pytest.raises(ProgramError, match="cannot read") as caught:
+        open_programs(tmp_path / "x")
+    assert caught.value.fix.startswith(f"prism capture RECIPE -o {tmp_path / 'x'}")
+
+
 def test_programs_are_opened_wherever_they_are(tmp_path):
     store_in(tmp_path / "d")
     made = open_programs(tmp_path / "d")
@@ -263,6 +282,7 @@ def test_show_ops_of_ranks(folder, capsys):
     assert status == 0
     assert out.startswith("rank 5 (captured as rank 4)\n")
     assert len(out.splitlines()) == 2
+    assert prism("show", folder, "rank=5", "group=tp", capsys=capsys)[1] == out  # as in faults
     status, out, _ = prism("show", folder, "rank=0", "around=0F", capsys=capsys)
     assert out.startswith("rank 0\n")
     assert len(out.splitlines()) == 4

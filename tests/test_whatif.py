@@ -124,6 +124,8 @@ program rank=0 ranks=0-3
         ("", "", 600),
         ("all_reduce", "", 650),
         ("", "TENSOR_MODEL_PARALLEL_GROUP", 1100),
+        ("", "tp", 1100),
+        ("all_reduce", "dp", 1200 - 500),
         ("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 1150),
     ],
 )

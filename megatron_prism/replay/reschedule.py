@@ -44,14 +44,23 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
     if wanted == there:
         return programs
     period = world.pp if world.vpp and world.pp > 1 else 1
+    found = [_Periods(program, period) for program in programs.programs]
+    fewest = min(found, key=lambda one: one.runs)
     if (wanted - there) % period:
+        near = there + period * max(1, (wanted - there) // period)
         raise ProgramError(
             f"{there} microbatches come in periods of {period} (interleaved, pp {world.pp}), so "
             f"there cannot be {wanted}",
-            fix=f"microbatches={there + period * max(1, (wanted - there) // period)}",
+            fix=f"microbatches={near}" if fewest.runs > 1 else _captured(near, there),
         )
     more = (wanted - there) // period
-    made = tuple(_Periods(program, period).repeated(more) for program in programs.programs)
+    if fewest.runs < 2 or fewest.runs + more < 1:
+        raise ProgramError(
+            f"{there} microbatches have {fewest.runs} equal periods on rank {fewest.program.rank}, "
+            f"too few to make {wanted} microbatches of them",
+            fix=_captured(wanted, there),
+        )
+    made = tuple(one.repeated(more) for one in found)
     source = {**programs.source}
     for key in (k for k in _GROWS & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * wanted // there)
@@ -59,6 +68,12 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
     return assumed(
         changed, f"{wanted} microbatches instead of {there}: the steady state's periods repeated"
     )
+
+
+def _captured(wanted: int, there: int) -> str:
+    """What to type for a schedule that cannot be made out of another one."""
+    times = f"{wanted // there}" if wanted % there == 0 else f"{wanted}/{there}"
+    return f"prism capture RECIPE -o DIR train.global_batch_size=N, {times} times what it is now"
 
 
 class _Periods:
@@ -114,12 +129,6 @@ class _Periods:
 
     def repeated(self, more: int) -> Program:
         """With ``more`` periods, or fewer."""
-        if self.runs < 2 or self.runs + more < 1:
-            raise ProgramError(
-                f"rank {self.program.rank} has {self.runs} equal periods, too few to make "
-                f"{abs(more)} {'more' if more > 0 else 'fewer'} of them",
-                fix="prism capture RECIPE -o DIR train.global_batch_size=N with that many",
-            )
         ops, length = self.program.ops, self.length
         end = self.start + self.runs * length  # of the last equal period
         kept = np.arange(end + min(0, more) * length)

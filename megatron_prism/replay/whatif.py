@@ -14,6 +14,7 @@ data_parallel (in ``scale.py``): more or fewer replicas
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterable
 from fractions import Fraction
@@ -25,6 +26,7 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.costs.compute import MEASURED
 from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
+from megatron_prism.fault_plan import named_group
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES, OP
 from megatron_prism.program import Program
@@ -110,7 +112,8 @@ def faster(
     group: str = "",
 ) -> Prices:
     """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
-    fast; empty: all of them.  UsageError if there are none."""
+    fast; empty: all of them; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults.  UsageError if
+    there are none."""
     speed = fraction(factor)
     name = "send" if name == "recv" else name
     meet = graph.rendezvous
@@ -120,12 +123,16 @@ def faster(
         mine = np.flatnonzero(owners == index)
         rows = program.ops[ops[mine]]
         right = np.array([not name or text == name for text in NAMES])[rows["name"]]
-        groups = np.array([not group or text == group for text in program.strings])
+        groups = np.array([not group or named_group(group, text) for text in program.strings])
         chosen[mine] = right & groups[rows["group"]]
     if not chosen.any():
         what = " in ".join(filter(None, (name or "calls", group)))
         names = sorted({text for program in graph.program_list for text in program.groups()})
-        raise UsageError(f"the world has no {what}", fix=f"its groups are {', '.join(names)}")
+        close = difflib.get_close_matches(group or name, [*NAMES, *names], n=1)
+        meant = f"did you mean {close[0]}? " if close and close[0] != (group or name) else ""
+        raise UsageError(
+            f"the world has no {what}", fix=f"{meant}its groups are {', '.join(names)}"
+        )
     sources = list(prices.sources)
     return dataclasses.replace(
         prices,
