@@ -77,6 +77,10 @@ def name_of(text: str) -> str:
 
 def _duration(text: str) -> float:
     """ns; ``30d`` as well."""
+    if text.strip().isdecimal() and int(text) > 0:  # nanoseconds elsewhere: nobody means them here
+        raise UnitError(
+            f"{text} of what?", fix=f"with a unit: {text}d, {text}h, {text}min, {text}s"
+        )
     days = text.strip().removesuffix("d")
     try:
         ns = float(days) * 24 * 3600e9 if days != text.strip() else float(units.parse_ns(text))

@@ -253,6 +253,9 @@ def test_unknown_options_list_the_known_ones():
     with pytest.raises(UsageError) as caught:
         read("--prism-xyz")
     assert all(flag in caught.value.fix for flag in FLAGS)
+    with pytest.raises(UsageError) as caught:
+        read("--prism-word-size 64")
+    assert caught.value.fix.startswith("did you mean --prism-world-size? ")
 
 
 def test_an_option_of_the_job_that_only_looks_like_ours():

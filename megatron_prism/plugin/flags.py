@@ -8,6 +8,7 @@ Megatron; ``add_flags`` is what Megatron's own parser gets, so that both read th
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -165,10 +166,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, rest = parser.parse_known_args(list(argv))
     unknown = [a for a in rest if a.startswith("--prism-")]
     if unknown:
-        raise UsageError(
-            f"unknown option {unknown[0].partition('=')[0]}",
-            fix=f"the options are {', '.join(FLAGS)}",
-        )
+        word = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(word, FLAGS, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(f"unknown option {word}", fix=f"{meant}the options are {', '.join(FLAGS)}")
     if args.prism_recipe:
         parser.set_defaults(**_recipe_defaults(args.prism_recipe))
         args, _ = parser.parse_known_args(list(argv))
