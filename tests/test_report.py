@@ -160,13 +160,15 @@ def test_figures_that_the_slices_do_not_hold_are_unknown():
     assert "unknown: the slices do not say how many tokens" in text.render(
         replayed(healthy(WORLDS[1]))
     )
-    said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9),
-            "peak_flops_per_gpu": str(10**14)}  # fmt: skip
+    said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9)}
     made = replayed(dataclasses.replace(tiny(), source=said))
     found, seconds = figures.figures(made), made.iteration_ns / 1e9
     assert found.tokens_per_s.value == pytest.approx(4096 / seconds)
     assert found.flops_per_gpu.value == pytest.approx(2 * 10**9 / seconds)
-    assert found.mfu.value == pytest.approx(10**9 / seconds / 8 / 10**14)
+    assert found.mfu.value == pytest.approx(10**9 / seconds / 8 / 989.4e12)
+    assert "of 989 TFLOP/s dense bf16" in found.mfu.basis
+    unknown = dataclasses.replace(made, prices=dataclasses.replace(made.prices, peak=0.0))
+    assert "no peak" in figures.figures(unknown).mfu.basis
 
 
 def test_calls_are_means_over_the_ranks_that_make_them():

@@ -19,7 +19,7 @@ __all__ = ["Machine", "machine", "machines", "named_in"]
 
 FOLDER = Path(__file__).with_name("machines")
 _WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
-_MAY_LACK = ("nvls_rate", "network_rate")
+_MAY_LACK = ("nvls_rate", "network_rate", "peak")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Machine:
     nvls_rate       : the same of all-reduces in the NVLink switch; 0 if it has none or it is off
     network_rate    : bytes per second per GPU and direction between nodes; 0 if there is no network
     call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
+    peak            : dense bf16 flops per second of the data sheet, which MFU is a share of; 0 if
+                      nobody said
     ops             : its table of measured kernels (``op_table``), a name or a file; "" if none
     """
 
@@ -53,6 +55,7 @@ class Machine:
     call_ns: int
     source: str
     ops: str = ""
+    peak: float = 0.0
 
 
 def machines() -> dict[str, Path]:
@@ -63,7 +66,7 @@ def machines() -> dict[str, Path]:
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
     known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = data_file.read(name, FOLDER, "machine", known, ("ops",))
+    path, fields = data_file.read(name, FOLDER, "machine", known, ("ops", "peak"))
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)

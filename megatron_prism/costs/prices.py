@@ -46,6 +46,7 @@ class Prices:
                       op and then never waits for a launch, and from then on; 0 throughout for
                       programs whose segments have the host's delays in them
     host_source     : per class uint8 [ops], index into ``sources``
+    peak            : flops per second that a GPU of the machine has on its data sheet; 0: unknown
     """
 
     compute: tuple[np.ndarray, ...]
@@ -56,6 +57,7 @@ class Prices:
     lead: tuple[np.ndarray, ...] = ()
     host: tuple[np.ndarray, ...] = ()
     host_source: tuple[np.ndarray, ...] = ()
+    peak: float = 0.0
 
     def used(self) -> tuple[str, ...]:
         """The provenances that some duration above 0 rests on, those of computing first."""
@@ -95,7 +97,7 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
     assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
         tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources,
-        *(tuple(column) for column in zip(*issued, strict=True)),
+        *(tuple(column) for column in zip(*issued, strict=True)), peak=machine.peak,
     )  # fmt: skip
 
 

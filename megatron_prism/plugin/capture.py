@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_prism import programs
-from megatron_prism.plugin import job, job_report
+from megatron_prism.plugin import job, job_report, model_flops
 from megatron_prism.plugin.stock_capture import versions
 from megatron_prism.programs import Programs
 from megatron_prism.recipe_schema import Recipe
@@ -38,7 +38,7 @@ def source_of(recipe: Recipe) -> dict[str, str]:
         "megatron_core": importlib.metadata.version("megatron-core"),
         **versions(),
         "tier": tier,
-        "tokens_per_iteration": str(recipe.train.global_batch_size * recipe.model.seq_length),
+        **model_flops.of_recipe(recipe),
     }
 
 

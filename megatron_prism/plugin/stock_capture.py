@@ -23,7 +23,7 @@ import numpy as np
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
-from megatron_prism.plugin import links
+from megatron_prism.plugin import links, model_flops
 from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
@@ -222,6 +222,7 @@ class StockCapture:
             self.links.stop()
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
+        self.store.source.update(model_flops.of_running_job())
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 

@@ -33,6 +33,7 @@ __all__ = [
     "name_class",
 ]
 
+_NO_PEAK = "the machine's file has no peak of the data sheet"
 _RANKS = 60  # characters of a list of ranks
 
 
@@ -244,7 +245,7 @@ def _rates(timeline: Timeline) -> dict[str, Value]:
         int(np.maximum(program.ops["flops"], 0).sum()) * count
         for program, count in zip(graph.program_list, graph.classes.counts, strict=True)
     )
-    model, peak = given("model_flops_per_iteration"), given("peak_flops_per_gpu")
+    model, peak = given("model_flops_per_iteration"), timeline.prices.peak
     return {
         "tokens_per_s": Value(tokens / seconds, "tokens of the slices / iteration time")
         if tokens
@@ -252,7 +253,10 @@ def _rates(timeline: Timeline) -> dict[str, Value]:
         "flops_per_gpu": Value(flops / seconds / size, "recorded kernels, recomputation included")
         if flops
         else Value(None, "the slices recorded no flops"),
-        "mfu": Value(model / seconds / size / peak, "the slices' model flops and peak")
+        "mfu": Value(
+            model / seconds / size / peak,
+            f"of {peak / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
+        )
         if model and peak
-        else Value(None, "the slices say neither the model's flops nor the GPU's peak"),
+        else Value(None, "the slices do not say the model's flops" if peak else _NO_PEAK),
     }

@@ -60,7 +60,7 @@ function breakdown() {
     element("p", "quiet", "The main stream of one rank of each class. Striped: waiting for other ranks to come to a call. Empty: idle."),
     stack(bars),
     legend([["compute", "var(--forward)"], ...groups.map((group) => [group, groupColour(group)])]),
-    table(["class", "ranks", "count", "compute", "exposed", "waiting", "idle", "total", "on the critical path", "least slack"], rows, [1]), more());
+    table(["class", "ranks", "count", "compute", "exposed", "waiting", "idle", "total", "compute on critical path", "least slack"], rows, [1]), more());
 }
 
 function more() {

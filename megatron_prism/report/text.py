@@ -112,7 +112,7 @@ def _account_block(found: Figures, block: Sequence[ClassFigures], scale: int) ->
                 rows.append([f"{what} {group}", *(_scaled(v, scale) for v in values)])
     rows.append(["idle", *(_scaled(one.idle, scale) for one in block)])
     rows.append(["= total", *(_scaled(one.total, scale) for one in block)])
-    rows.append(["on the critical path", *(_scaled(one.critical, scale) for one in block)])
+    rows.append(["compute on critical path", *(_scaled(one.critical, scale) for one in block)])
     rows.append(["least slack", *(_scaled(one.slack, scale) for one in block)])
     peaks = [one.peak_bytes for one in block]
     rows.append(["peak live memory", *("unknown" if p is None else format_bytes(p) for p in peaks)])
@@ -123,11 +123,16 @@ def _path(found: Figures) -> str:
     if not found.path:
         return ""
     total = sum(part.ns for part in found.path)
+    sums: dict[str, list[int]] = {}  # of all provenances together, which the next table tells apart
+    for part in found.path:
+        one = sums.setdefault(f"{part.phase} {part.what} {part.group}".rstrip(), [0, 0])
+        one[0] += part.ns
+        one[1] += part.count
+    parts = sorted(sums.items(), key=lambda item: -item[1][0])
     rows = [["what the critical path is made of", "share", "steps", ""]]
-    for part in found.path[:_PARTS]:
-        name = f"{part.phase} {part.what} {part.group}".rstrip()
-        rows.append([name, f"{part.ns / total:.1%}", f"{part.count:,}", format_ns(part.ns)])
-    rest = sum(part.ns for part in found.path[_PARTS:])
+    for name, (ns, count) in parts[:_PARTS]:
+        rows.append([name, f"{ns / total:.1%}", f"{count:,}", format_ns(ns)])
+    rest = sum(ns for _, (ns, _) in parts[_PARTS:])
     if rest:
         rows.append(["other", f"{rest / total:.1%}", "", format_ns(rest)])
     return "\n".join(_columns(rows))
