@@ -25,6 +25,7 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
+    "warn_without_times",
 ]
 
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
@@ -116,3 +117,20 @@ def check_outputs(paths: Sequence[Path], force: bool) -> None:
                 f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
                 fix="name another place",
             )
+
+
+def warn_without_times(programs: Any) -> None:
+    """Say it where no segment says how long it takes or what it computes, as in a schedule's file:
+    what is added up then are calls and the shortest kernel."""
+    from megatron_prism.ops import CODE
+
+    segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
+    if not any(map(len, segments)):
+        return
+    known = any((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
+    if not known:
+        console(stderr=True).print(
+            "prism: warning: no segment says how long it takes or what it computes (prism schedule "
+            "writes an order without times): each counts as the shortest kernel, and what follows "
+            "is no job's time. prism capture RECIPE -o DIR has what a job computes"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_prism import cli_settings
 from megatron_prism.artefact import check_writable, whole_file
-from megatron_prism.cli_output import console, print_json, progress
+from megatron_prism.cli_output import console, print_json, progress, warn_without_times
 from megatron_prism.cli_predict_settings import name_of, plan, refuse_unused, settings_of
 from megatron_prism.cli_predict_text import show, show_case, show_comparison, show_run, show_study
 from megatron_prism.errors import PrismError, UsageError
@@ -152,7 +152,9 @@ def _programs(path: str) -> Any:
     from megatron_prism.slices import open_programs
 
     if os.path.exists(path) or path not in recipes.shipped():
-        return open_programs(path)
+        programs = open_programs(path)
+        warn_without_times(programs)
+        return programs
     from megatron_prism.plugin import capture
 
     with tempfile.TemporaryDirectory() as place:

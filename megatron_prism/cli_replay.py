@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_prism import cli_settings
 from megatron_prism.artefact import write_whole
-from megatron_prism.cli_output import check_outputs, console, print_json
+from megatron_prism.cli_output import check_outputs, console, print_json, warn_without_times
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import PrismError, UnitError
 
@@ -112,6 +112,7 @@ def _timeline(
     from megatron_prism.slices import open_programs
 
     programs = open_programs(path)
+    warn_without_times(programs)
     own = machine or cli_settings.machine_of(programs)
     hardware = read_machine(own)
     there = None if moved is None else read_machine(moved)

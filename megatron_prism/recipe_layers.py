@@ -49,11 +49,13 @@ def rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if number % pieces:
             what = f"pp {p.pp} x vpp {p.vpp}" if p.vpp else f"pp {p.pp}"
             unit = f" + {standalone} for embedding and loss = {number}" if standalone else ""
+            whole = [n * pieces - standalone for n in (number // pieces, number // pieces + 1)]
+            near = " or ".join(str(n) for n in whole if n > 0)
+            near = f"{near} layers there" if any(ends) else f"model.num_layers={near}"
             yield (
                 f"{number - standalone} layers{unit} do not split over "
                 + (f"vpp {p.vpp}" if any(ends) else f"{what} = {pieces} chunks"),
-                f"use model.num_layers={-(-number // pieces) * pieces - standalone}, "
-                "or change parallel.pp or parallel.vpp",
+                f"use {near}, or change parallel.pp or parallel.vpp",
             )
 
 

@@ -37,6 +37,15 @@ def test_it_prints_the_page_of_text(world, capsys):
     assert out == text.render(replayed(tiny()))
 
 
+def test_a_schedule_has_an_order_and_no_times(tmp_path, capsys):
+    bare = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n0F compute{}\n0B compute{}\n"
+    for words, warned in (("", True), (" ns=1000", False), (" flops=1000", False)):
+        file = tmp_path / "bare.txt"
+        file.write_text(bare.format("", words))
+        status, _, err = run(file, capsys=capsys)
+        assert (status, "no segment says how long it takes" in err) == (0, warned)
+
+
 def test_json_has_the_same_numbers(world, capsys):
     status, out, _ = run(world, "iterations=3", "--json", capsys=capsys)
     found = json.loads(out)
