@@ -37,11 +37,14 @@ def main() -> None:
     parser.add_argument("--tier", default="cpu", choices=("cpu", "meta"))
     args = parser.parse_args()
     script = args.checkout.resolve() / "pretrain_gpt.py"
+    if not script.is_file():
+        parser.error(f"{script} is not there: name a checkout of Megatron-LM (tag core_v0.19.0)")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         ours = f"--prism-world-size {WORLD} --prism-ranks {RANK} --prism-tier {args.tier}"
         command = [sys.executable, "-W", "ignore", "-m", "megatron_prism", "run"]
         command += [*ours.split(), "--prism-out", str(out), str(script), *ARGUMENTS.split()]
+        print(f"{ours} {script.name}{ARGUMENTS}")
         done = measure(command, script.parent, {"OMP_NUM_THREADS": "1"})
         if done.status:
             raise SystemExit(f"{done.output}\n{script} ended with {done.status}")

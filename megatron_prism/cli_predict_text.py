@@ -18,6 +18,10 @@ def ms(ns: float | None) -> str:
     return "unknown" if ns is None or ns != ns else f"{ns / 1e6:,.1f} ms"
 
 
+def _change(ns: float) -> str:
+    return f"{'+' if ns > 0 else ''}{ms(ns)}"
+
+
 def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
     """The prediction; ``calls`` says how calls vary."""
     out = console()
@@ -41,7 +45,7 @@ def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
         out.print("\nwhat moves p95")
         rows = [
             (f"{part} spread {getattr(spread, part):.2g} halved", ms(ns),
-             ms(ns - result.halved_from))
+             _change(ns - result.halved_from))
             for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
             if getattr(spread, part)
         ]  # fmt: skip
@@ -49,7 +53,7 @@ def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
             (
                 f"one GPU of class {index} takes {result.slow_by:g} x as long",
                 ms(ns),
-                ms(ns - result.slow_from),
+                _change(ns - result.slow_from),
             )
             for index, ns in result.slow.items()
         ]

@@ -66,8 +66,8 @@ def capture(
     for summary in summaries:
         cost = summary["recording"]
         console.print(
-            f"stage {summary['stage']}: {cost['ops']:,} ops, iteration {cost['recorded_s']:.2f} s "
-            f"recorded, {cost['plain_s']:.2f} s without"
+            f"stage {summary['stage']}: {cost['ops']:,} ops, an iteration takes "
+            f"{cost['recorded_s']:.2f} s here recorded, {cost['plain_s']:.2f} s not"
         )
     took = f"in {time.perf_counter() - start:.1f} s"
     console.print(f"wrote {folder} {took}" if keep else
