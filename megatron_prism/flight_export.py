@@ -109,6 +109,31 @@ def dump_of(
     }
 
 
+_KEYS = [
+    "record_id",
+    "pg_id",
+    "process_group",
+    "collective_seq_id",
+    "p2p_seq_id",
+    "op_id",
+    "profiling_name",
+    "time_created_ns",
+    "input_sizes",
+    "input_dtypes",
+    "output_sizes",
+    "output_dtypes",
+    "state",
+    "time_discovered_started_ns",
+    "time_discovered_completed_ns",
+    "retired",
+    "timeout_ms",
+    "is_p2p",
+    "thread_name",
+    "thread_id",
+    "frames",
+]
+
+
 class _Writer:
     """One rank's calls, counted as NCCL counts them."""
 
@@ -134,6 +159,8 @@ class _Writer:
                 f"last_{w}_collective": -1 for w in ("enqueued", "started", "completed")
             }
         self.ids = {config["desc"]: i for i, config in enumerate(self.config.values())}
+        self.named = {c["desc"]: (number, c["desc"]) for number, c in self.config.items()}
+        self.fault = state.faults.get(rank)
 
     def entries(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -177,38 +204,43 @@ class _Writer:
         if op.batch < 0 or op.batch not in launched:  # a batch is one launch
             counts[op.group] += 1
             launched.add(op.batch)
-        group = self.state.groups[op.group]
-        number = str(self.names[op.group, int(group.group_of[self.rank])])
         done, started = self._progress(index)
         self._account(op, counts[op.group], done, started)
-        inputs, outputs = _sizes(op)
-        return {
+        return self._alike(op, index) | {
             "record_id": record,
             "pg_id": self.ids[op.group],
-            "process_group": (number, op.group),
+            "process_group": self.named[op.group],
             "collective_seq_id": self.collectives[op.group],
             "p2p_seq_id": self.messages[op.group],
             "op_id": record + 1,
             "profiling_name": self._word(op),
             "time_created_ns": (record + 1) * 1_000_000,
-            "input_sizes": inputs,
-            "input_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(inputs),
-            "output_sizes": outputs,
-            "output_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(outputs),
             "state": "completed" if done else "started" if started else "scheduled",
-            "time_discovered_started_ns": None,
-            "time_discovered_completed_ns": None,
             "retired": done,
-            "timeout_ms": 600_000,
-            "is_p2p": pair,
-            "thread_name": "",
-            "thread_id": "0",
-            "frames": _frames(op.site),
         }
+
+    def _alike(self, op: Op, index: int) -> dict[str, Any]:
+        """What all ranks of this program write of the op, in torch's order of keys."""
+        key = ("entry", int(self.state.programs.program_of[self.rank]), index)
+        found = self.state.said.get(key)
+        if found is None:
+            inputs, outputs = _sizes(op)
+            found = self.state.said[key] = dict.fromkeys(_KEYS) | {
+                "input_sizes": inputs,
+                "input_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(inputs),
+                "output_sizes": outputs,
+                "output_dtypes": [DTYPE_WORDS.get(op.dtype, "Float")] * len(outputs),
+                "timeout_ms": 600_000,
+                "is_p2p": op.name in ("send", "recv"),
+                "thread_name": "",
+                "thread_id": "0",
+                "frames": _frames(op.site),
+            }
+        return found
 
     def _progress(self, index: int) -> tuple[bool, bool]:
         """(seen complete, seen to start)."""
-        fault = self.state.faults.get(self.rank)
+        fault = self.fault
         blind = fault is not None and fault.blind is not None and index >= fault.blind
         done = bool(self.state.done[self.rank][index]) and not blind
         return done, self.timing and not blind and bool(self.state.ready[self.rank][index])
