@@ -83,16 +83,42 @@ def _no_low_precision(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any) -> None:
             original(self)
-            if self.fp8 or getattr(self, "fp4", None):
-                raise UnsupportedError(
-                    "FP8 and FP4 are Transformer Engine's on a GPU; the virtual one has neither",
-                    fix="leave out --fp8-format and --fp4-format (a recipe's train.fp8), and what "
-                    "is reported is bf16's; or --prism-tier cuda",
-                )
+            for (what, fix), found in _low_precision(self, context.meta).items():
+                if found:
+                    raise UnsupportedError(what, fix=fix)
 
         return call
 
     _wrap(module.TransformerConfig, "__post_init__", make)
+
+
+def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
+    """(what, what to do) -> whether the model asks for it."""
+    fp8 = getattr(config, "fp8", None)
+
+    def asked(name: str) -> Any:
+        return fp8 and getattr(config, name, False)
+
+    recipe = getattr(config, "fp8_recipe", None)
+    other = getattr(recipe, "value", recipe) not in (None, *_RECIPES)
+    cuda = "or --prism-tier cuda"
+    return {
+        ("FP4 is Transformer Engine's on a GPU; the virtual one has none",
+         f"leave out --fp4-format, {cuda}"): getattr(config, "fp4", None),
+        ("FP8 without a GPU is shapes and bytes, not values",
+         "use --prism-tier meta; or leave out --fp8-format (a recipe's train.fp8), and what is "
+         f"reported is bf16's; {cuda}"): fp8 and not meta,
+        (f"FP8 recipe {getattr(recipe, 'value', recipe)} has no stand-in without a GPU",
+         f"one of {', '.join(_RECIPES)}, {cuda}"): fp8 and other,
+        ("FP8 parameters (--fp8-param-gather) have no stand-in without a GPU",
+         f"leave it out, {cuda}"): asked("fp8_param"),
+        ("attention in FP8 (--fp8-dot-product-attention, --fp8-multi-head-attention) has no "
+         "stand-in without a GPU", f"leave them out, {cuda}"):
+        asked("fp8_dot_product_attention") or asked("fp8_multi_head_attention"),
+    }  # fmt: skip
+
+
+_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 def _no_affinity(module: ModuleType, context: Context) -> None:

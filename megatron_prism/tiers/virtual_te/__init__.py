@@ -26,6 +26,7 @@ from megatron_prism.tiers.virtual_te import (
     fp8,
     optimizers,
     permutation,
+    recipes,
     rng,
     rope,
     router,
@@ -113,23 +114,20 @@ _CASTS = {
     **dict.fromkeys(("fp8_autocast", "autocast"), fp8.autocast),
     **dict.fromkeys(("fp8_model_init", "quantized_model_init"), fp8.fp8_model_init),
     **{
-        f"is_{kind}_available": fp8.FP8GlobalStateManager.is_fp8_available
+        f"is_{kind}_available": getattr(fp8.FP8GlobalStateManager, f"is_{kind}_available")
         for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
     },
     "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
-    "get_default_recipe": fp8.DelayedScaling,
+    "get_default_recipe": recipes.DelayedScaling,
 }
 
 
 def _top() -> dict[str, dict[str, Any]]:
     """``transformer_engine`` down to what ``transformer_engine.pytorch`` offers itself."""
-    recipes = {n: v for n, v in _public(fp8).items() if n.endswith("Scaling")}
     return {
         "": {"__version__": VERSION, "__prism_stand_in__": True},
         ".common": {},
-        ".common.recipe": {
-            **recipes, "Format": fp8.Format, "Recipe": fp8.Recipe, "CustomRecipe": fp8.CustomRecipe
-        },
+        ".common.recipe": _public(recipes),
         ".pytorch": {
             **_LAYERS, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
             **_QUANTIZED,

@@ -164,6 +164,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.name: str | None = None
         self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
         self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_checkpoint": False}
+        self.fp8_state: Any = None  # layer_fp8.LayerState
+        self.fp8_weights: dict[str, Any] = {}
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -234,11 +236,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 init(param)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """There is no FP8 here."""
+        """Made when a layer first runs in FP8 (``layer_fp8.begin``)."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """Empty without FP8 (base.py:827 @v2.9)."""
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        """Empty without state for FP8 (base.py:827 @v2.9)."""
+        if self.fp8_state is None or not self.fp8_meta["fp8_checkpoint"]:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        held: torch.Tensor = self.fp8_state.saved()
+        return held
 
     def set_extra_state(self, state: Any) -> None:
         """Nothing was saved."""

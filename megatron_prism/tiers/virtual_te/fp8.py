@@ -1,133 +1,170 @@
-"""FP8 as far as Megatron's import goes: recipes can be made, autocast can be entered switched off.
+"""Is FP8 on, by which recipe, and what does that cost a layer that holds state for it?
 
-Entering it switched on raises UnsupportedError (pytorch/quantization.py @v2.9).
+(pytorch/quantization.py @v2.20.2.)  Shapes only: on tier ``cpu``, whose values would be wrong,
+entering it raises UnsupportedError.  Delayed scaling alone has state: a scale and a history of
+largest values for each tensor of a layer.  Those are reduced over ``fp8_group`` in one piece, when
+the outermost autocast is left and when the first layer's backward is through.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
+from megatron_prism.tiers.virtual_te.comm import group_size
+from megatron_prism.tiers.virtual_te.recipes import DelayedScaling, Recipe
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+from megatron_prism.tiers.work import fused
 
-__all__ = ["FP8GlobalStateManager", "Format", "QuantizedTensor", "autocast", "fp8_model_init"]
-
-
-class Format(enum.Enum):
-    """Largest value forward and backward (common/recipe/__init__.py @v2.9)."""
-
-    E2M1 = (6.0, 6.0)
-    E4M3 = (448.0, 448.0)
-    E5M2 = (57344.0, 57344.0)
-    HYBRID = (448.0, 57344.0)
+__all__ = ["FP8GlobalStateManager", "QuantizedTensor", "autocast", "fp8_model_init"]
 
 
-class Recipe:
-    """Base of the recipes: keeps what it is given."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
-        self.__dict__.update(kwargs)
-
-    def delayed(self) -> bool:
-        return isinstance(self, DelayedScaling)
-
-    def mxfp8(self) -> bool:
-        return isinstance(self, MXFP8BlockScaling)
-
-    def float8_current_scaling(self) -> bool:
-        return isinstance(self, Float8CurrentScaling)
-
-    def float8_block_scaling(self) -> bool:
-        return isinstance(self, Float8BlockScaling)
-
-    def nvfp4(self) -> bool:
-        return isinstance(self, NVFP4BlockScaling)
-
-
-class DelayedScaling(Recipe):
-    """common/recipe/__init__.py @v2.9."""
-
-
-class Float8CurrentScaling(Recipe):
-    """common/recipe/__init__.py @v2.9."""
-
-
-class Float8BlockScaling(Recipe):
-    """common/recipe/__init__.py @v2.9."""
-
-
-class MXFP8BlockScaling(Recipe):
-    """common/recipe/__init__.py @v2.9."""
-
-
-class NVFP4BlockScaling(Recipe):
-    """common/recipe/__init__.py @v2.9."""
-
-
-class CustomRecipe(Recipe):
-    """common/recipe/__init__.py @v2.9."""
+class QuantizedTensor(torch.Tensor):
+    """Nothing is one: parameters stay in high precision."""
 
 
 class FP8GlobalStateManager:
-    """FP8 is never on."""
+    """The state of the process: autocast's, and the amaxes of every layer in it."""
 
     HAS_FP8_TENSORS = False
     IS_FIRST_FP8_MODULE = False
+    FP8_RECIPE: Recipe | None = None
+    FP8_GROUP: Any = None
+    _enabled = False
+    _depth = 0
+    amaxes: dict[tuple[bool, str, int], list[torch.Tensor]] = {}  # key -> histories
+    groups: dict[tuple[bool, str, int], tuple[Recipe, Any]] = {}
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
+        return cls._enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
         return False
 
-    is_fp8_calibration = with_fp8_parameters = is_fp8_enabled
-    is_first_fp8_module = fp8_graph_capturing = is_fp8_enabled
-    with_high_precision_init_val = is_fp8_enabled
+    with_fp8_parameters = fp8_graph_capturing = is_fp8_calibration
+    with_high_precision_init_val = is_fp8_calibration
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """True for the first layer that asks within an autocast."""
+        first, cls.IS_FIRST_FP8_MODULE = cls.IS_FIRST_FP8_MODULE, False
+        return first
 
     @classmethod
     def is_fp8_available(cls) -> tuple[bool, str]:
-        return False, "the virtual Transformer Engine has no FP8"
+        return True, ""
 
-    is_mxfp8_available = is_fp8_block_scaling_available = is_nvfp4_available = is_fp8_available
+    is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
+
+    @classmethod
+    def is_nvfp4_available(cls) -> tuple[bool, str]:
+        return False, "the virtual Transformer Engine has no FP4"
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        return DelayedScaling()
+        return cls.FP8_RECIPE or DelayedScaling()
 
     @classmethod
-    def get_fp8_group(cls) -> None:
-        return None
+    def get_fp8_group(cls) -> Any:
+        return cls.FP8_GROUP
 
     @classmethod
     def reset(cls) -> None:
-        """No state."""
+        """As after import."""
+        cls.set_autocast_state((False, None, None, False))
+        cls._depth = 0
+        cls.amaxes.clear()
+        cls.groups.clear()
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple[Any, ...]:
+        return cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP, cls.IS_FIRST_FP8_MODULE
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
+        cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP, cls.IS_FIRST_FP8_MODULE = state
+
+    get_fp8_autocast_state, set_fp8_autocast_state = get_autocast_state, set_autocast_state
+
+    @classmethod
+    def enter(cls, recipe: Recipe, group: Any) -> None:
+        """autocast_enter (quantization.py:730 @v2.20.2)."""
+        cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP = True, recipe, group
+        if cls._depth == 0:
+            cls.IS_FIRST_FP8_MODULE = True
+        cls._depth += 1
+
+    @classmethod
+    def leave(cls, state: tuple[Any, ...]) -> None:
+        """autocast_exit (quantization.py:772 @v2.20.2)."""
+        cls.set_autocast_state(state)
+        cls._depth -= 1
+        if cls._depth == 0 and torch.is_grad_enabled():
+            cls.reduce_and_update_fp8_tensors(forward=True)
+
+    @classmethod
+    def add(cls, recipe: Recipe, history: dict[bool, torch.Tensor]) -> None:
+        """A layer of delayed scaling takes part in the reductions from now on (:501 @v2.20.2)."""
+        for forward in (True, False):
+            key = (forward, repr(recipe), id(cls.FP8_GROUP))
+            cls.amaxes.setdefault(key, []).append(history[forward])
+            cls.groups[key] = (recipe, cls.FP8_GROUP)
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """No FP8 tensors."""
+        """One all-reduce of all amaxes of a direction (quantization.py:656 @v2.20.2)."""
+        for key, histories in cls.amaxes.items():
+            if key[0] != forward:
+                continue
+            recipe, group = cls.groups[key]
+            largest = torch.cat([history[0] for history in histories])
+            if getattr(recipe, "reduce_amax", True) and group_size(group) > 1:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            fused("amax_and_scale_update", 0, largest)
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
-        """No FP8 weights."""
-
-    get_fp8_autocast_state = get_autocast_state = get_fp8_group
-
-    @classmethod
-    def set_fp8_autocast_state(cls, state: Any) -> None:
-        """No state."""
-
-    set_autocast_state = set_fp8_autocast_state
+        """Only CUDA graphs ask for it."""
 
 
 @contextlib.contextmanager
-def autocast(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Does nothing if it is switched off."""
-    if enabled:
-        refuse("FP8 or FP4 autocast", fix="leave --fp8-format and --fp4-format out")
-    yield
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+) -> Iterator[None]:
+    """``fp8_autocast`` and its newer name, whose arguments have other names."""
+    manager, wanted = FP8GlobalStateManager, recipe or fp8_recipe or DelayedScaling()
+    before = manager.get_autocast_state()
+    if not enabled:
+        manager._enabled = False
+        try:
+            yield
+        finally:
+            manager.set_autocast_state(before)
+        return
+    if calibrating:
+        refuse("FP8 calibration")
+    if wanted.nvfp4() or wanted.custom():
+        refuse(f"recipe {type(wanted).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
+    if wanted.fp8_dpa or wanted.fp8_mha:
+        refuse("attention in FP8", fix="leave --fp8-dot-product-attention and "
+               "--fp8-multi-head-attention out")  # fmt: skip
+    manager.enter(wanted, amax_reduction_group or fp8_group)
+    try:
+        yield
+    finally:
+        manager.leave(before)
 
 
 @contextlib.contextmanager
@@ -136,7 +173,3 @@ def fp8_model_init(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[
     if enabled:
         refuse("FP8 parameters", fix="leave --fp8-param-gather out")
     yield
-
-
-class QuantizedTensor(torch.Tensor):
-    """Nothing is one."""

@@ -17,12 +17,15 @@ from megatron_prism.tiers.virtual_te.base import (
     check_no_userbuffers,
     clear,
 )
+from megatron_prism.tiers.virtual_te.layer_fp8 import begin
 from megatron_prism.tiers.virtual_te.linear import (
     add_linear_parameters,
     finish_backward,
     forward_product,
     options,
+    options_fp8,
 )
+from megatron_prism.tiers.virtual_te.linear_fp8 import LayerNormLinearFP8
 from megatron_prism.tiers.virtual_te.norm import Norm, norm_backward, norm_forward
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
@@ -122,10 +125,16 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
     ) -> Any:
         """The output, with the bias beside it if ``return_bias``."""
+        state, run = begin(self), _LayerNormLinear.apply
         opts = options(self, is_first_microbatch)
+        if state is not None:
+            opts = options_fp8(opts, state, is_first_microbatch, inp, self.weight)
+            # by columns wherever gradients are on (layernorm_linear.py:375 @v2.20.2)
+            opts.weight_columns = opts.keeps
+            run = LayerNormLinearFP8.apply
         opts.norm = self.norm
         bias = self.bias if self.use_bias else None
-        out = _LayerNormLinear.apply(
+        out = run(
             inp,
             self.layer_norm_weight,
             self.layer_norm_bias,

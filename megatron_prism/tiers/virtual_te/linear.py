@@ -31,8 +31,17 @@ from megatron_prism.tiers.virtual_te.comm import (
     gather_along_first_dim,
     reduce_scatter_along_first_dim,
 )
+from megatron_prism.tiers.virtual_te.layer_fp8 import begin, first_module, weight_usage
+from megatron_prism.tiers.virtual_te.linear_fp8 import LinearFP8
 
-__all__ = ["Linear", "add_linear_parameters", "finish_backward", "forward_product", "options"]
+__all__ = [
+    "Linear",
+    "add_linear_parameters",
+    "finish_backward",
+    "forward_product",
+    "options",
+    "options_fp8",
+]
 
 
 def options(module: Any, is_first_microbatch: bool | None) -> types.SimpleNamespace:
@@ -46,7 +55,24 @@ def options(module: Any, is_first_microbatch: bool | None) -> types.SimpleNamesp
         first_microbatch=bool(is_first_microbatch),
         delayed=module.delayed if module.delay_wgrad_compute else None,
         module=module,
+        fp8=None,
     )
+
+
+def options_fp8(opts: Any, state: Any, first: bool | None, inp: Any, weight: Any) -> Any:
+    """What the functions in FP8 need to know besides (``linear_fp8``)."""
+    enabled = torch.is_grad_enabled()
+    opts.fp8, opts.first, opts.keeps = state, first, enabled
+    opts.gathers = opts.mode == "column" and opts.sp
+    opts.keeps_input = enabled and weight.requires_grad
+    opts.weight_columns = weight_usage(enabled and inp.requires_grad)
+    opts.original, opts.dtype = None, inp.dtype
+    if getattr(opts.module, "save_original_input", False) and opts.keeps_input:
+        if state.recipe.delayed():  # (linear.py:420 @v2.20.2)
+            raise ValueError("DelayedScaling recipe is not supported with save_original_input")
+        opts.original = True
+    opts.first_module = first_module() if enabled else False
+    return opts
 
 
 def forward_product(x: torch.Tensor, weight: Any, bias: Any, opts: Any) -> torch.Tensor:
@@ -198,13 +224,17 @@ class Linear(TransformerEngineBaseModule):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
     ) -> Any:
         """The output, with the bias beside it if ``return_bias``."""
+        state, run = begin(self), _Linear.apply
         opts = options(self, is_first_microbatch)
+        if state is not None:
+            opts = options_fp8(opts, state, is_first_microbatch, inp, self.weight)
+            run = LinearFP8.apply
         opts.dtype = (
             torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else (inp.dtype)
         )
         bias = cast_if_needed(self.bias, opts.dtype) if self.use_bias else None
         inner = bias if self.apply_bias and not self.late_bias else None
-        out = _Linear.apply(self.weight, inp, inner, opts)
+        out = run(self.weight, inp, inner, opts)
         if self.late_bias:
             out = out + bias
         return (out, bias) if self.return_bias else out

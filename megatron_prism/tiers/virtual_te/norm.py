@@ -27,12 +27,16 @@ class Norm:
 
 
 def norm_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: Norm
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(output, mean or None, reciprocal deviation) of rows ``x``."""
+    """(output, mean or None, reciprocal deviation) of rows ``x``; on ``meta`` into ``out``."""
     rows = x.shape[0]
     if x.is_meta:
-        out = x.new_empty(x.shape)
+        out = x.new_empty(x.shape) if out is None else out
         fused("norm", 0, x, out)
         mean = None if norm.rms else x.new_empty(rows, dtype=torch.float32)
         return out, mean, x.new_empty(rows, dtype=torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager, autocast
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
 __all__ = [
@@ -72,24 +73,32 @@ class CudaRNGStatesTracker:
 
 
 class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801
-    """Tells FP8 layers which pass of a recompute they are in; there are none here."""
+    """Tells FP8 layers which pass of a recompute they are in (distributed.py:241 @v2.20.2)."""
+
+    now = (False, False)  # is this a checkpointed region, is it the second pass
+    _firsts: list[bool] = []  # was the first layer of a region the first of all
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
         self.flags = (activation_recompute, recompute_phase)
 
     def __enter__(self) -> None:
-        """Nothing to note."""
+        kind, manager = activation_recompute_forward, FP8GlobalStateManager
+        kind.now = self.flags
+        if self.flags == (True, False):
+            kind._firsts.append(manager.IS_FIRST_FP8_MODULE)
+        elif self.flags == (True, True):
+            manager.IS_FIRST_FP8_MODULE = kind._firsts.pop(0)
 
     def __exit__(self, *exc: Any) -> None:
-        """Nothing to undo."""
+        activation_recompute_forward.now = (False, False)
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    return False
+    return activation_recompute_forward.now[0] and FP8GlobalStateManager.is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    return False
+    return activation_recompute_forward.now[1]
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -98,8 +107,12 @@ class _Checkpoint(torch.autograd.Function):
         ctx.run, ctx.tracker = run, tracker
         ctx.state = torch.cuda.get_rng_state()
         ctx.states = tracker().get_states() if tracker is not None else None
-        with torch.no_grad():
+        marked = any(ctx.needs_input_grad)  # (distributed.py:374 @v2.20.2)
+        region = activation_recompute_forward(True) if marked else contextlib.nullcontext()
+        with torch.no_grad(), region:
             out = run(*args)
+        manager = FP8GlobalStateManager
+        ctx.recipe = manager.get_fp8_recipe() if manager.is_fp8_enabled() else None
         ctx.places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.places))
         ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
@@ -115,7 +128,9 @@ class _Checkpoint(torch.autograd.Function):
         torch.cuda.set_rng_state(ctx.state)
         if ctx.tracker is not None:
             ctx.tracker().set_states(ctx.states)
-        with torch.enable_grad():
+        region = activation_recompute_forward(True, True)
+        precision = autocast(ctx.recipe is not None, fp8_recipe=ctx.recipe)
+        with torch.enable_grad(), region, precision:
             out = ctx.run(*args)
         torch.cuda.set_rng_state(state)
         if ctx.tracker is not None:

@@ -1,0 +1,290 @@
+"""The products of Linear and LayerNormLinear in FP8: shapes only.
+
+Both operands are cast; the input is kept for backward by columns, or by rows where it must be
+gathered again and rows are all that can travel (pytorch/module/linear.py:470-640 @v2.20.2,
+layernorm_linear.py:250-560 @v2.20.2).  Temporaries live as long as TE's: the un-gathered
+gradient in high precision and the un-scattered product until the end, the input's values by
+columns from behind the first product on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_prism.tiers.virtual_te.base import (
+    cast_if_needed,
+    clear,
+    fused_gradient,
+    get_workspace,
+)
+from megatron_prism.tiers.virtual_te.comm import (
+    allreduce,
+    reduce_scatter_along_first_dim,
+)
+from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager
+from megatron_prism.tiers.virtual_te.gather_fp8 import gather_quantized
+from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weight
+from megatron_prism.tiers.virtual_te.norm import norm_backward, norm_forward
+from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
+from megatron_prism.tiers.work import fused
+
+__all__ = ["LayerNormLinearFP8", "LinearFP8", "check_dims", "product"]
+
+
+def check_dims(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """assert_dim_for_fp8_exec (pytorch/utils.py @v2.20.2)."""
+    for tensor in (x, weight):
+        rows, width = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+        if rows % 8 or width % 16:
+            raise AssertionError(
+                "FP8 execution requires the product of all dimensions except the last to be "
+                f"divisible by 8 and the last dimension to be divisible by 16, but got tensor "
+                f"with dims={list(tensor.shape)}"
+            )
+
+
+def norm_to_fp8(x: torch.Tensor, opts: Any, gamma: Any, beta: Any) -> Any:
+    """(norm's output in FP8, mean or None, reciprocal deviation).
+
+    One kernel with delayed scaling, else the norm in high precision and a cast
+    (csrc/extensions/normalization.cpp @v2.19).
+    """
+    q = opts.fp8.inputs[0]
+    q.set_usage(True, opts.keeps_input and not (opts.gathers and q.only_rows_gather))
+    q.group = opts.group if opts.gathers else None
+    if q.kind == "delayed":
+        out = q.make_empty(tuple(x.shape), x)
+        _, mean, rstd = norm_forward(x, gamma, beta, opts.norm, out=out.rows)
+        return out, mean, rstd
+    out = q.make_empty(tuple(x.shape), x)
+    wide, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
+    return q.fill(wide, out), mean, rstd
+
+
+def product(
+    left: torch.Tensor, right: torch.Tensor, flops: int, shape: Any, opts: Any, *scales: Any
+) -> torch.Tensor:
+    """One FP8 product with a result in high precision.
+
+    scales : of gathered MXFP8 operands: reordered for each product, where those of others are
+             when they are cast (optimize_for_gemm, module/linear.py:2590 @v2.20.2)
+    """
+    reordered = [torch.empty_like(s) for s in scales if s is not None and s.element_size() == 1]
+    out = left.new_empty(shape, dtype=opts.dtype)
+    fused("gemm", flops, left, right, out)
+    del reordered
+    return out
+
+
+def forward(x: Any, weight: Any, opts: Any) -> tuple[torch.Tensor, Any, Any, bool]:
+    """(output rows, the input to keep, the weight in FP8, whether that stays).
+
+    x : rows; the norm's output in FP8 for LayerNormLinear
+    """
+    check_dims(x if isinstance(x, torch.Tensor) else x.rows, weight)
+    get_workspace(weight)
+    local, total = _forward_input(x, opts)
+    q = opts.fp8.weights[0]
+    q.set_usage(True, opts.weight_columns)
+    cast, stays = quantized_weight(opts.module, weight, q, opts.first, "weight")
+    rows, width = total.shape
+    features = weight.shape[0]
+    out = product(
+        total.rows, cast.rows, 2 * rows * width * features, (rows, features), opts,
+        total.row_scales if opts.gathers else None,
+    )  # fmt: skip
+    if opts.gathers:
+        total.clear()
+    del total
+    if opts.mode == "row" and opts.size > 1:
+        communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
+        out, _ = communicate(out, opts.group)
+    if not opts.keeps_input:
+        return out, None, cast, stays
+    if opts.original is not None:
+        return out, opts.original, cast, stays
+    if opts.gathers and opts.fp8.inputs[0].only_rows_gather:
+        local.update_usage(rows=True, columns=False)
+    else:
+        local.update_usage(rows=False, columns=True)
+    return out, local, cast, stays
+
+
+def _forward_input(x: Any, opts: Any) -> tuple[Quantized, Quantized]:
+    """(this rank's input in FP8, the gathered one)."""
+    q = opts.fp8.inputs[0]
+    q.group = opts.group if opts.gathers else None
+    if isinstance(x, torch.Tensor):
+        columns = opts.keeps_input and opts.original is None
+        q.set_usage(True, columns and not (opts.gathers and q.only_rows_gather))
+        x = q(x)
+    if not opts.gathers:
+        return x, x
+    q.set_usage(True, False)
+    total, _ = gather_quantized(x, opts.group, q)
+    return x, total
+
+
+def backward(
+    grad: torch.Tensor, x: Any, weight: torch.Tensor, cast: Quantized, opts: Any, needs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """(dx rows, dweight, dbias, what TE holds on to until it returns).
+
+    grad : of the output; x, cast : what ``forward`` kept; needs : (dx, dweight, dbias)
+    """
+    wide = grad.reshape(-1, grad.shape[-1]).contiguous()
+    grad, dbias = _grad_output(wide, opts, needs)
+    total, arriving = _backward_input(x, opts) if needs[1] else (None, None)
+    dx = whole = leaving = None
+    if needs[0]:
+        cast.update_usage(columns=True)
+        rows, width = grad.shape
+        features = weight.shape[1]
+        whole = dx = product(
+            grad.rows, cast.columns, 2 * rows * width * features, (rows, features), opts,
+            grad.row_scales if opts.mode == "row" and opts.sp else None,
+        )  # fmt: skip
+        if opts.mode == "column" and opts.size > 1:
+            communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
+            dx, leaving = communicate(whole, opts.group, async_op=True)
+    dweight = None
+    if needs[1]:
+        if arriving is not None:
+            arriving.wait()
+        arriving = None
+        dweight = _weight_gradient(weight, total, grad, opts)
+        if opts.delayed is None:
+            if opts.original is None or opts.gathers:
+                total.clear()
+            if opts.sp and opts.mode in ("row", "column"):
+                grad.clear()
+    if leaving is not None:
+        leaving.wait()
+    return dx, dweight, dbias, (wide, whole, total, grad)
+
+
+def _grad_output(wide: torch.Tensor, opts: Any, needs: Any) -> tuple[Quantized, Any]:
+    """(the output's gradient in FP8, gathered if it is sharded; the bias's) (base.py:1688)."""
+    q: Quantizer = opts.fp8.grads[0]
+    sharded = opts.mode == "row" and opts.sp
+    q.set_usage(True, needs[1] or needs[2])
+    q.group = opts.group if sharded else None
+    dbias = wide.new_empty(wide.shape[1]) if needs[2] else None
+    if not sharded:
+        return q(wide), dbias
+    return gather_quantized(wide, opts.group, q)[0], dbias
+
+
+def _backward_input(x: Any, opts: Any) -> tuple[Any, Any]:
+    """(the input in FP8, gathered if it is sharded; handle or None) (linear.py:1262 @v2.20.2)."""
+    q: Quantizer = opts.fp8.inputs[0]
+    q.group = opts.group if opts.gathers else None
+    if isinstance(x, torch.Tensor):  # save_original_input
+        q.set_usage(q.only_rows_gather, not (q.only_rows_gather and opts.gathers))
+        x = q(x)
+    if not opts.gathers:
+        return x, None
+    q.set_usage(q.only_rows_gather, not q.only_rows_gather)
+    return gather_quantized(x, opts.group, q, async_op=True)
+
+
+def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) -> Any:
+    """Added to ``main_grad``, returned, or left for ``backward_dw``."""
+    total.update_usage(columns=True)
+    grad.update_usage(columns=True)
+    rows, width = grad.shape
+    flops = 2 * rows * width * weight.shape[1]
+
+    def compute() -> torch.Tensor | None:
+        dy, x = grad.columns, total.columns
+        if not opts.fuse_wgrad:
+            scales = (
+                grad.column_scales if opts.mode == "row" and opts.sp else None,
+                total.column_scales if opts.gathers else None,
+            )
+            return product(dy, x, flops, tuple(weight.shape), opts, *scales)
+        fused("gemm", flops, dy, x, weight.main_grad)
+        return None
+
+    def postponed() -> None:
+        dweight = compute()
+        if not opts.fuse_wgrad:
+            weight.grad = dweight
+
+    found = None
+    if opts.delayed is None:
+        found = compute()
+    else:
+        opts.delayed.append(postponed)
+    return fused_gradient(weight, weight.main_grad) if opts.fuse_wgrad else found
+
+
+
+
+def _update(opts: Any) -> None:
+    """The first layer's backward is the last: amaxes of all gradients are there."""
+    if opts.first_module:
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+
+class LinearFP8(torch.autograd.Function):
+    """_Linear (pytorch/module/linear.py:1811 @v2.20.2)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
+        x = cast_if_needed(inp.reshape(-1, inp.shape[-1]), opts.dtype)
+        if opts.original is not None:
+            opts.original = x
+        out, x, cast, stays = forward(x, weight, opts)
+        opts.original = None if opts.original is None else True
+        if opts.keeps:
+            keep(ctx, x, None if stays else cast, weight, bias)
+        ctx.cast = cast if stays else None
+        ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
+        return out.view(-1, *inp.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        opts, wants = ctx.opts, ctx.needs_input_grad
+        x, cast, _, _ = kept(ctx)
+        cast, ctx.cast = cast or ctx.cast, None
+        needs = (wants[1], wants[0], wants[2])
+        dx, dweight, dbias, held = backward(grad, x, opts.weight, cast, opts, needs)
+        _update(opts)
+        del held
+        return dweight, None if dx is None else dx.view(ctx.shape), dbias, None
+
+
+class LayerNormLinearFP8(torch.autograd.Function):
+    """_LayerNormLinear (pytorch/module/layernorm_linear.py @v2.20.2)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
+    ) -> torch.Tensor:
+        rows = inp.reshape(-1, inp.shape[-1])
+        check_dims(rows, weight)
+        normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
+        out, normed, cast, stays = forward(normed, weight, opts)
+        if opts.keeps:
+            keep(ctx, rows, None if stays else cast, weight, bias, gamma, normed, mean, rstd)
+        ctx.cast = cast if stays else None
+        ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
+        return out.view(-1, *inp.shape[1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        opts, wants = ctx.opts, ctx.needs_input_grad
+        x, cast, _, _, gamma, normed, mean, rstd = kept(ctx)
+        cast, ctx.cast = cast or ctx.cast, None
+        needs = (any(wants[:3]), wants[3], wants[4])
+        dnormed, dweight, dbias, held = backward(grad, normed, opts.weight, cast, opts, needs)
+        if needs[1] and opts.delayed is None:
+            normed.clear()
+        dx, dgamma, dbeta = norm_backward(dnormed, x, gamma, (mean, rstd), opts.norm)
+        clear(mean, rstd)
+        _update(opts)
+        del held
+        return dx.view(ctx.shape), dgamma, dbeta, dweight, dbias, None
