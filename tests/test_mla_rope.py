@@ -176,8 +176,21 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
         def __post_init__(self):
             self.checked = True
 
-    seams_kernels._no_low_precision(SimpleNamespace(TransformerConfig=Config), None)
+    context = SimpleNamespace(meta=False)
+    seams_kernels._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
     assert Config().checked  # Megatron's own checks still run
-    for fields in ({"fp8": "hybrid"}, {"fp4": "e2m1"}):
-        with pytest.raises(UnsupportedError, match="the virtual one has neither"):
+    assert Config(fp8_param=True).checked  # says nothing without --fp8-format
+    with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:
+        Config(fp8="hybrid", fp8_recipe="delayed")
+    assert "--prism-tier meta" in caught.value.fix
+    context.meta = True
+    assert Config(fp8="hybrid", fp8_recipe="delayed").checked
+    refused = {
+        "FP4": {"fp4": "e2m1"},
+        "FP8 recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
+        "--fp8-param-gather": {"fp8": "hybrid", "fp8_param": True},
+        "attention in FP8": {"fp8": "hybrid", "fp8_dot_product_attention": True},
+    }
+    for said, fields in refused.items():
+        with pytest.raises(UnsupportedError, match=said):
             Config(**fields)

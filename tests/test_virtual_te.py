@@ -479,7 +479,7 @@ def test_meta_shapes():
     ("use", "named"),
     [
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
-        (lambda: fp8.autocast(enabled=True).__enter__(), "FP8"),
+        (lambda: fp8.fp8_model_init(enabled=True).__enter__(), "FP8 parameters"),
         (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
         (lambda: attention.DotProductAttention(4, 8, softmax_type="sparse"), "softmax_type"),
     ],

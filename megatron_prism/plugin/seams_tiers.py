@@ -26,6 +26,7 @@ from megatron_prism.plugin import (
 )
 from megatron_prism.plugin.seams import Context, Seam, _wrap
 from megatron_prism.tiers import cuda_stubs, stand_ins
+from megatron_prism.tiers.virtual_te import padding
 
 __all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
 
@@ -143,6 +144,7 @@ def _balanced_splits(module: ModuleType, context: Context) -> None:
                 ep_size=self.ep_size,
                 tp_size=self.tp_size,
             )
+            padding.counts["made_up"] = True
             self.num_out_tokens = splits.total
             self.input_splits = splits.sent
             self.output_splits = splits.received

@@ -25,6 +25,7 @@ from megatron_prism.tiers.virtual_te import (
     cross_entropy,
     fp8,
     optimizers,
+    padding,
     permutation,
     recipes,
     rng,
@@ -42,6 +43,7 @@ __all__ = ["VERSION", "install"]
 
 VERSION = "2.9.0"  # of the sources that the modules follow; both tested Megatrons accept it
 
+_PADDING = {"Fp8Padding": padding.Fp8Padding, "Fp8Unpadding": padding.Fp8Unpadding}
 _LAYERS = {
     "Linear": Linear,
     "LayerNormLinear": LayerNormLinear,
@@ -55,8 +57,6 @@ _CLASSES = (
     "MultiheadAttention",
     "InferenceParams",
     "RotaryPositionEmbedding",
-    "Fp8Padding",
-    "Fp8Unpadding",
 )
 _TENSORS = ("Float8Tensor", "MXFP8Tensor", "NVFP4Tensor", "Float8BlockwiseQTensor")
 _QUANTIZERS = (
@@ -129,7 +129,7 @@ def _top() -> dict[str, dict[str, Any]]:
         ".common": {},
         ".common.recipe": _public(recipes),
         ".pytorch": {
-            **_LAYERS, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
+            **_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
             **_QUANTIZED,
             "DotProductAttention": attention.DotProductAttention,
             "checkpoint": rng.checkpoint,
@@ -150,7 +150,7 @@ def _layer_modules() -> dict[str, dict[str, Any]]:
         "rmsnorm": "RMSNorm", "grouped_linear": "GroupedLinear",
     }  # fmt: skip
     return {
-        ".module": {**_LAYERS, **_ABSENT, **_USERBUFFERS},
+        ".module": {**_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS},
         ".module.base": {
             "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
             "get_dummy_wgrad": base.get_dummy_wgrad,

@@ -19,7 +19,9 @@ from megatron_prism.tiers.virtual_te.base import (
     get_workspace,
     weight_product,
 )
-from megatron_prism.tiers.virtual_te.linear import add_linear_parameters, options
+from megatron_prism.tiers.virtual_te.grouped_fp8 import GroupedLinearFP8
+from megatron_prism.tiers.virtual_te.layer_fp8 import begin
+from megatron_prism.tiers.virtual_te.linear import add_linear_parameters, options, options_fp8
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
@@ -161,11 +163,13 @@ class GroupedLinear(TransformerEngineBaseModule):
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} products")
+        state, run = begin(self, self.num_gemms), _GroupedLinear.apply
         opts = options(self, is_first_microbatch)
         opts.count = self.num_gemms
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
-        out = _GroupedLinear.apply(
-            inp, splits, opts, *weights, *(biases if self.apply_bias else [])
-        )
+        if state is not None:
+            opts = options_fp8(opts, state, is_first_microbatch, inp, weights[0])
+            run = GroupedLinearFP8.apply
+        out = run(inp, splits, opts, *weights, *(biases if self.apply_bias else []))
         return (out, biases) if self.return_bias else out

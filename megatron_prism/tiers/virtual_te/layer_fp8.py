@@ -114,10 +114,9 @@ def quantized_weight(
     first : of the microbatches; None: Megatron does not say, and nothing is kept
     """
     held = module.fp8_weights.get(name) if first is not None else None
-    if held is not None and held.columns is None and quantizer.columns:
-        if quantizer.kind != "blockwise":  # _is_weight_workspace_valid (base.py:757)
-            held = None
-    if held is not None:
+    if held is not None and (
+        held.columns is not None or not quantizer.columns or quantizer.kind == "blockwise"
+    ):  # _is_weight_workspace_valid (base.py:757), which says nothing of blocks
         if first:
             quantizer.fill(weight, held)
         return held, True

@@ -221,8 +221,6 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
     return fused_gradient(weight, weight.main_grad) if opts.fuse_wgrad else found
 
 
-
-
 def _update(opts: Any) -> None:
     """The first layer's backward is the last: amaxes of all gradients are there."""
     if opts.first_module:

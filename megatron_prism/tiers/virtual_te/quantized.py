@@ -215,6 +215,6 @@ def quantizer_of(recipe: Recipe, what: str) -> Quantizer:
         return CurrentQuantizer(dtype)
     if recipe.float8_block_scaling():
         return BlockQuantizer(dtype, square=what == "weight")
-    if recipe.mxfp8():
-        return MXQuantizer(dtype)
-    refuse(f"recipe {type(recipe).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
+    if not recipe.mxfp8():
+        refuse(f"recipe {type(recipe).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
+    return MXQuantizer(dtype)

@@ -1,0 +1,230 @@
+"""FP8 of the virtual Transformer Engine: the bytes that TE's layers keep, recipe by recipe."""
+
+import pytest
+import torch
+
+from megatron_prism.errors import UnsupportedError
+from megatron_prism.tiers import work
+from megatron_prism.tiers.live import LiveBytes
+from megatron_prism.tiers.virtual_te import base, fp8, padding, recipes, rng
+from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
+from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
+from megatron_prism.tiers.virtual_te.linear import Linear
+
+ROWS, WIDE, OUT = 256, 512, 384
+RECIPES = {
+    "delayed": recipes.DelayedScaling,
+    "tensorwise": recipes.Float8CurrentScaling,
+    "blockwise": recipes.Float8BlockScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+}
+# scales of an input by columns, and of a weight both ways: multiples of 128 need no padding but
+# that to 4 square blocks
+SCALES = {
+    "delayed": (4, 4),
+    "tensorwise": (4, 4),
+    "blockwise": (4 * ROWS // 128 * WIDE, 4 * (OUT // 128 * 4 + WIDE // 128 * 4)),
+    "mxfp8": (ROWS // 32 * WIDE, 2 * OUT * WIDE // 32),
+}
+STATE = {"delayed": 4 * (1024 + 1) * (3 + 2)}  # amax history and scale of 3 + 2 tensors
+
+
+@pytest.fixture
+def live():
+    """Live bytes of a meta run; FP8's state of the process is as new."""
+    fp8.FP8GlobalStateManager.reset()
+    base.get_workspace(torch.empty(0, device="meta"))
+    base.get_workspace(torch.empty(0, device="meta"), grouped=True)
+    with LiveBytes("meta") as counter:
+        yield counter
+    fp8.FP8GlobalStateManager.reset()
+    padding.counts["made_up"] = False
+
+
+def meta(*shape, **kwargs):
+    return torch.empty(*shape, device="meta", dtype=torch.bfloat16, **kwargs)
+
+
+def layer(kind, **kwargs):
+    given = {"bias": False, "device": "meta", "params_dtype": torch.bfloat16, **kwargs}
+    if kind is GroupedLinear:
+        return kind(2, WIDE, OUT, **given)
+    if kind is LayerNormLinear:
+        given["normalization"] = "RMSNorm"
+    return kind(WIDE, OUT, **given)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_keeps_its_input_by_columns_and_its_weight_both_ways(name, live):
+    module, x = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
+    before = live.current()
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = module(x, is_first_microbatch=True)
+    inputs, weights = SCALES[name]
+    kept = ROWS * WIDE + inputs + 2 * OUT * WIDE + weights + STATE.get(name, 0)
+    assert live.current() - before == kept + out.numel() * 2
+    out.sum().backward()
+    del out
+    # the weight in FP8 and delayed scaling's state stay for the next microbatch, the input does not
+    stays = 2 * OUT * WIDE + weights + STATE.get(name, 0)
+    assert live.current() - before == stays + 2 * (ROWS * WIDE + OUT * WIDE)  # and the gradients
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_norm_and_linear_keeps_the_norms_output_in_fp8(name, live):
+    module, x = layer(LayerNormLinear), meta(ROWS, WIDE, requires_grad=True)
+    before = live.current()
+    live.reset_peak()
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = module(x, is_first_microbatch=True)
+    inputs, weights = SCALES[name]
+    kept = ROWS * WIDE + inputs + 4 * ROWS + 2 * OUT * WIDE + weights + STATE.get(name, 0)
+    assert live.current() - before == kept + out.numel() * 2
+    out.sum().backward()
+
+
+def test_the_norms_output_in_high_precision_is_there_while_it_is_cast(live):
+    peaks = {}
+    for name in RECIPES:
+        module, x = layer(LayerNormLinear), meta(64 * ROWS, WIDE)
+        before = live.current()
+        live.reset_peak()
+        with torch.no_grad(), fp8.autocast(fp8_recipe=RECIPES[name]()):
+            state = module(x[:ROWS])  # what stays is there before
+            live.reset_peak()
+            norm = module(x)
+            peaks[name] = live.peak() - before
+        del state, norm
+    rows = 64 * ROWS
+    assert peaks["delayed"] < rows * (WIDE + 2 * OUT + 16) + 2 * OUT * WIDE + STATE["delayed"]
+    assert peaks["blockwise"] > rows * 3 * WIDE
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+def test_the_original_input_is_kept_where_megatron_asks_for_it(name, live):
+    module, x = layer(Linear, save_original_input=True), meta(ROWS, WIDE, requires_grad=True)
+    before = live.current()
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = module(x, is_first_microbatch=True)
+    kept = 2 * OUT * WIDE + SCALES[name][1]
+    assert live.current() - before == kept + out.numel() * 2
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_delayed_scaling_cannot_keep_the_original_input(live):
+    module = layer(Linear, save_original_input=True)
+    with fp8.autocast(), pytest.raises(ValueError, match="save_original_input"):
+        module(meta(ROWS, WIDE, requires_grad=True))
+
+
+def test_a_weight_in_fp8_is_kept_only_where_microbatches_are_numbered(live):
+    for first, stays in ((None, 0), (True, 2 * OUT * WIDE + 8 - 4)):
+        module, x = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
+        before = live.current()
+        for _ in range(2):
+            with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+                module(x, is_first_microbatch=first).sum().backward()
+            module.weight.grad = x.grad = None
+        assert live.current() - before == stays
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_keep_their_rows_by_columns(name, live):
+    module, x = layer(GroupedLinear), meta(ROWS, WIDE, requires_grad=True)
+    before = live.current()
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = module(x, [ROWS // 2, ROWS // 2], is_first_microbatch=True)
+    inputs, weights = SCALES[name]
+    inputs *= 2 if name in STATE or name == "tensorwise" else 1  # one scale an expert
+    kept = ROWS * WIDE + inputs + 2 * (2 * OUT * WIDE + weights + STATE.get(name, 0))
+    assert live.current() - before == kept + out.numel() * 2
+    out.sum().backward()
+    assert module.weight1.grad.shape == module.weight1.shape
+
+
+@pytest.mark.parametrize("name", ["delayed", "blockwise"])
+def test_the_second_pass_of_a_recompute_makes_the_weight_by_columns(name, live, monkeypatch):
+    """The first knows of no gradients; from then on both ways stay."""
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+    module, x = layer(LayerNormLinear), meta(ROWS, WIDE, requires_grad=True)
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = rng.checkpoint(lambda x: module(x, is_first_microbatch=True), x)
+    assert module.fp8_weights["weight"].columns is None
+    module_later = module.forward
+    module.forward = lambda x, **_: module_later(x, is_first_microbatch=False)
+    out.sum().backward()
+    assert module.fp8_weights["weight"].columns.shape == (WIDE, OUT)
+    assert module.fp8_weights["weight"].rows.shape == (OUT, WIDE)
+    if module.fp8_state.history:
+        assert not module.fp8_state.stash
+
+
+def test_products_in_fp8_are_announced_as_such(live, monkeypatch):
+    told = []
+
+    class Meter:
+        def add(self, name, flops, traffic, tensors):
+            told.append((name, flops, str(tensors[0].dtype)))
+
+    monkeypatch.setattr(work, "meter", Meter())
+    with fp8.autocast(fp8_recipe=recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID)):
+        out = layer(Linear)(meta(ROWS, WIDE, requires_grad=True))
+    out.sum().backward()
+    flops = 2 * ROWS * WIDE * OUT
+    found = [(flops, dtype.removeprefix("torch.float8_")) for name, flops, dtype in told
+             if name == "gemm"]  # fmt: skip
+    assert found == [(flops, "e4m3fn"), (flops, "e5m2"), (flops, "e5m2")]
+
+
+def test_padding_is_a_copy_unless_every_count_fits(live):
+    pad, unpad = padding.Fp8Padding(2, align_size=16), padding.Fp8Unpadding(2, align_size=16)
+    x = meta(40, 8, requires_grad=True)
+    out, counts = pad(x, [7, 33])
+    assert (out.shape, counts) == ((64, 8), [16, 48])
+    unpad(out, [7, 33]).sum().backward()
+    assert x.grad.shape == x.shape
+    same = meta(48, 8)
+    assert pad(same, [16, 32]) == (same, [16, 32])
+    assert unpad(same, [16, 32]) is same
+    padding.counts["made_up"] = True  # shares of tier meta, which no router would give
+    out, counts = pad(same, [16, 32])
+    assert counts == [32, 32]
+    assert unpad(out, [16, 32]).shape == (48, 8)
+
+
+def test_padding_puts_rows_back():
+    x = torch.arange(12.0).view(6, 2)
+    out, counts = padding.Fp8Padding(2, align_size=4)(x, [1, 5])
+    assert counts == [4, 8]
+    assert torch.equal(out[4:9], x[1:])
+    assert torch.equal(padding.Fp8Unpadding(2, align_size=4)(out, [1, 5]), x)
+
+
+def test_dimensions_that_fp8_cannot_multiply_are_named(live):
+    with fp8.autocast(), pytest.raises(AssertionError, match="divisible by 8"):
+        layer(Linear)(meta(6, WIDE))
+
+
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        (lambda: fp8.autocast(fp8_recipe=recipes.NVFP4BlockScaling()), "NVFP4BlockScaling"),
+        (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()), "CustomRecipe"),
+        (lambda: fp8.autocast(fp8_recipe=recipes.DelayedScaling(fp8_dpa=True)), "attention in FP8"),
+        (lambda: fp8.fp8_model_init(enabled=True), "FP8 parameters"),
+    ],
+)
+def test_what_is_missing_is_named(use, named):
+    with pytest.raises(UnsupportedError, match=named) as caught:
+        use().__enter__()
+    assert caught.value.fix
+    assert not fp8.FP8GlobalStateManager.is_fp8_enabled()
+
+
+def test_values_in_fp8_are_refused_and_point_to_shapes():
+    module = Linear(16, 16, device="cpu")
+    with fp8.autocast(), pytest.raises(UnsupportedError, match="FP8 with values") as caught:
+        module(torch.ones(8, 16))
+    assert "--prism-tier meta" in caught.value.fix
