@@ -188,7 +188,6 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
     refused = {
         "FP4": {"fp4": "e2m1"},
         "FP8 recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
-        "--fp8-param-gather": {"fp8": "hybrid", "fp8_param": True},
         "attention in FP8": {"fp8": "hybrid", "fp8_dot_product_attention": True},
     }
     for said, fields in refused.items():

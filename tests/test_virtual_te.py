@@ -16,6 +16,7 @@ from megatron_prism.tiers.virtual_te import (
     context_values,
     fp8,
     optimizers,
+    recipes,
 )
 from megatron_prism.tiers.virtual_te.attention import DotProductAttention, SplitAlongDim
 from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
@@ -479,7 +480,7 @@ def test_meta_shapes():
     ("use", "named"),
     [
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
-        (lambda: fp8.fp8_model_init(enabled=True).__enter__(), "FP8 parameters"),
+        (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()).__enter__(), "CustomRecipe"),
         (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
         (lambda: attention.DotProductAttention(4, 8, softmax_type="sparse"), "softmax_type"),
     ],

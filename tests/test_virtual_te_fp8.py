@@ -6,10 +6,11 @@ import torch
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.tiers import work
 from megatron_prism.tiers.live import LiveBytes
-from megatron_prism.tiers.virtual_te import base, fp8, padding, recipes, rng
+from megatron_prism.tiers.virtual_te import base, fp8, padding, parameters_fp8, recipes, rng
 from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
 from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
 from megatron_prism.tiers.virtual_te.linear import Linear
+from megatron_prism.tiers.virtual_te.norm import RMSNorm
 
 ROWS, WIDE, OUT = 256, 512, 384
 RECIPES = {
@@ -213,7 +214,7 @@ def test_dimensions_that_fp8_cannot_multiply_are_named(live):
         (lambda: fp8.autocast(fp8_recipe=recipes.NVFP4BlockScaling()), "NVFP4BlockScaling"),
         (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()), "CustomRecipe"),
         (lambda: fp8.autocast(fp8_recipe=recipes.DelayedScaling(fp8_dpa=True)), "attention in FP8"),
-        (lambda: fp8.fp8_model_init(enabled=True), "FP8 parameters"),
+        (lambda: fp8.fp8_model_init(recipe=recipes.NVFP4BlockScaling()), "NVFP4BlockScaling"),
     ],
 )
 def test_what_is_missing_is_named(use, named):
@@ -221,6 +222,50 @@ def test_what_is_missing_is_named(use, named):
         use().__enter__()
     assert caught.value.fix
     assert not fp8.FP8GlobalStateManager.is_fp8_enabled()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_parameter_in_fp8_is_its_values_and_takes_no_second_copy(name, live):
+    before = live.current()
+    with fp8.fp8_model_init(enabled=True, recipe=RECIPES[name]()):
+        module = layer(Linear, device=torch.device("meta"))  # "meta" would put this off
+        norm = RMSNorm(WIDE, device=torch.device("meta"))
+    weight = module.weight
+    assert isinstance(weight, parameters_fp8.QuantizedTensor)
+    assert not isinstance(norm.weight, parameters_fp8.QuantizedTensor)
+    assert (weight.shape, weight.dtype, weight.requires_grad) == ((OUT, WIDE), torch.bfloat16, True)
+    assert weight.partition_dim == 0
+    assert isinstance(weight, parameters_fp8.MXFP8Tensor) == (name == "mxfp8")
+    taken = 2 * OUT * WIDE + SCALES[name][1] + STATE.get(name, 0) + 4 * WIDE
+    assert live.current() - before == taken
+    x = meta(ROWS, WIDE, requires_grad=True)
+    with fp8.autocast(fp8_recipe=RECIPES[name]()):
+        out = module(x, is_first_microbatch=True)
+    kept = ROWS * WIDE + SCALES[name][0]
+    assert live.current() - before == taken + kept + 2 * (x.numel() + out.numel())
+    out.sum().backward()
+    assert weight.grad.shape == weight.shape
+    assert not isinstance(weight.grad, parameters_fp8.QuantizedTensor)
+
+
+def test_megatrons_buffer_becomes_the_values_of_a_parameter(live, monkeypatch):
+    monkeypatch.setattr(parameters_fp8.dist, "all_reduce", lambda *args, **kwargs: None)
+    with fp8.fp8_model_init(enabled=True, recipe=recipes.Float8BlockScaling()):
+        weight = layer(Linear, device=torch.device("meta")).weight
+    buffer = torch.empty(OUT * WIDE, dtype=torch.uint8, device="meta")
+    parameters_fp8.replace_raw_data(weight.data, buffer.view(OUT, WIDE))
+    assert weight.held.rows.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    master = torch.empty(OUT * WIDE // 2, device="meta")
+    weight.held.update_usage(columns=False)
+    before = live.current()
+    live.reset_peak()
+    parameters_fp8.cast_master_weights_to_fp8([weight], [master], [0], None, None, True)
+    assert live.peak() - before == 2 * master.numel() + 2 * 4 * weight.held.row_scales.numel()
+    assert live.current() == before
+    parameters_fp8.post_all_gather_processing([weight])
+    assert weight.held.columns.shape == (WIDE, OUT)
+    assert weight.float().dtype == torch.float32
+    assert weight.detach().view(-1)[:WIDE].shape == (WIDE,)
 
 
 def test_values_in_fp8_are_refused_and_point_to_shapes():

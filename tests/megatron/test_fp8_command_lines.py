@@ -19,26 +19,28 @@ JOB = """
 --prism-world-size 8 --prism-ranks 0 --global-batch-size 32 --fp8-format hybrid
 """
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-MOE = "--num-experts 8 --expert-model-parallel-size 4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+MOE = """--num-experts 8 --expert-model-parallel-size 4 --moe-grouped-gemm
+--moe-token-dispatcher-type alltoall"""
+PARAM, LATE = "--fp8-param-gather", "--overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SOME = "--recompute-granularity selective --recompute-modules"
 JOBS = {
-    "delayed": f"{SP} --fp8-recipe delayed",
-    "delayed, recompute": f"{SP} {FULL} --fp8-recipe delayed",
+    "delayed": f"{SP} {FULL} --fp8-recipe delayed",
     "delayed, stages": "--pipeline-model-parallel-size 2 --fp8-recipe delayed",
     "tensorwise": f"{SP} --num-layers 3 --fp8-recipe tensorwise --first-last-layers-bf16",
-    "tensorwise, norms again": f"{SP} {SOME} layernorm --fp8-recipe tensorwise",
-    "tensorwise, unfused": "--no-gradient-accumulation-fusion --fp8-recipe tensorwise",
-    "blockwise": f"{SP} --fp8-recipe blockwise",
+    "tensorwise, norms again": f"{SP} {SOME} layernorm --no-gradient-accumulation-fusion "
+    "--fp8-recipe tensorwise",
     "blockwise, experts": f"{MOE} --fp8-recipe blockwise",
-    "delayed, experts": f"{MOE} {FULL} --fp8-recipe delayed",
     "tensorwise, experts": f"{MOE} {SOME} moe_act --fp8-recipe tensorwise",
     "mxfp8": f"{SP} --fp8-recipe mxfp8",
-    "mxfp8, experts": f"{MOE} --fp8-recipe mxfp8",
+    "delayed, parameters": f"{MOE} --fp8-recipe delayed {PARAM}",
+    "blockwise, parameters": f"{SP} --fp8-recipe blockwise {PARAM} {LATE}",
+    "mxfp8, parameters": f"--fp8-recipe mxfp8 {PARAM} {LATE} --reuse-grad-buf-for-mxfp8-param-ag",
 }
 REFUSED = {
     "FP8 without a GPU is shapes": "--prism-tier cpu --fp8-recipe tensorwise",
-    "FP8 parameters (--fp8-param-gather)": "--fp8-recipe tensorwise --fp8-param-gather",
+    "FP8 recipe custom has no stand-in": "--fp8-recipe custom "
+    "--fp8-quantizer-factory megatron.core.utils.divide",
 }
 
 

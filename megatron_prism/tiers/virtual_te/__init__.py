@@ -26,6 +26,7 @@ from megatron_prism.tiers.virtual_te import (
     fp8,
     optimizers,
     padding,
+    parameters_fp8,
     permutation,
     recipes,
     rng,
@@ -58,7 +59,6 @@ _CLASSES = (
     "InferenceParams",
     "RotaryPositionEmbedding",
 )
-_TENSORS = ("Float8Tensor", "MXFP8Tensor", "NVFP4Tensor", "Float8BlockwiseQTensor")
 _QUANTIZERS = (
     "Quantizer",
     "Float8Quantizer",
@@ -106,9 +106,8 @@ _MOE = {
 _OFFLOAD = {"get_cpu_offload_context": _get_cpu_offload_context, "CPUOffloadEnabled": False}
 _LOSS = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
 _QUANTIZED = {
-    **{n: type(n, (fp8.QuantizedTensor,), {}) for n in _TENSORS},
+    **{n: v for n, v in _public(parameters_fp8).items() if isinstance(v, type)},
     **{n: absent_class(f"transformer_engine.pytorch.tensor.{n}") for n in _QUANTIZERS},
-    "QuantizedTensor": fp8.QuantizedTensor,
 }
 _CASTS = {
     **dict.fromkeys(("fp8_autocast", "autocast"), fp8.autocast),
@@ -189,10 +188,10 @@ def _other_modules() -> dict[str, dict[str, Any]]:
         ".cpu_offload": _OFFLOAD,
         **{f".tensor{name}": _QUANTIZED for name in tensors},
         ".float8_tensor": _QUANTIZED,
-        ".tensor.utils": _refusing(
-            "replace_raw_data", "cast_master_weights_to_fp8", "quantize_master_weights",
-            "post_all_gather_processing",
-        ),
+        ".tensor.utils": {
+            **{n: v for n, v in _public(parameters_fp8).items() if not isinstance(v, type)},
+            "quantize_master_weights": parameters_fp8.cast_master_weights_to_fp8,
+        },
         ".graph": {
             n: absent_function(f"CUDA graphs ({n})")
             for n in ("make_graphed_callables", "save_fp8_tensors", "restore_fp8_tensors",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers.virtual_te.comm import gather_along_first_dim, group_size
+from megatron_prism.tiers.virtual_te.layer_fp8 import begin_parameters
+from megatron_prism.tiers.virtual_te.parameters_fp8 import quantize_parameter
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
@@ -234,6 +236,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
             names = (self.rng_tracker_name,) if self.rng_tracker_name else ()
             with self.get_rng_state_tracker().fork(*names):
                 init(param)
+        self.quantize_parameters()
+
+    def quantize_parameters(self) -> None:
+        """Weights become FP8 where fp8_model_init says so (``parameters_fp8``)."""
+        linear = hasattr(self, "in_features")  # a norm's weight stays as it is
+        names = [name for name in self.param_init if linear and name.startswith("weight")]
+        state = begin_parameters(self, len(names))
+        if state is not None:
+            for name, quantizer in zip(names, state.weights, strict=True):
+                quantize_parameter(self, name, quantizer)
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Made when a layer first runs in FP8 (``layer_fp8.begin``)."""

@@ -20,11 +20,7 @@ from megatron_prism.tiers.virtual_te.recipes import DelayedScaling, Recipe
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
-__all__ = ["FP8GlobalStateManager", "QuantizedTensor", "autocast", "fp8_model_init"]
-
-
-class QuantizedTensor(torch.Tensor):
-    """Nothing is one: parameters stay in high precision."""
+__all__ = ["FP8GlobalStateManager", "autocast", "fp8_model_init"]
 
 
 class FP8GlobalStateManager:
@@ -34,7 +30,7 @@ class FP8GlobalStateManager:
     IS_FIRST_FP8_MODULE = False
     FP8_RECIPE: Recipe | None = None
     FP8_GROUP: Any = None
-    _enabled = False
+    _enabled = _parameters = False
     _depth = 0
     amaxes: dict[tuple[bool, str, int], list[torch.Tensor]] = {}  # key -> histories
     groups: dict[tuple[bool, str, int], tuple[Recipe, Any]] = {}
@@ -47,8 +43,14 @@ class FP8GlobalStateManager:
     def is_fp8_calibration(cls) -> bool:
         return False
 
-    with_fp8_parameters = fp8_graph_capturing = is_fp8_calibration
-    with_high_precision_init_val = is_fp8_calibration
+    fp8_graph_capturing = is_fp8_calibration
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether layers that are made now have parameters in FP8."""
+        return cls._parameters
+
+    with_high_precision_init_val = with_fp8_parameters
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
@@ -133,6 +135,15 @@ class FP8GlobalStateManager:
         """Only CUDA graphs ask for it."""
 
 
+def _known(recipe: Recipe) -> Recipe:
+    if recipe.nvfp4() or recipe.custom():
+        refuse(f"recipe {type(recipe).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
+    if recipe.fp8_dpa or recipe.fp8_mha:
+        refuse("attention in FP8", fix="leave --fp8-dot-product-attention and "
+               "--fp8-multi-head-attention out")  # fmt: skip
+    return recipe
+
+
 @contextlib.contextmanager
 def autocast(
     enabled: bool = True,
@@ -155,12 +166,7 @@ def autocast(
         return
     if calibrating:
         refuse("FP8 calibration")
-    if wanted.nvfp4() or wanted.custom():
-        refuse(f"recipe {type(wanted).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
-    if wanted.fp8_dpa or wanted.fp8_mha:
-        refuse("attention in FP8", fix="leave --fp8-dot-product-attention and "
-               "--fp8-multi-head-attention out")  # fmt: skip
-    manager.enter(wanted, amax_reduction_group or fp8_group)
+    manager.enter(_known(wanted), amax_reduction_group or fp8_group)
     try:
         yield
     finally:
@@ -168,8 +174,17 @@ def autocast(
 
 
 @contextlib.contextmanager
-def fp8_model_init(enabled: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Does nothing if it is switched off."""
-    if enabled:
-        refuse("FP8 parameters", fix="leave --fp8-param-gather out")
-    yield
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Layers made inside have parameters in FP8 (quantization.py:878 @v2.20.2)."""
+    manager = FP8GlobalStateManager
+    before = manager._parameters, manager.FP8_RECIPE
+    manager._parameters = enabled
+    manager.FP8_RECIPE = _known(recipe or DelayedScaling())
+    try:
+        yield
+    finally:
+        manager._parameters, manager.FP8_RECIPE = before

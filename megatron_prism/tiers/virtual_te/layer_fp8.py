@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager
+from megatron_prism.tiers.virtual_te.parameters_fp8 import QuantizedTensor
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer, quantizer_of
 from megatron_prism.tiers.virtual_te.recipes import DelayedScaling, Recipe
 from megatron_prism.tiers.virtual_te.rng import (
@@ -24,6 +25,7 @@ from megatron_prism.tiers.virtual_te.unsupported import refuse
 __all__ = [
     "LayerState",
     "begin",
+    "begin_parameters",
     "first_module",
     "keep",
     "kept",
@@ -106,6 +108,18 @@ def begin(module: Any, products: int = 1) -> Any:
     return state
 
 
+def begin_parameters(module: Any, products: int) -> Any:
+    """The LayerState of a layer whose weights are FP8 themselves, None for others."""
+    manager = FP8GlobalStateManager
+    if not manager.with_fp8_parameters() or not products:
+        return None
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        refuse("FP8 parameters with values", fix="--prism-tier meta, which has no values")
+    module.fp8_state = LayerState(manager.get_fp8_recipe(), products, device)
+    return module.fp8_state
+
+
 def quantized_weight(
     module: Any, weight: torch.Tensor, quantizer: Quantizer, first: bool | None, name: str
 ) -> tuple[Any, bool]:
@@ -113,6 +127,9 @@ def quantized_weight(
 
     first : of the microbatches; None: Megatron does not say, and nothing is kept
     """
+    if isinstance(weight, QuantizedTensor):
+        weight.held.update_usage(columns=True)  # as its own quantizer wants it (:830)
+        return weight.held, True
     held = module.fp8_weights.get(name) if first is not None else None
     if held is not None and (
         held.columns is not None or not quantizer.columns or quantizer.kind == "blockwise"
