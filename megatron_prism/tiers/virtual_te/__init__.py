@@ -5,9 +5,12 @@ core/extensions/transformer_engine.py then runs unmodified, with real values on 
 shapes on ``meta``.  Each layer saves for backward what TE's layer saves and takes no memory that
 TE's kernels do not take; the module's docstring says where that stands in TE's source.
 
-What is missing raises UnsupportedError: FP8 and FP4, userbuffers, the fused operations
-(te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip), sliding windows
-and softmax offsets under context parallelism.
+FP8 is shapes alone (``quantized``, ``layer_fp8``, ``linear_fp8``, ``grouped_fp8``,
+``parameters_fp8``): delayed, tensorwise, blockwise and mxfp8.
+
+What is missing raises UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, the
+fused operations (te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip),
+sliding windows and softmax offsets under context parallelism.
 """
 
 from __future__ import annotations

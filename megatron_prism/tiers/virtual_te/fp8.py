@@ -181,9 +181,9 @@ def fp8_model_init(
 ) -> Iterator[None]:
     """Layers made inside have parameters in FP8 (quantization.py:878 @v2.20.2)."""
     manager = FP8GlobalStateManager
+    known = _known(recipe or DelayedScaling())
     before = manager._parameters, manager.FP8_RECIPE
-    manager._parameters = enabled
-    manager.FP8_RECIPE = _known(recipe or DelayedScaling())
+    manager._parameters, manager.FP8_RECIPE = enabled, known
     try:
         yield
     finally:

@@ -71,11 +71,15 @@ def product(
     scales : of gathered MXFP8 operands: reordered for each product, where those of others are
              when they are cast (optimize_for_gemm, module/linear.py:2590 @v2.20.2)
     """
-    reordered = [torch.empty_like(s) for s in scales if s is not None and s.element_size() == 1]
+    reordered = _reordered(scales)
     out = left.new_empty(shape, dtype=opts.dtype)
     fused("gemm", flops, left, right, out)
     del reordered
     return out
+
+
+def _reordered(scales: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(s) for s in scales if s is not None and s.element_size() == 1]
 
 
 def forward(x: Any, weight: Any, opts: Any) -> tuple[torch.Tensor, Any, Any, bool]:
@@ -83,7 +87,6 @@ def forward(x: Any, weight: Any, opts: Any) -> tuple[torch.Tensor, Any, Any, boo
 
     x : rows; the norm's output in FP8 for LayerNormLinear
     """
-    check_dims(x if isinstance(x, torch.Tensor) else x.rows, weight)
     get_workspace(weight)
     local, total = _forward_input(x, opts)
     q = opts.fp8.weights[0]
@@ -199,13 +202,15 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
 
     def compute() -> torch.Tensor | None:
         dy, x = grad.columns, total.columns
+        scales = (
+            grad.column_scales if opts.mode == "row" and opts.sp else None,
+            total.column_scales if opts.gathers else None,
+        )
         if not opts.fuse_wgrad:
-            scales = (
-                grad.column_scales if opts.mode == "row" and opts.sp else None,
-                total.column_scales if opts.gathers else None,
-            )
             return product(dy, x, flops, tuple(weight.shape), opts, *scales)
+        reordered = _reordered(scales)
         fused("gemm", flops, dy, x, weight.main_grad)
+        del reordered
         return None
 
     def postponed() -> None:
@@ -233,6 +238,7 @@ class LinearFP8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
         x = cast_if_needed(inp.reshape(-1, inp.shape[-1]), opts.dtype)
+        check_dims(x, weight)
         if opts.original is not None:
             opts.original = x
         out, x, cast, stays = forward(x, weight, opts)

@@ -1,0 +1,56 @@
+"""Peak memory in FP8 on tier meta is that of one H200 with the real Transformer Engine.
+
+Its figures are in benchmarks/results/h200_fp8_peaks.json; benchmarks/fp8_peaks.py compares all jobs
+with the stock script.  Needs megatron.training (0.19).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from needs import TRAINING
+
+from megatron_prism import memory_baseline
+from megatron_prism.programs import load
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
+
+ROOT = Path(__file__).parents[2]
+REAL = json.loads((ROOT / "benchmarks/results/h200_fp8_peaks.json").read_text())
+JOBS = (
+    "delayed_recompute",
+    "dp_delayed_param",
+    "tensorwise_firstlast",
+    "blockwise",
+    "moe_tensorwise",
+)
+BOUND = 0.001  # of the peak: blocks that are not split, norms' workspaces, experts' own shares
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """job -> (status, output, bytes here)."""
+    import stock_jobs
+
+    place = tmp_path_factory.mktemp("place")
+    script = Path(__file__).with_name("pretrain_tiny.py")
+    own = "--prism-emulate --prism-world-size 2 --prism-ranks 0 --prism-tier meta --num-workers 0 "
+    own += "--train-iters 3 --global-batch-size 4"  # four of its eight microbatches: the same peak
+    answers = stock_jobs.run(
+        [
+            ["--", script, *f"{REAL['arguments']} {REAL['jobs'][name]['arguments']}".split(),
+             *own.split(), "--prism-capture", place / name]
+            for name in JOBS
+        ]
+    )  # fmt: skip
+    return dict(zip(JOBS, answers, strict=True)), place
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_peak_in_fp8_is_the_gpus(name, peaks):
+    answers, place = peaks
+    status, said = answers[name]
+    assert status == 0, said[-3000:]
+    made = memory_baseline.measure(load(place / name / "slice-000000.prism"))
+    (one,) = made.classes.values()
+    assert one["peak_allocated"] == pytest.approx(REAL["jobs"][name]["peak"], rel=BOUND)
