@@ -494,7 +494,7 @@ def test_what_is_missing_is_named(use, named):
 _JOB = """
 import sys
 import torch
-tier = sys.argv[1]
+tier, recipe = sys.argv[1:]
 from megatron_prism import tiers
 here = tiers.install(tier)
 from megatron_prism.virtual import session
@@ -511,7 +511,8 @@ model_parallel_cuda_manual_seed(1)
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4,
     num_query_groups=2, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True,
     params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, normalization="RMSNorm",
-    gradient_accumulation_fusion=False, attention_dropout=0.0, hidden_dropout=0.0)
+    gradient_accumulation_fusion=False, attention_dropout=0.0, hidden_dropout=0.0,
+    **({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {}))
 model = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), 256, 32).cuda().bfloat16()
 tokens = torch.zeros(2, 32, dtype=torch.long, device="cuda")
 loss = model(tokens, tokens, None, labels=tokens)
@@ -528,10 +529,11 @@ print("ran", tuple(loss.shape), type(model.decoder.layers[0].self_attention.line
 
 @pytest.mark.megatron
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["cpu", "meta"])
-def test_megatrons_own_layers_run(tier):
+@pytest.mark.parametrize(
+    ("tier", "recipe"), [("cpu", ""), ("meta", ""), ("meta", "delayed"), ("meta", "blockwise")]
+)
+def test_megatrons_own_layers_run(tier, recipe):
     pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-c", _JOB, tier], capture_output=True, text=True, timeout=300, check=False
-    )
+    words = [sys.executable, "-c", _JOB, tier, recipe]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert "ran (2, 32) TELayerNormColumnParallelLinear" in done.stdout, done.stderr[-3000:]

@@ -45,7 +45,8 @@ from megatron_prism.tiers.virtual_te.unsupported import Lazy, absent_class, abse
 
 __all__ = ["VERSION", "install"]
 
-VERSION = "2.9.0"  # of the sources that the modules follow; both tested Megatrons accept it
+# of the sources that the modules follow, but for FP8: 2.20.2's.  Both tested Megatrons accept it
+VERSION = "2.9.0"
 
 _PADDING = {"Fp8Padding": padding.Fp8Padding, "Fp8Unpadding": padding.Fp8Unpadding}
 _LAYERS = {

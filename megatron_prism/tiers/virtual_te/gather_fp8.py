@@ -42,7 +42,7 @@ def gather_quantized(
     if quantizer.only_rows_gather:
         return _by_rows(x, group, size, quantizer, async_op)
     if isinstance(x, torch.Tensor) and not quantizer.fits(tuple(x.shape)):
-        # gathered in high precision, then cast (distributed.py:1146, :1589 @v2.20.2)
+        # gathered in high precision, then cast (distributed.py:1149, :1589 @v2.20.2)
         whole = x.new_empty(x.shape[0] * size, *x.shape[1:])
         dist.all_gather_into_tensor(whole, x, group=group)
         return quantizer(whole), None
@@ -119,7 +119,7 @@ def _moves(x: Quantized, out: Quantized, quantizer: Quantizer, size: int) -> Any
 
 
 def _scales(x: Quantized, out: Quantized, size: int, way: str) -> Any:
-    """MXFP8's scales without their padding (distributed.py:1646, :1668 @v2.20.2)."""
+    """MXFP8's scales without their padding (distributed.py:1635, :1658 @v2.20.2)."""
     part, to = getattr(x, f"{way}_scales"), getattr(out, f"{way}_scales")
     rows = 1
     for length in x.shape[:-1]:

@@ -128,7 +128,7 @@ def quantized_weight(
     first : of the microbatches; None: Megatron does not say, and nothing is kept
     """
     if isinstance(weight, QuantizedTensor):
-        weight.held.update_usage(columns=True)  # as its own quantizer wants it (:830)
+        weight.held.update_usage(columns=True)  # as its own quantizer wants it (base.py:835)
         return weight.held, True
     held = module.fp8_weights.get(name) if first is not None else None
     if held is not None and (
@@ -154,7 +154,7 @@ def first_module() -> bool:
 
 
 def weight_usage(needs_input_grad: bool) -> bool:
-    """Whether the weight is wanted by columns, too (module/linear.py:564 @v2.20.2)."""
+    """Whether the weight is wanted by columns, too (module/linear.py:571 @v2.20.2)."""
     first_pass = is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
     return needs_input_grad or first_pass
 

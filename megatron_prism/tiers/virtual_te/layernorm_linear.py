@@ -129,7 +129,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         opts = options(self, is_first_microbatch)
         if state is not None:
             opts = options_fp8(opts, state, is_first_microbatch, inp, self.weight)
-            # by columns wherever gradients are on (layernorm_linear.py:375 @v2.20.2)
+            # by columns wherever gradients are on (layernorm_linear.py:346 @v2.20.2)
             opts.weight_columns = opts.keeps
             run = LayerNormLinearFP8.apply
         opts.norm = self.norm

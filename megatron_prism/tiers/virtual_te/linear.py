@@ -68,7 +68,7 @@ def options_fp8(opts: Any, state: Any, first: bool | None, inp: Any, weight: Any
     opts.weight_columns = weight_usage(enabled and inp.requires_grad)
     opts.original, opts.dtype = None, inp.dtype
     if getattr(opts.module, "save_original_input", False) and opts.keeps_input:
-        if state.recipe.delayed():  # (linear.py:420 @v2.20.2)
+        if state.recipe.delayed():  # (linear.py:422 @v2.20.2)
             raise ValueError("DelayedScaling recipe is not supported with save_original_input")
         opts.original = True
     opts.first_module = first_module() if enabled else False

@@ -69,7 +69,7 @@ def product(
     """One FP8 product with a result in high precision.
 
     scales : of gathered MXFP8 operands: reordered for each product, where those of others are
-             when they are cast (optimize_for_gemm, module/linear.py:2590 @v2.20.2)
+             when they are cast (optimize_for_gemm, module/linear.py:2592 @v2.20.2)
     """
     reordered = _reordered(scales)
     out = left.new_empty(shape, dtype=opts.dtype)
@@ -181,7 +181,7 @@ def _grad_output(wide: torch.Tensor, opts: Any, needs: Any) -> tuple[Quantized, 
 
 
 def _backward_input(x: Any, opts: Any) -> tuple[Any, Any]:
-    """(the input in FP8, gathered if it is sharded; handle or None) (linear.py:1262 @v2.20.2)."""
+    """(the input in FP8, gathered if it is sharded; handle or None) (linear.py:1307 @v2.20.2)."""
     q: Quantizer = opts.fp8.inputs[0]
     q.group = opts.group if opts.gathers else None
     if isinstance(x, torch.Tensor):  # save_original_input

@@ -63,7 +63,7 @@ class _Padding(torch.nn.Module):
 
 
 class Fp8Padding(_Padding):
-    """module/fp8_padding.py:75 @v2.20.2."""
+    """module/fp8_padding.py:74 @v2.20.2."""
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
         """(padded rows, how many of each expert)."""
@@ -74,7 +74,7 @@ class Fp8Padding(_Padding):
 
 
 class Fp8Unpadding(_Padding):
-    """module/fp8_unpadding.py:73 @v2.20.2."""
+    """module/fp8_unpadding.py:72 @v2.20.2."""
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """The rows without their padding."""

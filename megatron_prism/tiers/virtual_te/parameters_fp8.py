@@ -116,7 +116,7 @@ _KINDS = {"delayed": Float8Tensor, "tensorwise": Float8Tensor, "blockwise": Floa
 
 
 def quantize_parameter(module: Any, name: str, quantizer: Any) -> None:
-    """Replace an initialised parameter by one in FP8 (module/base.py:1846 @v2.20.2)."""
+    """Replace an initialised parameter by one in FP8 (module/base.py:1864 @v2.20.2)."""
     old = getattr(module, name)
     quantizer.set_usage(True, torch.is_grad_enabled())
     new = torch.nn.Parameter(_KINDS[quantizer.kind](quantizer(old.detach()), old.dtype))
@@ -166,7 +166,7 @@ def cast_master_weights_to_fp8(
 
 def _cast(master: torch.Tensor, held: Quantized) -> None:
     """Into values by rows; with one scale a tensor TE makes values by columns of the shard, too,
-    and drops them (a quantizer's usage as it is made; utils.py:441, :590 @v2.20.2)."""
+    and drops them (a quantizer's usage as it is made; utils.py:434, :590 @v2.20.2)."""
     kind = held.quantizer.kind
     dropped = None
     if kind in ("delayed", "tensorwise"):

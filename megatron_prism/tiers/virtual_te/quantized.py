@@ -3,8 +3,8 @@
 Products want both operands along the contracted dimension, so a tensor is kept by rows, by columns
 or both (``set_usage``).  On Hopper values by columns are a tensor of their own, transposed, with
 one scale a tensor (tensor/float8_tensor.py @v2.20.2, non-TN products come with Blackwell) or one a
-block (tensor/float8_blockwise_tensor.py:165 @v2.20.2); MXFP8 does not transpose
-(tensor/mxfp8_tensor.py:128 @v2.20.2).  Sizes are those that csrc/quantizer.cpp allocates.
+block (tensor/float8_blockwise_tensor.py:162 @v2.20.2); MXFP8 does not transpose
+(tensor/mxfp8_tensor.py:139 @v2.20.2).  Sizes are those that csrc/quantizer.cpp allocates.
 
 Shapes only: nothing here has values.
 """
@@ -41,8 +41,8 @@ class Quantized:
     def update_usage(self, rows: bool | None = None, columns: bool | None = None) -> None:
         """Drop what is not wanted; make values by columns of those by rows where that is possible.
 
-        It is with one scale a tensor (storage/float8_tensor_storage.py:292 @v2.20.2) or with square
-        blocks (storage/float8_blockwise_tensor_storage.py:464 @v2.20.2).
+        It is with one scale a tensor (storage/float8_tensor_storage.py:294 @v2.20.2) or with square
+        blocks (storage/float8_blockwise_tensor_storage.py:459 @v2.20.2).
         """
         if columns and self.columns is None:
             self._transpose()
@@ -60,7 +60,7 @@ class Quantized:
     def clear(self) -> None:
         """Give the values back before autograd would (``clear`` of TE's storages).
 
-        One scale a tensor may be shared, and stays (storage/float8_tensor_storage.py:120 @v2.20.2).
+        One scale a tensor may be shared, and stays (storage/float8_tensor_storage.py:123 @v2.20.2).
         """
         for tensor in (self.rows, self.columns, self.row_scales, self.column_scales):
             if tensor is not None:
@@ -81,7 +81,7 @@ class Quantizer:
     """How tensors become FP8 in one place of one layer."""
 
     kind = ""
-    only_rows_gather = False  # supports_only_rowwise_all_gather (tensor/float8_tensor.py:181)
+    only_rows_gather = False  # supports_only_rowwise_all_gather (float8_tensor.py:190 @v2.20.2)
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -160,7 +160,7 @@ class BlockQuantizer(Quantizer):
         self.square = square
 
     def fits(self, shape: Shape) -> bool:
-        """is_quantizable (tensor/float8_blockwise_tensor.py:236 @v2.20.2)."""
+        """is_quantizable (tensor/float8_blockwise_tensor.py:235 @v2.20.2)."""
         aligned = shape[-1] % self.side == 0 and math.prod(shape[:-1]) % self.side == 0
         return len(shape) > 1 and aligned and not self.square
 
@@ -187,7 +187,7 @@ class MXQuantizer(Quantizer):
     kind = "mxfp8"
 
     def fits(self, shape: Shape) -> bool:
-        """is_quantizable (tensor/mxfp8_tensor.py:110 @v2.20.2)."""
+        """is_quantizable (tensor/mxfp8_tensor.py:125 @v2.20.2)."""
         return len(shape) > 1 and shape[-1] % 32 == 0 and math.prod(shape[:-1]) % 32 == 0
 
     def empty_rows(self, like: torch.Tensor, shape: Shape) -> Any:

@@ -107,7 +107,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.run, ctx.tracker = run, tracker
         ctx.state = torch.cuda.get_rng_state()
         ctx.states = tracker().get_states() if tracker is not None else None
-        marked = any(ctx.needs_input_grad)  # (distributed.py:374 @v2.20.2)
+        marked = any(ctx.needs_input_grad)  # (distributed.py:378 @v2.20.2)
         region = activation_recompute_forward(True) if marked else contextlib.nullcontext()
         with torch.no_grad(), region:
             out = run(*args)
