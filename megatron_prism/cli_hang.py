@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.artefact import check_writable, write_whole
+from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import check_outputs, console, print_json, progress
 from megatron_prism.errors import PrismError, UsageError
 
@@ -190,7 +190,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
     if truth is not None:
         check_outputs([truth], args.force)
     if args.out is not None:
-        check_writable(Path(args.out))
+        flight_export.check_free(Path(args.out), args.force)
     with progress("planting faults"):
         planted = planting.plant(programs, faults, seed)
     with progress("running all ranks"):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.artefact import ArtefactFolder
+from megatron_prism.artefact import check_writable
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.quiescence import Standstill
 
-__all__ = ["DTYPE_WORDS", "dump_of", "dumps_of", "write"]
+__all__ = ["DTYPE_WORDS", "check_free", "dump_of", "dumps_of", "write"]
 
 DTYPE_WORDS = {
     "bf16": "BFloat16", "fp16": "Half", "fp32": "Float", "fp64": "Double", "int64": "Long",
@@ -32,6 +34,7 @@ DTYPE_WORDS = {
     "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
 }  # fmt: skip
 _TALK = IS_COLLECTIVE | IS_PAIR
+_HIDDEN = ".dumps-partial-"  # what a writer that was killed leaves behind
 _CLOSING = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATTER_coalesced"}
 
 
@@ -46,19 +49,37 @@ def write(
 ) -> Path:
     """One file per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
 
-    UsageError if the folder has something in it and ``force`` is not given.
+    UsageError as from ``check_free``; ``force`` replaces older dumps and touches nothing else.
     """
     folder = Path(folder)
-    if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
-    with ArtefactFolder(folder, force) as whole:  # half of them would be another hang
+    check_free(folder, force)
+    folder.mkdir(parents=True, exist_ok=True)
+    # half of them would be another hang, so they are moved in when all are there
+    with tempfile.TemporaryDirectory(prefix=_HIDDEN, dir=folder) as hidden:
         for rank, value in dumps_of(state, **how):
             if as_json:
-                text = json.dumps(value | {"nccl_comm_state": {}}).encode()
-                (whole.work / f"{prefix}{rank}.json").write_bytes(text)
+                name, data = f"{rank}.json", json.dumps(value | {"nccl_comm_state": {}}).encode()
             else:
-                (whole.work / f"{prefix}{rank}").write_bytes(pickle.dumps(value, protocol=2))
+                name, data = str(rank), pickle.dumps(value, protocol=2)
+            Path(hidden, f"{prefix}{name}").write_bytes(data)
+        for path in folder.iterdir():
+            if re.fullmatch(rf"{re.escape(prefix)}\d+(\.json)?", path.name) and path.is_file():
+                path.unlink()
+        for path in Path(hidden).iterdir():
+            path.rename(folder / path.name)
     return folder
+
+
+def check_free(folder: Path, force: bool) -> None:
+    """UsageError unless dumps may be written into ``folder``: an empty or a new one, or any with
+    ``force``."""
+    check_writable(folder)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder", fix="name another one with -o DIR")
+    if not force and any(not path.name.startswith(_HIDDEN) for path in folder.iterdir()):
+        raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
 
 
 def dumps_of(state: Standstill, **how: Any) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -34,8 +34,14 @@ from megatron_prism.guards import bounded_memory, no_collector
 
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
 
-_FILE = re.compile(r"(?:^|\D)(\d{1,9})(?:\.(?:json|pkl|pickle|trace|bin|pt))?$")
-_RANK = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?$"
+_FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
+# of a world's rank, not of a node's, a local or a stage's one: those have a word in front
+_RANK = re.compile(
+    r"(?:^_?|[^a-z_]_?|(?:trace|dump|global)[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE
+)
+_PLAIN = re.compile(r"[^.]*" + _ENDING)
+_LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
 _LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
@@ -101,25 +107,44 @@ def files(folder: Path) -> dict[int, Path]:
     """rank -> its file.  DumpError if there are none, or two of one rank."""
     if not folder.is_dir():
         raise DumpError(f"there is no folder {folder}", fix=FIX)
-    found: dict[int, Path] = {}
     try:
         paths = sorted(folder.iterdir())
     except PermissionError as error:
         raise DumpError(f"cannot read {folder}: {error.strerror}", fix=FIX) from error
-    for path in paths:
-        match = _FILE.search(path.name)
-        if not match or not path.is_file() or path.name.startswith("."):
-            continue  # .nfs0012 is no dump of rank 12
-        rank = int(([*_RANK.findall(path.name)] or [match[1]])[-1])  # rank_3_20260817, rank3_node7
-        if rank in found:
-            raise DumpError(
-                f"{found[rank].name} and {path.name} in {folder} are both of rank {rank}",
-                fix="keep the dumps of one hang per folder",
-            )
-        found[rank] = path
-    if not found:
+    there = [p for p in paths if _may_be_dump(p.name) and p.is_file()]
+    if not there:
         raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=_instead(paths))
+    found, twice = _by_rank(there, _RANK)
+    if twice:  # rank_3_20260817 of a job whose name stands in front
+        other, still = _by_rank(there, _LOOSE)
+        found, twice = (found, twice) if still else (other, still)
+    if twice:
+        rank, one, another = twice
+        raise DumpError(
+            f"{one.name} and {another.name} in {folder} are both of rank {rank}",
+            fix="keep the dumps of one hang per folder",
+        )
     return found
+
+
+def _may_be_dump(name: str) -> bool:
+    """.nfs0012 is no dump of rank 12, rank_3.log none of rank 3."""
+    worded = _RANK.search(name) and _PLAIN.match(name)
+    return name[0] != "." and bool(_FILE.search(name) or worded)
+
+
+def _by_rank(
+    paths: list[Path], word: re.Pattern[str]
+) -> tuple[dict[int, Path], tuple[int, Path, Path] | None]:
+    """(rank -> file, two of one rank); the rank stands behind the last ``word``, or at the end."""
+    found: dict[int, Path] = {}
+    for path in paths:
+        ends = _FILE.search(path.name)
+        rank = int((word.findall(path.name) or [ends[1] if ends else -1])[-1])
+        if rank in found:
+            return found, (rank, found[rank], path)
+        found[rank] = path
+    return found, None
 
 
 def _instead(paths: list[Path]) -> str:
@@ -242,7 +267,8 @@ def _aborted_ids(raw: list[dict[Any, Any]], status: Mapping[str, Status], groups
         last = max(old)
         return {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
     ids = sorted((i for i in status if i.isdecimal()), key=int)
-    again = groups and len(ids) == len(status) > groups and len(ids) % groups == 0
+    # one group and another that was made later, which pg_config lacks, look the same
+    again = groups > 1 and len(ids) == len(status) > groups and len(ids) % groups == 0
     return set(ids[:-groups]) if again else set()
 
 

@@ -64,7 +64,8 @@ def part(found: DumpSet) -> Parted:
         if not _stale(rest)[0]:  # that few explain it is likelier than that most are old
             apart, state, stale, new = apart | ahead, rest, {}, _stale(rest)[1]
     if 2 * (len(stale) + len(apart)) >= len(found.dumps):
-        text = f"the dumps of ranks {format_ranks(sorted(stale))} are of an earlier moment"
+        ranks = format_ranks(sorted({*apart, *stale}))
+        text = f"the dumps of ranks {ranks} are of {'another' if apart else 'an earlier'} moment"
         return Parted(state, strangers=text)
     if stale:
         state = _without(found, {*apart, *stale})
@@ -78,7 +79,11 @@ def _told_apart(found: DumpSet) -> DumpSet:
     for dump in found.dumps.values():
         names = {(g.name, g.desc) for g in dump.groups.values() if len(g.ranks) != 1}
         if len({desc for _, desc in names}) < len(names):
-            shared |= {desc for desc, n in Counter(d for _, d in names).items() if n > 1}
+            shared |= {
+                desc
+                for desc, n in Counter(d for _, d in names).items()
+                if n > 1 and "_GROUP" not in desc
+            }  # Megatron's own words stay
     if not shared:
         return found
     dumps = {}
@@ -114,7 +119,12 @@ def _aborted(state: State) -> dict[int, str]:
             for r in group.ranks
             if state.enqueued.get((name, r), -1) >= seq > state.completed.get((name, r), -1)
         ]
-        if len(wait) > max(1, len(ended)):
+        # an abort leaves nothing outstanding, and who waits elsewhere has not been through one
+        absent = [r for r in group.ranks if r in state.dumps
+                  and state.enqueued.get((name, r), -1) < seq]  # fmt: skip
+        through = ended and not any(state.outstanding[r] for r in ended)
+        sure = absent or len(wait) >= max(2, len(ended))
+        if len(wait) > max(1, len(ended)) or (wait and through and sure):
             text = (f"{op} #{seq} of {group.desc} ended on it, and ranks {format_ranks(wait)} "
                     "still wait in it: written after its communicators were aborted, or left by "
                     "another attempt")  # fmt: skip
@@ -169,9 +179,10 @@ def _stale(state: State) -> tuple[dict[int, str], dict[int, str], dict[int, str]
                              "or its dump is of before its first call")  # fmt: skip
             else:
                 found[rank] = f"the dump of rank {rank} is of an earlier moment: {ended}"
-                ahead[where] = (f"the dump of rank {where} is of a later moment, or left by "
-                                f"another attempt: {calls} of {group.desc} ended there "
-                                "alone")  # fmt: skip
+                for other in (r for calls_done, r in done if calls_done >= first):
+                    ahead[other] = (f"the dump of rank {other} is of a later moment, or left by "
+                                    f"another attempt: {calls} of {group.desc} ended there, and "
+                                    "on few others")  # fmt: skip
     return found, new, ahead
 
 

@@ -167,7 +167,7 @@ def test_dumps_are_written_all_or_none(tmp_path, monkeypatch):
     monkeypatch.setattr(flight_export, "dump_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_hidden_files_are_nobodys(tmp_path):
@@ -175,6 +175,29 @@ def test_hidden_files_are_nobodys(tmp_path):
     folder = written(tmp_path)
     (folder / ".nfs0001").write_bytes(b"")
     assert sorted(flight_recorder.read(folder).dumps) == list(range(16))
+
+
+def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
+    folder = written(tmp_path)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "_dump_99").write_bytes(b"of a larger job")
+    with pytest.raises(UsageError, match="not empty"):
+        flight_export.write(STATE, folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    flight_export.write(STATE, link, force=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert len(list(folder.iterdir())) == 17
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def dies(state, **how):
+        yield 0, {}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flight_export, "dumps_of", dies)
+    with pytest.raises(KeyboardInterrupt):
+        flight_export.write(STATE, folder, force=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_folders_that_cannot_be(tmp_path):

@@ -632,7 +632,7 @@ def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
     for ns in device_ns(elapsed[None], traced).tolist():
         text += f"0F compute ns={ns} host=900 lead=400\n"
     one = dataclasses.replace(parse(text).programs[0], samples=np.stack([elapsed, elapsed]))
-    assert _of_device(one)[2] == 1.0
+    assert _of_device(one).share == 1.0
 
 
 def test_what_ifs_change_the_device_and_leave_the_host():

@@ -157,3 +157,33 @@ def test_a_device_that_always_waits_for_its_host_says_nothing_of_itself():
     few = dataclasses.replace(made.programs[1], samples=made.programs[1].samples[:3])
     found = fitted(dataclasses.replace(made, programs=(changed[0], few)), public)
     assert (found.step, found.segment) == (public.step, public.segment)  # three say too little
+
+
+def test_gpus_are_compared_where_none_of_them_waits_for_its_host():
+    """Eight alike ranks of sixteen: hosts differ by a fifth, GPUs by a hundredth."""
+    rng, alike = np.random.default_rng(7), []
+    for rank in range(8):
+        gpu, host = rng.lognormal(0, 0.01), rng.lognormal(0, 0.2)
+        program = Program.from_ops(rank, [Op("compute", ns=2_000_000)] * 100)
+        ops = program.ops.copy()
+        ops["host"], ops["ns"] = 1_000_000, np.round(2e6 * gpu)
+        samples = 2e6 * gpu * rng.lognormal(0, 0.005, (20, 100))
+        samples[:, ::2] = 4e6 * host * rng.lognormal(0, 0.005, (20, 50))
+        alike.append(dataclasses.replace(program, ops=ops, samples=samples.astype(np.int64)))
+    some = Programs(World(16), tuple(alike), np.arange(16) // 2)
+    assert fitted(some, variability("public")).gpu < 0.02
+
+
+def test_segments_of_no_time_are_no_measure_of_the_others():
+    rng = np.random.default_rng(8)
+    made, changed = captured(rng, 60), []
+    for one in made.programs:
+        empty = [Op("compute", ns=0)] * 120
+        ops = [Op("compute", ns=2_000_000)] * 100
+        program = Program.from_ops(one.rank, [*empty, *ops])
+        rows = program.ops.copy()
+        rows["host"] = 1000
+        samples = np.hstack([np.zeros((60, 120), dtype=np.int64), one.samples])
+        changed.append(dataclasses.replace(program, ops=rows, samples=samples))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), variability("public"))
+    assert found.step == pytest.approx(0.03, rel=0.3)

@@ -63,14 +63,14 @@ def fitted(programs: Programs, other: Variability) -> Variability:
             )
     shapes: dict[str, Distribution] = {}
     found = [_of_device(one) for one in timed]
-    own = [(one, waited) for one, waited, share in found if share >= _WAITS]
-    enough = sum(len(one.samples) for one, _ in own) >= FEWEST
+    own = [one for one in found if one.share >= _WAITS]
+    enough = sum(len(one.samples) for one in own) >= FEWEST
     if enough or len(own) == len(found):  # that there are too few iterations is said below
-        factors = np.concatenate([_steps(one) for one, _ in own])
+        factors = np.concatenate([_steps(one) for one in own])
         shapes["step"] = _centred(fit(factors, "an iteration's factor", _ENOUGH))
-        parts = [_segments(one, waited) for one, waited in own]
+        parts = [_segments(one) for one in own]
         shapes["segment"] = _centred(fit(np.concatenate(parts), "a segment's factor"))
-    gpu, how = _between(programs, timed, other)
+    gpu, how = _between(programs, own, other)
     hosts = [_widened(one.hosts / one.hosts.mean(), len(one.hosts))
              for one in timed if len(one.hosts) > 1 and one.hosts.all()]  # fmt: skip
     if sum(map(len, hosts)) >= FEWEST:
@@ -81,7 +81,7 @@ def fitted(programs: Programs, other: Variability) -> Variability:
         f"ranks ({'; '.join(f'{part}: {shape}' for part, shape in shapes.items())}; gpu: {how}); "
         f"{from_other}: {other.name}"
     )
-    left = 1 - float(np.mean([share for _, _, share in found]))
+    left = 1 - float(np.mean([one.share for one in found]))
     if left > 0.005:
         said += f"; without {100 * left:.0f} % of the time, in which the device waits for the host"
     return dataclasses.replace(
@@ -95,40 +95,58 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     )
 
 
-def _of_device(program: Program) -> tuple[Program, np.ndarray, float]:
-    """(the program with samples of those segments alone in which the device does not wait for the
-    host, bool [iterations, segments] of single waits, whose samples are what the iteration's others
-    let expect, the part of the time in which it does not wait)."""
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """What a rank's samples say of its device.
+
+    samples : int64 [iterations, segments], single waits replaced by what the rest lets expect
+    kept    : bool [segments], in which the device usually does not wait for the host
+    waited  : bool [iterations, segments], in which it did all the same
+    share   : of the time, in which it does not
+    """
+
+    program: Program
+    samples: np.ndarray
+    kept: np.ndarray
+    waited: np.ndarray
+    share: float
+
+
+def _of_device(program: Program) -> _Device:
+    """Which samples are the device's own."""
     compute = program.ops["name"] == CODE["compute"]
     ns, host = program.ops["ns"][compute], program.ops["host"][compute]
     typical = np.median(program.samples, axis=0)
     kept = (host < 0) | (ns + 1 >= (1 - _WAITS) * typical)  # both are rounded
-    if not typical[kept].any():
-        return program, np.zeros(program.samples.shape, dtype=bool), 0.0
-    samples, usual = program.samples[:, kept], np.maximum(1.0, typical[kept])
-    usual = np.median(samples / usual, axis=1, keepdims=True) * usual
-    waited = (samples > (1 + _WAITS) * usual) & (host[kept] >= 0)
-    share = samples[~waited].sum() / max(1, program.samples.sum())
-    samples = np.where(waited, usual.round(), samples).astype(np.int64)
-    return dataclasses.replace(program, samples=samples), waited, float(share)
+    kept &= typical > 0
+    if not kept.any():
+        return _Device(program, program.samples, kept, program.samples < 0, 0.0)
+    usual = typical * np.median(
+        program.samples[:, kept] / typical[kept], axis=1, keepdims=True
+    )  # [iterations, segments]
+    waited = (program.samples > (1 + _WAITS) * usual) & (host >= 0)
+    samples = np.where(waited, usual.round(), program.samples).astype(np.int64)
+    share = program.samples[kept & ~waited].sum() / max(1, program.samples.sum())
+    return _Device(program, samples, kept, waited, float(share))
 
 
-def _steps(program: Program) -> np.ndarray:
+def _steps(one: _Device) -> np.ndarray:
     """Factors of whole iterations about 1."""
-    totals = program.samples.sum(axis=1).astype(float)
+    totals = one.samples[:, one.kept].sum(axis=1).astype(float)
     return _widened(totals / totals.mean(), len(totals))
 
 
-def _segments(program: Program, waited: np.ndarray) -> np.ndarray:
+def _segments(one: _Device) -> np.ndarray:
     """Factors of the long segments about 1, iterations' own factors taken out; those that did not
     wait."""
-    means = program.samples.mean(axis=0)
+    samples, waited = one.samples[:, one.kept], one.waited[:, one.kept]
+    means = samples.mean(axis=0)
     longest = np.argsort(-means, kind="stable")
     enough = int(np.searchsorted(np.cumsum(means[longest]), _SHARE * means.sum())) + 1
     chosen = longest[:enough]
-    totals = program.samples.sum(axis=1, keepdims=True) / program.samples.sum(axis=1).mean()
-    ratios = program.samples[:, chosen] / means[chosen] / totals
-    return _widened(ratios, len(program.samples))[~waited[:, chosen]]
+    totals = samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()
+    ratios = samples[:, chosen] / means[chosen] / totals
+    return _widened(ratios, len(samples))[~waited[:, chosen]]
 
 
 def _widened(ratios: np.ndarray, iterations: int) -> np.ndarray:
@@ -145,18 +163,21 @@ def _centred(one: Distribution) -> Distribution:
     return dataclasses.replace(one, numbers=tuple((values / values.mean()).tolist()))
 
 
-def _between(programs: Programs, timed: list[Program], other: Variability) -> tuple[float, str]:
-    """(spread between GPUs, where it is from)."""
+def _between(programs: Programs, own: list[_Device], other: Variability) -> tuple[float, str]:
+    """(spread between GPUs, where it is from), of segments that none of the ranks waits in."""
+    timed = [one for one in programs.programs if len(one.samples) > 1]
     if len(programs.programs) == programs.world.size == len(timed):
         return 0.0, "every rank has times of its own"
-    alike: dict[bytes, list[float]] = {}
-    for one in timed:
-        key = one.ops["name"].tobytes() + one.ops["num_in"].tobytes()
-        alike.setdefault(key, []).append(float(one.samples.sum(axis=1).mean()))
-    ratios = [
-        ns / float(np.mean(group)) for group in alike.values() if len(group) >= _RANKS
-        for ns in group
-    ]  # fmt: skip
+    alike: dict[bytes, list[_Device]] = {}
+    for one in own:
+        ops = one.program.ops
+        alike.setdefault(ops["name"].tobytes() + ops["num_in"].tobytes(), []).append(one)
+    ratios: list[float] = []
+    for group in alike.values():
+        kept = np.logical_and.reduce([one.kept for one in group])
+        means = np.array([one.samples[:, kept].sum(axis=1).mean() for one in group])
+        if len(group) >= _RANKS and means.all():
+            ratios += (means / means.mean()).tolist()
     if not ratios:
         return other.gpu, f"{other.name}, as fewer than {_RANKS} ranks run the same"
     found = fit(ratios, "a GPU's factor")

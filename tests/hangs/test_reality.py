@@ -74,6 +74,28 @@ def test_calls_of_aborted_communicators_did_not_end(rank, how):
 
 
 @HOWS
+@pytest.mark.parametrize("ranks", [(9, 11), (9, 14), (9, 11, 14), (11, 12, 13, 14), (0, 3, 12)])
+def test_several_aborted_dumps_name_nobody_else(ranks, how):
+    """Two of a group of four were as many as still waited there."""
+    made = values(GIL, how)
+    for rank in ranks:
+        aborted(made[rank])
+    named, found = judged(made)
+    assert named == {10}
+    assert found.confidence in ("likely", "possible")
+
+
+@HOWS
+@pytest.mark.parametrize("ranks", [(4, 6), (1, 5, 9), (0, 8), (12, 13, 15)])
+def test_dumps_of_a_node_that_was_swapped(ranks, how):
+    made, further = values(GIL, how), values(FURTHER, how)
+    for rank in ranks:
+        made[rank] = further[rank]
+    named, found = judged(made)
+    assert named == {10}, found
+
+
+@HOWS
 @pytest.mark.parametrize(("rank", "named"), [(4, {10}), (10, set())])
 def test_a_dump_that_an_attempt_that_got_further_left_behind(rank, named, how):
     """Fifteen ranks were of an earlier moment and nothing was said of anybody."""
@@ -206,6 +228,12 @@ def test_one_dump_of_sixteen_says_nothing_of_those_without_one(rank, how):
         "rank{r}_host7.pkl",
         "rank_{r}.host-1",
         "local_rank_1_rank-{r}",
+        "node_rank_2_dump_{r}",
+        "pp_rank0_dump_{r}",
+        "rank_{r}_tp_rank_0",
+        "rank{r}_hostA.pkl",
+        "nccl_trace_rank_{r}_worker-a",
+        "myjob_rank_{r}_20260817",
     ],
 )
 def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
