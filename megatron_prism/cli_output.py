@@ -89,7 +89,8 @@ def print_json(value: object) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr while work is done; call what it gives with the part that is, 0 to 1.
+    """A bar on stderr while work is done, which wanders until what it gives is called with the part
+    that is done, 0 to 1.
 
     Where nobody looks at a terminal it prints nothing, not even the line it would stand in.
     """
@@ -97,8 +98,8 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
     talk = console(stderr=True)
     with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
-        task = bar.add_task(what, total=1.0)
-        yield lambda part: bar.update(task, completed=part)
+        task = bar.add_task(what, total=None)
+        yield lambda part: bar.update(task, total=1.0, completed=part)
 
 
 def check_outputs(paths: Sequence[Path], force: bool) -> None:

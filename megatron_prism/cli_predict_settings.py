@@ -77,13 +77,18 @@ def name_of(text: str) -> str:
 
 def _duration(text: str) -> float:
     """ns; ``30d`` as well."""
-    if text.strip().isdecimal() and int(text) > 0:  # nanoseconds elsewhere: nobody means them here
+    text = text.strip()
+    try:
+        bare = math.isfinite(float(text)) and float(text) > 0
+    except ValueError:
+        bare = False
+    if bare:  # nanoseconds elsewhere: nobody means them here
         raise UnitError(
             f"{text} of what?", fix=f"with a unit: {text}d, {text}h, {text}min, {text}s"
         )
-    days = text.strip().removesuffix("d")
+    days = text.removesuffix("d")
     try:
-        ns = float(days) * 24 * 3600e9 if days != text.strip() else float(units.parse_ns(text))
+        ns = float(days) * 24 * 3600e9 if days != text else float(units.parse_ns(text))
     except ValueError:
         ns = math.nan
     if not math.isfinite(ns):

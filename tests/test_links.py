@@ -48,7 +48,7 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
     assert len(devices) == count == kept.words
     assert set(devices) == {(0, 2)}
     assert kept.summary()["awake"]
-    assert "words to GPU 2 while it makes calls" in str(kept)
+    assert "words to GPU 2 behind its calls" in str(kept)
     kept.stop()  # once more harms nobody
 
 
@@ -68,6 +68,14 @@ def test_a_rank_that_makes_no_calls_sends_nothing(devices):
     calls.still = False  # and on it goes
     assert until(lambda: len(devices) > count)
     kept.stop()
+
+
+def test_words_go_on_behind_calls_that_never_pause(devices, monkeypatch):
+    """The device is still at it when its host is through; and then they end."""
+    looks = iter([*range(60), *[60] * 40])
+    kept = links.awake(0, lambda: next(looks))  # which raises after a hundred looks
+    assert until(lambda: kept.why)
+    assert kept.words == 60 + 15  # 35 of the last 50 looks are left after 15
 
 
 def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatch):

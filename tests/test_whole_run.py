@@ -153,6 +153,7 @@ def test_the_command(tmp_path, capsys):
         ("mtbf=40s checkpoint_cost=1s restart=10min", "would fail"),
         ("mtbf=infd checkpoint_cost=30s", "is no duration"),
         ("deadline=30", "with a unit: 30d, 30h"),
+        ("deadline=1e3", "with a unit: 1e3d"),
         ("deadline=infd", "is no duration"),
         ("deadline=nand", "is no duration"),
     ],

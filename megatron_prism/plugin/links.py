@@ -6,25 +6,28 @@ power limit runs faster alone: 1,875 MHz instead of the job's 1,792, and 2.0 % l
 same iteration, of which a process beside it that copied to the neighbour gave back 1.2 (tp 2 on
 2 x H200, 2026-11-22, ``benchmarks/link_traffic.py``).  Here a word goes to another GPU of this host
 whenever the rank has made calls, if one is visible: between the calls of a pipeline's stage links
-may sleep in the job, too, and another process of this GPU would be interrupted by each word.
-Whether links sleep nobody looks.
+may sleep in the job, too, and another process of this GPU would be interrupted by each word.  After
+a second of nearly nothing but calls, as of tensor parallelism, words go on for a while: the host is
+through before its device is.  Whether links sleep nobody looks.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Links", "awake"]
 
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
+_LOOKS, _DENSE = 50, 35  # of the last second's looks so many found new calls: they never pause
 _BYTES = 1 << 18  # as that process beside it copied; 256 B may pass one of a GPU's 18 links only
 
 
 class Links:
-    """Sends a word to a neighbour and back, again and again, from a thread of its own.
+    """Sends words to a neighbour and back from a thread of its own.
 
     how   : what keeps the links awake
     why   : why nothing does; empty as long as something does
@@ -45,10 +48,12 @@ class Links:
 
     def _run(self) -> None:
         try:
-            made = self._calls()
+            made, recent = self._calls(), deque([False] * _LOOKS, maxlen=_LOOKS)
             while not self._stop.wait(PERIOD_S):
-                if (now := self._calls()) != made:
-                    made = now
+                now = self._calls()
+                recent.append(now != made)
+                made = now
+                if recent[-1] or sum(recent) >= _DENSE:
                     self._send()
                     self.words += 1
         except Exception as error:  # of whatever kind: the rank goes on, and the summary says it
@@ -74,7 +79,7 @@ class Links:
 
 
 def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links:
-    """Keep the links of CUDA device ``index`` awake while ``calls`` grows; never raises.
+    """Keep the links of CUDA device ``index`` as awake as calls do; never raises.
 
     Several local ranks do so by themselves.  Every visible GPU gets a context of this process,
     about half a GB of its memory (words go to one; why the others get one is not known); this
@@ -87,7 +92,7 @@ def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links
         if peer is None:
             return Links(why="no other GPU of this host is visible")
         return Links(
-            f"words to GPU {peer} while it makes calls", send=_sender(index, peer), calls=calls
+            f"words to GPU {peer} behind its calls", send=_sender(index, peer), calls=calls
         )
     except Exception as error:  # a rank whose links sleep is better than none
         return Links(why=f"{type(error).__name__}: {error}")
