@@ -1,12 +1,23 @@
 """FP8 of the virtual Transformer Engine: the bytes that TE's layers keep, recipe by recipe."""
 
+import contextlib
+
 import pytest
 import torch
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.tiers import work
 from megatron_prism.tiers.live import LiveBytes
-from megatron_prism.tiers.virtual_te import base, fp8, padding, parameters_fp8, recipes, rng
+from megatron_prism.tiers.virtual_te import (
+    base,
+    fp8,
+    gather_fp8,
+    padding,
+    parameters_fp8,
+    quantized,
+    recipes,
+    rng,
+)
 from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
 from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
 from megatron_prism.tiers.virtual_te.linear import Linear
@@ -206,6 +217,29 @@ def test_padding_puts_rows_back():
 def test_dimensions_that_fp8_cannot_multiply_are_named(live):
     with fp8.autocast(), pytest.raises(AssertionError, match="divisible by 8"):
         layer(Linear)(meta(6, WIDE))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(128, torch.uint8), (96, torch.bfloat16)])
+@pytest.mark.parametrize("cast", [False, True])
+def test_parts_of_blocks_travel_in_high_precision(rows, dtype, cast, live, monkeypatch):
+    """_start_all_gather_fp8_blockwise looks at the part, be it cast already or not."""
+    travelled = []
+
+    def gather(to, part, **_):
+        assert to.numel() == 2 * part.numel()
+        travelled.append((tuple(part.shape), part.dtype))
+
+    monkeypatch.setattr(gather_fp8, "group_size", lambda group: 2)
+    monkeypatch.setattr(gather_fp8.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(gather_fp8, "_coalesced", lambda *_: contextlib.nullcontext())
+    q = quantized.quantizer_of(recipes.Float8BlockScaling(), "input")
+    q.set_usage(True, False)
+    x = meta(rows, WIDE)
+    whole, _ = gather_fp8.gather_quantized(q(x) if cast else x, None, q)
+    assert travelled[-1] == ((rows, WIDE), dtype)
+    assert len(travelled) == (2 if dtype == torch.uint8 else 1)  # scales and values
+    assert (whole.rows.shape, whole.rows.dtype) == ((2 * rows, WIDE), torch.float8_e4m3fn)
+    assert whole.row_scales.shape == (WIDE // 128, 2 * rows)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 With one scale a tensor only values by rows travel, and values by columns are made of them after;
 with blocks both travel with their scales, those whose first dimension is not the gathered one
-through a buffer of their own that is reordered once they are there.
+through a buffer of their own that is reordered once they are there.  Parts that are not of whole
+blocks travel in high precision.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def gather_quantized(
         return (x if isinstance(x, Quantized) else quantizer(x)), None
     if quantizer.only_rows_gather:
         return _by_rows(x, group, size, quantizer, async_op)
-    if isinstance(x, torch.Tensor) and not quantizer.fits(tuple(x.shape)):
-        # gathered in high precision, then cast (distributed.py:1149, :1589 @v2.20.2)
-        whole = x.new_empty(x.shape[0] * size, *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x, group=group)
+    if not quantizer.fits(tuple(x.shape)):
+        # gathered in high precision, then cast, even if it was FP8 (distributed.py:1148 @v2.20.2)
+        wide = x if isinstance(x, torch.Tensor) else x.dequantize()
+        whole = wide.new_empty(wide.shape[0] * size, *wide.shape[1:])
+        dist.all_gather_into_tensor(whole, wide, group=group)
         return quantizer(whole), None
     return _blocks(x, group, size, quantizer, async_op)
 

@@ -37,6 +37,7 @@ class Quantized:
         self.row_scales: torch.Tensor | None = None
         self.column_scales: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None  # of the whole tensor, where it has one
+        self.wide = torch.bfloat16  # precision of what it was cast from
 
     def update_usage(self, rows: bool | None = None, columns: bool | None = None) -> None:
         """Drop what is not wanted; make values by columns of those by rows where that is possible.
@@ -56,6 +57,18 @@ class Quantized:
         made = self.quantizer.empty_columns(self.rows, self.shape)
         self.columns, self.column_scales = made
         fused("fp8_transpose", 0, self.rows, self.columns)
+
+    def dequantize(self) -> torch.Tensor:
+        """Its values in high precision, by way of fp32 where scales are by block
+        (storage/float8_blockwise_tensor_storage.py:236 @v2.20.2)."""
+        values = self.rows if self.rows is not None else self.columns
+        assert values is not None
+        values_fp32 = values.new_empty(self.shape, dtype=torch.float32)
+        scaled = torch.empty_like(values_fp32)
+        del values_fp32
+        made = values.new_empty(self.shape, dtype=self.wide)
+        fused("fp8_dequantize", 0, values, scaled, made)
+        return made
 
     def clear(self) -> None:
         """Give the values back before autograd would (``clear`` of TE's storages).
@@ -110,6 +123,7 @@ class Quantizer:
 
     def fill(self, x: torch.Tensor, out: Quantized) -> Quantized:
         """Cast ``x`` into ``out``: one kernel."""
+        out.wide = x.dtype
         fused("fp8_quantize", 0, x, out.rows, out.columns)
         return out
 
