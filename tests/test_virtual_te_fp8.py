@@ -215,8 +215,30 @@ def test_padding_puts_rows_back():
 
 
 def test_dimensions_that_fp8_cannot_multiply_are_named(live):
-    with fp8.autocast(), pytest.raises(AssertionError, match="divisible by 8"):
+    with fp8.autocast(), pytest.raises(ValueError, match="divisible by 8"):
         layer(Linear)(meta(6, WIDE))
+
+
+def test_mxfp8_wants_whole_blocks_of_rows_and_of_columns(live):
+    with fp8.autocast(fp8_recipe=recipes.MXFP8BlockScaling()):
+        for module, x in (
+            (layer(Linear), meta(48, WIDE)),
+            (Linear(48, OUT, bias=False, device="meta"), meta(ROWS, 48)),
+            (GroupedLinear(1, 48, OUT, bias=False, device="meta"), meta(ROWS, 48)),
+        ):
+            splits = [[ROWS]] if isinstance(module, GroupedLinear) else []
+            with pytest.raises(RuntimeError, match="divisible by 32"):
+                module(x, *splits)
+
+
+@pytest.mark.parametrize(("rows", "out"), [(24, OUT), (ROWS, 24)])
+def test_a_backward_that_cublas_would_refuse_is_refused(rows, out, live):
+    """Tokens and output features are what FP8's products in backward contract over."""
+    module, x = Linear(WIDE, out, bias=False, device="meta"), meta(rows, WIDE, requires_grad=True)
+    with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+        done = module(x)
+    with pytest.raises(RuntimeError, match="24: not divisible by 16"):
+        done.sum().backward()
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(128, torch.uint8), (96, torch.bfloat16)])

@@ -40,7 +40,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
         get_workspace(x, grouped=True)
-        check_dims(x[:0], weights[0])
+        check_dims(x[:0], weights[0], opts.fp8.weights[0].kind)
         for q in opts.fp8.inputs:
             q.set_usage(True, opts.keeps_input and opts.original is None)
         parts = _split(x, splits, opts.fp8.inputs)

@@ -9,6 +9,7 @@ columns from behind the first product on.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,16 +34,32 @@ from megatron_prism.tiers.work import fused
 __all__ = ["LayerNormLinearFP8", "LinearFP8", "check_dims", "product"]
 
 
-def check_dims(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """assert_dim_for_fp8_exec (pytorch/utils.py @v2.20.2)."""
+def check_dims(x: torch.Tensor, weight: torch.Tensor, kind: str) -> None:
+    """assert_dim_for_fp8_exec (pytorch/utils.py:704 @v2.20.2), and what MXFP8 casts
+    (csrc/quantizer.cpp, MXFP8Quantizer::create_tensor)."""
     for tensor in (x, weight):
-        rows, width = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+        rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         if rows % 8 or width % 16:
-            raise AssertionError(
+            raise ValueError(
                 "FP8 execution requires the product of all dimensions except the last to be "
                 f"divisible by 8 and the last dimension to be divisible by 16, but got tensor "
                 f"with dims={list(tensor.shape)}"
             )
+        if kind == "mxfp8" and (rows % 32 or width % 32):
+            raise RuntimeError(
+                "MXFP8 requires tensor dims that are divisible by 32 "
+                f"(got shape={tuple(tensor.shape)})"
+            )
+
+
+def check_inner(length: int) -> None:
+    """An operand's rows begin at multiples of 16 bytes, and both lie along the contracted
+    dimension (common/gemm/cublaslt_gemm.cu, CanonicalizeGemmInput)."""
+    if length % 16:
+        raise RuntimeError(
+            "Leading dimension requirement on A for FP8 GEMM. Caller must pad. (FP8 in backward "
+            f"contracts over output features and over tokens, here {length}: not divisible by 16)"
+        )
 
 
 def norm_to_fp8(x: torch.Tensor, opts: Any, gamma: Any, beta: Any) -> Any:
@@ -144,6 +161,7 @@ def backward(
     if needs[0]:
         cast.update_usage(columns=True)
         rows, width = grad.shape
+        check_inner(width)
         features = weight.shape[1]
         whole = dx = product(
             grad.rows, cast.columns, 2 * rows * width * features, (rows, features), opts,
@@ -198,6 +216,7 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
     total.update_usage(columns=True)
     grad.update_usage(columns=True)
     rows, width = grad.shape
+    check_inner(rows)
     flops = 2 * rows * width * weight.shape[1]
 
     def compute() -> torch.Tensor | None:
@@ -238,7 +257,7 @@ class LinearFP8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
         x = cast_if_needed(inp.reshape(-1, inp.shape[-1]), opts.dtype)
-        check_dims(x, weight)
+        check_dims(x, weight, opts.fp8.weights[0].kind)
         if opts.original is not None:
             opts.original = x
         out, x, cast, stays = forward(x, weight, opts)
@@ -269,7 +288,7 @@ class LayerNormLinearFP8(torch.autograd.Function):
         ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
     ) -> torch.Tensor:
         rows = inp.reshape(-1, inp.shape[-1])
-        check_dims(rows, weight)
+        check_dims(rows, weight, opts.fp8.weights[0].kind)
         normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
         out, normed, cast, stays = forward(normed, weight, opts)
         if opts.keeps:
