@@ -264,6 +264,26 @@ def test_parts_of_blocks_travel_in_high_precision(rows, dtype, cast, live, monke
     assert whole.row_scales.shape == (WIDE // 128, 2 * rows)
 
 
+def test_a_recompute_keeps_a_part_of_its_input_where_ranks_share_it(live, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+    monkeypatch.setattr(rng.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(rng.dist, "get_rank", lambda group: 3)
+    gathered = []
+    monkeypatch.setattr(
+        rng.dist, "all_gather_into_tensor", lambda to, part, group: gathered.append(part.shape)
+    )
+    module, leaf = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
+    x = leaf * 1
+    given = {"distribute_saved_activations": True, "tp_group": "tp"}
+    with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+        out = rng.checkpoint(lambda x: module(x, is_first_microbatch=True), x, **given)
+    assert x.shape == (ROWS * WIDE // 4,)
+    out.sum().backward()
+    assert gathered == [x.shape]
+    assert leaf.grad.shape == leaf.shape
+
+
 @pytest.mark.parametrize(
     ("use", "named"),
     [

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager, autocast
-from megatron_prism.tiers.virtual_te.unsupported import refuse
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -103,8 +103,9 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], tracker: Any, *args: Any) -> Any:
-        ctx.run, ctx.tracker = run, tracker
+    def forward(ctx: Any, run: Callable[..., Any], tracker: Any, share: Any, *args: Any) -> Any:
+        """share : the group whose members keep a part each of the first argument, or None."""
+        ctx.run, ctx.tracker, ctx.share = run, tracker, share
         ctx.state = torch.cuda.get_rng_state()
         ctx.states = tracker().get_states() if tracker is not None else None
         marked = any(ctx.needs_input_grad)  # (distributed.py:378 @v2.20.2)
@@ -113,6 +114,9 @@ class _Checkpoint(torch.autograd.Function):
             out = run(*args)
         manager = FP8GlobalStateManager
         ctx.recipe = manager.get_fp8_recipe() if manager.is_fp8_enabled() else None
+        if share is not None:
+            ctx.whole = args[0].shape
+            args[0].data = _part(args[0].data, share)
         ctx.places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.places))
         ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
@@ -123,6 +127,10 @@ class _Checkpoint(torch.autograd.Function):
         args = list(ctx.args)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
+        if ctx.share is not None:
+            first = args[0].new_empty(ctx.whole)
+            dist.all_gather_into_tensor(first.view(-1), args[0].detach(), group=ctx.share)
+            args[0] = first.requires_grad_(args[0].requires_grad)
         state = torch.cuda.get_rng_state()
         states = ctx.tracker().get_states() if ctx.tracker is not None else None
         torch.cuda.set_rng_state(ctx.state)
@@ -142,7 +150,14 @@ class _Checkpoint(torch.autograd.Function):
             if isinstance(o, torch.Tensor) and o.requires_grad
         ]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return None, None, *(a.grad if isinstance(a, torch.Tensor) else None for a in args)
+        return None, None, None, *(a.grad if isinstance(a, torch.Tensor) else None for a in args)
+
+
+def _part(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """This member's of equal parts (split_tensor_into_1d_equal_chunks, distributed.py:208)."""
+    length = tensor.numel() // dist.get_world_size(group)
+    part: torch.Tensor = tensor.view(-1)[dist.get_rank(group) * length :][:length].clone()
+    return part
 
 
 def checkpoint(
@@ -155,8 +170,7 @@ def checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Run ``function`` and keep only its arguments for backward."""
-    if distribute_saved_activations:
-        refuse("recompute with distributed saved activations")
+    share = (tp_group or dist.group.WORLD) if distribute_saved_activations else None
     kwargs.pop("context_fn", None)
     run = (lambda *a: function(*a, **kwargs)) if kwargs else function
-    return _Checkpoint.apply(run, get_rng_state_tracker, *args)
+    return _Checkpoint.apply(run, get_rng_state_tracker, share, *args)
