@@ -110,8 +110,8 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
          f"reported is bf16's; {cuda}"): fp8 and not meta,
         (f"FP8 recipe {getattr(recipe, 'value', recipe)} has no stand-in without a GPU",
          f"one of {', '.join(_RECIPES)}, {cuda}"): fp8 and other,
-        ("attention in FP8 (--fp8-dot-product-attention, --fp8-multi-head-attention) has no "
-         "stand-in without a GPU", f"leave them out, {cuda}"):
+        ("attention in FP8 (fp8_dot_product_attention or fp8_multi_head_attention of the model's "
+         "configuration) has no stand-in without a GPU", f"leave them out, {cuda}"):
         asked("fp8_dot_product_attention") or asked("fp8_multi_head_attention"),
     }  # fmt: skip
 

@@ -258,7 +258,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return held
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing was saved."""
+        """Restores nothing: there are no values, and FP8's state is made anew."""
 
     def gather_grad(self, grad: torch.Tensor, row: bool) -> torch.Tensor:
         """[tokens, features] of the output's gradient, gathered if it is sharded."""

@@ -139,8 +139,8 @@ def _known(recipe: Recipe) -> Recipe:
     if recipe.nvfp4() or recipe.custom():
         refuse(f"recipe {type(recipe).__name__}", fix="delayed, tensorwise, blockwise or mxfp8")
     if recipe.fp8_dpa or recipe.fp8_mha:
-        refuse("attention in FP8", fix="leave --fp8-dot-product-attention and "
-               "--fp8-multi-head-attention out")  # fmt: skip
+        refuse("attention in FP8", fix="leave fp8_dot_product_attention and "
+               "fp8_multi_head_attention of the model's configuration as they are")  # fmt: skip
     return recipe
 
 

@@ -127,7 +127,7 @@ def quantize_parameter(module: Any, name: str, quantizer: Any) -> None:
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
     """The same values in a part of Megatron's buffer (tensor/utils.py:30 @v2.20.2)."""
     if isinstance(tensor, MXFP8Tensor):
-        refuse("a buffer for MXFP8 parameters", fix="--reuse-grad-buf-for-mxfp8-param-ag")
+        refuse("buffer for MXFP8 parameters", fix="--reuse-grad-buf-for-mxfp8-param-ag")
     tensor.held.rows = new_raw_data.detach().view(tensor.held.quantizer.dtype).view(tensor.shape)
 
 
