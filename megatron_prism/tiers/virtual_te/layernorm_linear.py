@@ -18,6 +18,7 @@ from megatron_prism.tiers.virtual_te.base import (
     clear,
 )
 from megatron_prism.tiers.virtual_te.layer_fp8 import begin
+from megatron_prism.tiers.virtual_te.layernorm_linear_fp8 import LayerNormLinearFP8
 from megatron_prism.tiers.virtual_te.linear import (
     add_linear_parameters,
     finish_backward,
@@ -25,7 +26,6 @@ from megatron_prism.tiers.virtual_te.linear import (
     options,
     options_fp8,
 )
-from megatron_prism.tiers.virtual_te.linear_fp8 import LayerNormLinearFP8
 from megatron_prism.tiers.virtual_te.norm import Norm, norm_backward, norm_forward
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 

@@ -1,4 +1,4 @@
-"""The products of Linear and LayerNormLinear in FP8: shapes only.
+"""The products of Linear, and of LayerNormLinear, in FP8: shapes only.
 
 Both operands are cast; the input is kept for backward by columns, or by rows where it must be
 gathered again and rows are all that can travel (pytorch/module/linear.py:470-640 @v2.20.2,
@@ -16,7 +16,6 @@ import torch
 
 from megatron_prism.tiers.virtual_te.base import (
     cast_if_needed,
-    clear,
     fused_gradient,
     get_workspace,
 )
@@ -27,11 +26,10 @@ from megatron_prism.tiers.virtual_te.comm import (
 from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager
 from megatron_prism.tiers.virtual_te.gather_fp8 import gather_quantized
 from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weight
-from megatron_prism.tiers.virtual_te.norm import norm_backward, norm_forward
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
 
-__all__ = ["LayerNormLinearFP8", "LinearFP8", "check_dims", "product"]
+__all__ = ["LinearFP8", "backward", "check_dims", "forward", "product", "update"]
 
 
 def check_dims(x: torch.Tensor, weight: torch.Tensor, kind: str) -> None:
@@ -60,24 +58,6 @@ def check_inner(length: int) -> None:
             "Leading dimension requirement on A for FP8 GEMM. Caller must pad. (FP8 in backward "
             f"contracts over output features and over tokens, here {length}: not divisible by 16)"
         )
-
-
-def norm_to_fp8(x: torch.Tensor, opts: Any, gamma: Any, beta: Any) -> Any:
-    """(norm's output in FP8, mean or None, reciprocal deviation).
-
-    One kernel with delayed scaling, else the norm in high precision and a cast
-    (csrc/extensions/normalization.cpp @v2.19).
-    """
-    q = opts.fp8.inputs[0]
-    q.set_usage(True, opts.keeps_input and not (opts.gathers and q.only_rows_gather))
-    q.group = opts.group if opts.gathers else None
-    if q.kind == "delayed":
-        out = q.make_empty(tuple(x.shape), x)
-        _, mean, rstd = norm_forward(x, gamma, beta, opts.norm, out=out.rows)
-        return out, mean, rstd
-    out = q.make_empty(tuple(x.shape), x)
-    wide, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
-    return q.fill(wide, out), mean, rstd
 
 
 def product(
@@ -245,7 +225,7 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
     return fused_gradient(weight, weight.main_grad) if opts.fuse_wgrad else found
 
 
-def _update(opts: Any) -> None:
+def update(opts: Any) -> None:
     """The first layer's backward is the last: amaxes of all gradients are there."""
     if opts.first_module:
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
@@ -275,39 +255,6 @@ class LinearFP8(torch.autograd.Function):
         cast, ctx.cast = cast or ctx.cast, None
         needs = (wants[1], wants[0], wants[2])
         dx, dweight, dbias, held = backward(grad, x, opts.weight, cast, opts, needs)
-        _update(opts)
+        update(opts)
         del held
         return dweight, None if dx is None else dx.view(ctx.shape), dbias, None
-
-
-class LayerNormLinearFP8(torch.autograd.Function):
-    """_LayerNormLinear (pytorch/module/layernorm_linear.py @v2.20.2)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
-    ) -> torch.Tensor:
-        rows = inp.reshape(-1, inp.shape[-1])
-        check_dims(rows, weight, opts.fp8.weights[0].kind)
-        normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
-        out, normed, cast, stays = forward(normed, weight, opts)
-        if opts.keeps:
-            keep(ctx, rows, None if stays else cast, weight, bias, gamma, normed, mean, rstd)
-        ctx.cast = cast if stays else None
-        ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
-        return out.view(-1, *inp.shape[1:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        opts, wants = ctx.opts, ctx.needs_input_grad
-        x, cast, _, _, gamma, normed, mean, rstd = kept(ctx)
-        cast, ctx.cast = cast or ctx.cast, None
-        needs = (any(wants[:3]), wants[3], wants[4])
-        dnormed, dweight, dbias, held = backward(grad, normed, opts.weight, cast, opts, needs)
-        if needs[1] and opts.delayed is None:
-            normed.clear()
-        dx, dgamma, dbeta = norm_backward(dnormed, x, gamma, (mean, rstd), opts.norm)
-        clear(mean, rstd)
-        _update(opts)
-        del held
-        return dx.view(ctx.shape), dgamma, dbeta, dweight, dbias, None
