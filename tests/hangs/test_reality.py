@@ -262,3 +262,17 @@ def test_a_folder_for_every_node_is_not_searched(tmp_path, capsys):
     assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "node3 …)" in said and "put all into one" in said  # noqa: PT018
+
+
+def test_a_group_that_was_made_later_is_no_restart():
+    """pg_config lacks it; the call that the rank waits in was taken for one of before an abort."""
+    value = copy.deepcopy(values(GIL, ACTIVE)[8])
+    waits = value["entries"][0]
+    number = waits["process_group"][0]
+    value["entries"] = [waits | {"pg_id": 0}]
+    value["pg_config"] = {number: value["pg_config"][number]}
+    status = next(iter(value["pg_status"].values()))
+    value["pg_status"] = {"0": status, "1": dict(status)}
+    found = flight_recorder.of_value(value, 8)
+    assert len(found.entries) == 1
+    assert not [note for note in found.notes if "made again" in note]
