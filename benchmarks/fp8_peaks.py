@@ -4,7 +4,9 @@
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every job
 of ``results/h200_fp8_peaks.json`` (default: all 15, four minutes of one core) is captured on tier
-``meta`` as rank 0 of 2, as it was emulated on the GPU with the real Transformer Engine.
+``meta`` as rank 0 of 2, as it was emulated on the GPU with the real Transformer Engine.  Figures of
+the GPU were read by hand: ``torch.cuda.max_memory_allocated`` of the fourth ``train_step``, reset
+before it, of ``prism run --prism-world-size 2 --prism-ranks 0`` with the arguments in that file.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ core/extensions/transformer_engine.py then runs unmodified, with real values on 
 shapes on ``meta``.  Each layer saves for backward what TE's layer saves and takes no memory that
 TE's kernels do not take; the module's docstring says where that stands in TE's source.
 
-FP8 is shapes alone (``quantized``, ``layer_fp8``, ``linear_fp8``, ``grouped_fp8``,
-``parameters_fp8``): delayed, tensorwise, blockwise and mxfp8.
+FP8 is shapes alone: ``recipes`` and ``fp8`` (is it on), ``quantized`` (what a tensor is made of),
+``layer_fp8`` (what a layer keeps), ``linear_fp8``, ``layernorm_linear_fp8``, ``grouped_fp8`` with
+``padding``, ``gather_fp8`` (what travels), ``parameters_fp8``.
 
 What is missing raises UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, the
 fused operations (te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip),

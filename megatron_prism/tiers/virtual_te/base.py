@@ -1,14 +1,14 @@
 """What have all of Transformer Engine's modules in common (pytorch/module/base.py @v2.9)?
 
 Parameters are made on ``device``, marked for tensor parallelism as Megatron expects, and
-initialised under the caller's random tracker.  ``weight_gradient`` is the end of every backward:
+initialised under the caller's random tracker.  ``now_or_later`` is the end of every backward:
 into ``main_grad`` or as a tensor of its own.  The cuBLAS workspace (base.py:71-103) is real memory
 that the allocator counts, so it exists on ``meta`` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ __all__ = [
     "clear",
     "get_dummy_wgrad",
     "get_workspace",
+    "now_or_later",
     "rows_back",
     "rows_times",
     "set_tp_attributes",
     "fused_gradient",
-    "weight_gradient",
     "weight_product",
 ]
 
@@ -115,17 +115,31 @@ def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
             refuse("symmetric-memory all-reduce")
 
 
-def weight_gradient(
-    weight: torch.Tensor,
-    inputs: torch.Tensor,
-    grad: torch.Tensor,
+def now_or_later(
+    weights: Sequence[Any],
     opts: Any,
-    main_grad: Any,
+    products: Callable[[], list[torch.Tensor | None]],
     shared_dummy: bool = True,
-) -> torch.Tensor | None:
-    """``grad.T @ inputs``: added to ``main_grad``, or returned."""
-    product = weight_product(weight, inputs, grad, opts, main_grad)
-    return fused_gradient(weight, main_grad, shared_dummy) if opts.fuse_wgrad else product
+) -> list[torch.Tensor | None]:
+    """What autograd gets for ``weights``: gradients that ``products`` computes now, or leaves to
+    ``backward_dw`` (base.py:1442 @v2.9)."""
+    found: list[torch.Tensor | None] = [None] * len(weights)
+    if opts.delayed is None:
+        found = products()
+    else:
+        opts.delayed.append(_postponed(weights, opts, products))
+    if not opts.fuse_wgrad:
+        return found
+    return [fused_gradient(weight, weight.main_grad, shared_dummy) for weight in weights]
+
+
+def _postponed(weights: Sequence[Any], opts: Any, products: Any) -> Callable[[], None]:
+    def compute() -> None:
+        for weight, dweight in zip(weights, products(), strict=True):
+            if not opts.fuse_wgrad:
+                weight.grad = dweight
+
+    return compute
 
 
 def weight_product(

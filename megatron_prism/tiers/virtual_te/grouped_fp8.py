@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_prism.tiers.virtual_te.base import fused_gradient, get_workspace
-from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager
+from megatron_prism.tiers.virtual_te.base import get_workspace, now_or_later
 from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weight
-from megatron_prism.tiers.virtual_te.linear_fp8 import check_dims
+from megatron_prism.tiers.virtual_te.linear_fp8 import check_dims, update
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
 
@@ -52,7 +51,8 @@ class GroupedLinearFP8(torch.autograd.Function):
         rows, held = [part.rows for part in parts], [cast.rows for cast, _ in casts]
         _multiply(rows, held, 2 * x.numel() * out.shape[1], out)
         for part in parts:
-            part.update_usage(rows=False, columns=True) if part.columns is not None else None
+            if part.columns is not None:
+                part.update_usage(rows=False, columns=True)
         inputs: list[Any] = parts if opts.original is None else [inp]
         inputs = inputs if opts.keeps_input else []
         stay = [cast if stays else None for cast, stays in casts]
@@ -87,8 +87,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         dweights = [None] * opts.count
         if ctx.needs_input_grad[3]:
             dweights = _weight_gradients(weights, inputs, grads, ctx.splits, opts)
-        if opts.first_module:
-            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        update(opts)
         return dx, None, None, *dweights, *dbiases
 
 
@@ -110,16 +109,4 @@ def _weight_gradients(weights: Any, inputs: Any, grads: Any, splits: Any, opts: 
             part.clear()
         return [None if opts.fuse_wgrad else made for made in out]
 
-    def postponed() -> None:
-        for weight, dweight in zip(weights, products(), strict=True):
-            if not opts.fuse_wgrad:
-                weight.grad = dweight
-
-    found: list[Any] = [None] * opts.count
-    if opts.delayed is None:
-        found = products()
-    else:
-        opts.delayed.append(postponed)
-    if not opts.fuse_wgrad:
-        return found
-    return [fused_gradient(weight, weight.main_grad, shared_dummy=False) for weight in weights]
+    return now_or_later(weights, opts, products, shared_dummy=False)

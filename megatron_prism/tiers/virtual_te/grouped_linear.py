@@ -15,8 +15,8 @@ import torch
 from megatron_prism.tiers.virtual_te.base import (
     TransformerEngineBaseModule,
     check_no_userbuffers,
-    fused_gradient,
     get_workspace,
+    now_or_later,
     weight_product,
 )
 from megatron_prism.tiers.virtual_te.grouped_fp8 import GroupedLinearFP8
@@ -91,23 +91,8 @@ def _weight_gradients(weights: Any, pairs: list[Any], opts: Any) -> list[Any]:
             for weight, main, (x, grad) in zip(weights, mains, pairs, strict=True)
         ]
 
-    def postponed() -> None:
-        for weight, dweight in zip(weights, products(), strict=True):
-            if not opts.fuse_wgrad:
-                weight.grad = dweight
-
-    found = [None] * opts.count
-    if opts.delayed is None:
-        found = products()
-    else:
-        opts.delayed.append(postponed)
-    if not opts.fuse_wgrad:
-        return found
     # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
-    return [
-        fused_gradient(weight, main, shared_dummy=False)
-        for weight, main in zip(weights, mains, strict=True)
-    ]
+    return now_or_later(weights, opts, products, shared_dummy=False)
 
 
 class GroupedLinear(TransformerEngineBaseModule):

@@ -11,7 +11,6 @@ import torch
 
 from megatron_prism.tiers.virtual_te import linear_fp8
 from megatron_prism.tiers.virtual_te.base import clear
-from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept
 from megatron_prism.tiers.virtual_te.norm import norm_backward, norm_forward
 
 __all__ = ["LayerNormLinearFP8"]
@@ -26,11 +25,10 @@ def norm_to_fp8(x: torch.Tensor, opts: Any, gamma: Any, beta: Any) -> Any:
     q = opts.fp8.inputs[0]
     q.set_usage(True, opts.keeps_input and not (opts.gathers and q.only_rows_gather))
     q.group = opts.group if opts.gathers else None
+    out = q.make_empty(tuple(x.shape), x)
     if q.kind == "delayed":
-        out = q.make_empty(tuple(x.shape), x)
         _, mean, rstd = norm_forward(x, gamma, beta, opts.norm, out=out.rows)
         return out, mean, rstd
-    out = q.make_empty(tuple(x.shape), x)
     wide, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
     return q.fill(wide, out), mean, rstd
 
@@ -46,17 +44,14 @@ class LayerNormLinearFP8(torch.autograd.Function):
         linear_fp8.check_dims(rows, weight, opts.fp8.weights[0].kind)
         normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
         out, normed, cast, stays = linear_fp8.forward(normed, weight, opts)
-        if opts.keeps:
-            keep(ctx, rows, None if stays else cast, weight, bias, gamma, normed, mean, rstd)
-        ctx.cast = cast if stays else None
-        ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
+        rest = (bias, gamma, normed, mean, rstd)
+        linear_fp8.remember(ctx, opts, inp, (cast, stays), weight, rows, *rest)
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         opts, wants = ctx.opts, ctx.needs_input_grad
-        x, cast, _, _, gamma, normed, mean, rstd = kept(ctx)
-        cast, ctx.cast = cast or ctx.cast, None
+        x, cast, _, gamma, normed, mean, rstd = linear_fp8.recall(ctx)
         needs = (any(wants[:3]), wants[3], wants[4])
         dnormed, dweight, dbias, held = linear_fp8.backward(
             grad, normed, opts.weight, cast, opts, needs

@@ -8,7 +8,6 @@ Column-parallel under sequence parallelism gathers the input in forward and agai
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +16,12 @@ from megatron_prism.tiers.virtual_te.base import (
     TransformerEngineBaseModule,
     cast_if_needed,
     check_no_userbuffers,
-    fused_gradient,
     gather_grad,
     get_workspace,
+    now_or_later,
     rows_back,
     rows_times,
     set_tp_attributes,
-    weight_gradient,
     weight_product,
 )
 from megatron_prism.tiers.virtual_te.comm import (
@@ -111,25 +109,13 @@ def finish_backward(
         arriving.wait()
     if needs[2]:
         dbias = grad.sum(0)
-    if needs[1] and opts.delayed is not None:
-        opts.delayed.append(_postponed(weight, total, grad, opts, main_grad))
-        dweight = fused_gradient(weight, main_grad) if opts.fuse_wgrad else None
-    elif needs[1]:
-        dweight = weight_gradient(weight, total, grad, opts, main_grad)
+    if needs[1]:
+        (dweight,) = now_or_later(
+            [weight], opts, lambda: [weight_product(weight, total, grad, opts, main_grad)]
+        )
     if leaving is not None:
         leaving.wait()
     return dx, dweight, dbias
-
-
-def _postponed(weight: Any, x: Any, grad: Any, opts: Any, main_grad: Any) -> Callable[[], None]:
-    """Weight gradient for ``backward_dw`` (base.py:1442 @v2.9)."""
-
-    def compute() -> None:
-        dweight = weight_product(weight, x, grad, opts, main_grad)
-        if not opts.fuse_wgrad:
-            weight.grad = dweight
-
-    return compute
 
 
 def add_linear_parameters(

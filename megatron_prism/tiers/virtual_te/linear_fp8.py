@@ -16,8 +16,8 @@ import torch
 
 from megatron_prism.tiers.virtual_te.base import (
     cast_if_needed,
-    fused_gradient,
     get_workspace,
+    now_or_later,
 )
 from megatron_prism.tiers.virtual_te.comm import (
     allreduce,
@@ -29,7 +29,16 @@ from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weig
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
 
-__all__ = ["LinearFP8", "backward", "check_dims", "forward", "product", "update"]
+__all__ = [
+    "LinearFP8",
+    "backward",
+    "check_dims",
+    "forward",
+    "product",
+    "recall",
+    "remember",
+    "update",
+]
 
 
 def check_dims(x: torch.Tensor, weight: torch.Tensor, kind: str) -> None:
@@ -212,23 +221,33 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
         del reordered
         return None
 
-    def postponed() -> None:
-        dweight = compute()
-        if not opts.fuse_wgrad:
-            weight.grad = dweight
-
-    found = None
-    if opts.delayed is None:
-        found = compute()
-    else:
-        opts.delayed.append(postponed)
-    return fused_gradient(weight, weight.main_grad) if opts.fuse_wgrad else found
+    (found,) = now_or_later([weight], opts, lambda: [compute()])
+    return found
 
 
 def update(opts: Any) -> None:
     """The first layer's backward is the last: amaxes of all gradients are there."""
     if opts.first_module:
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+
+def remember(
+    ctx: Any, opts: Any, inp: torch.Tensor, cast: tuple[Any, bool], weight: Any, x: Any, *rest: Any
+) -> None:
+    """Keep for backward what ``forward`` gave: ``x``, the weight in FP8 (and whether that stays
+    anyway), ``weight`` and ``rest``, in TE's order."""
+    held, stays = cast
+    if opts.keeps:
+        keep(ctx, x, None if stays else held, weight, *rest)
+    ctx.cast = held if stays else None
+    ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
+
+
+def recall(ctx: Any) -> tuple[Any, ...]:
+    """(x, the weight in FP8, *rest) of ``remember``."""
+    x, cast, _, *rest = kept(ctx)
+    cast, ctx.cast = cast or ctx.cast, None
+    return x, cast, *rest
 
 
 class LinearFP8(torch.autograd.Function):
@@ -242,17 +261,13 @@ class LinearFP8(torch.autograd.Function):
             opts.original = x
         out, x, cast, stays = forward(x, weight, opts)
         opts.original = None if opts.original is None else True
-        if opts.keeps:
-            keep(ctx, x, None if stays else cast, weight, bias)
-        ctx.cast = cast if stays else None
-        ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
+        remember(ctx, opts, inp, (cast, stays), weight, x, bias)
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         opts, wants = ctx.opts, ctx.needs_input_grad
-        x, cast, _, _ = kept(ctx)
-        cast, ctx.cast = cast or ctx.cast, None
+        x, cast, _ = recall(ctx)
         needs = (wants[1], wants[0], wants[2])
         dx, dweight, dbias, held = backward(grad, x, opts.weight, cast, opts, needs)
         update(opts)
