@@ -3,6 +3,8 @@
 Calls go to the process group itself: what ``torch.distributed`` does in Python before is in the
 segments of slices, which are recorded from inside the group's methods.  Between two calls a small
 model takes a step, as in a job: a call right after another finds all it needs in the CPU's caches.
+The step ends with a forward, because backward runs in autograd's thread: a job calls from the
+thread that has just launched kernels, not from one that was asleep meanwhile.
 And the Python stack is as deep as in a job: torch's Flight Recorder writes it down for every call.
 """
 
@@ -84,12 +86,17 @@ def _with(kind: Any, asynchronous: bool, method: Any, *args: Any) -> Callable[[]
 
 
 def _step(device: str) -> Callable[[], None]:
-    """Forward and backward of a small model: some thirty kernels of a few us each."""
+    """Backward and forward of a small model: some forty kernels of a few us each."""
     nn, width = torch.nn, _WIDTH
     layer = (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
     model = nn.Sequential(*layer, nn.Linear(width, width), nn.LayerNorm(width)).to(device)
     given = torch.ones(_WIDTH, _WIDTH, device=device)
-    return lambda: model(given).sum().backward()
+
+    def step() -> None:
+        model(given).sum().backward()
+        model(given)
+
+    return step
 
 
 def _host_ns(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[int, int]:
