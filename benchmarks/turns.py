@@ -1,8 +1,8 @@
 """Real and emulated iterations in turns: what is left of the error when the host changes for both?
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
-[--beside 5] [--alone-steps 11] [--between 5] [--more "--global-batch-size 8"] [--factors 1.40,2.03]
-[--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
+[--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
+[--pairs] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -14,13 +14,15 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` wants).  With ``--between N`` captures and the real job alternate after N
    steps, so that both see the host drift; iterations in which captures stop are left out;
-2. ``--rounds`` turns of the real job, of every rank alone with paced peers, and, with
-   ``--factors``, of every rank but 1 beside a virtual rank 1 that is slower, and of the
-   real job slowed so, and with ``--draw`` of every rank alone among peers that vary as in one
-   iteration drawn so;
+2. ``--rounds`` turns of the real job, of every rank alone with paced peers, with ``--pairs`` of
+   two local ranks each that have paced peers, and, with ``--factors``, of every rank but 1 beside
+   a virtual rank 1 that is slower, and of the real job slowed so, and with ``--draw`` of every
+   rank alone among peers that vary as in one iteration drawn so;
 3. with ``--kernels`` a turn more of everybody, in which the device's kernels are recorded: by kind,
    what the real ranks' took and what the paced ranks' did.
 
+Ranks begin their rounds after as many train steps as the real job has made, or ``--learn``. Every
+process keeps to the cores of its GPU (TURNS_PLACES of ``turnstile.py``).
 The first iteration of a turn does not count.  Errors are of medians; beside them the spread of the
 real job's turns, and of the emulated ones.  One ``prism calibrate`` comes first, unless the work
 folder has its ``calibration.json``; nothing is fitted to the real runs.
@@ -123,6 +125,7 @@ class Turns(Hybrid):
         folder = self.work / f"{name}-turns"
         folder.mkdir(parents=True)
         gate = [str(Path(__file__).with_name("turnstile.py")), str(folder)]
+        environment["TURNS_PLACES"] = str(self.num_ranks)
         process = self._start(f"{name}-log", [*launcher, *gate, *program], **environment)
         return Runner(folder, ranks, process)
 
@@ -134,25 +137,31 @@ class Turns(Hybrid):
         name = "-".join([config, "real", *slow])
         return self.runner(name, launcher, [*program, *self.job(config, ENDLESS)], self.num_ranks)
 
-    def alone(self, name: str, rank: int, config: str, steps: int, *ours: str) -> Runner:
-        """One emulated rank."""
+    def emulated(self, name: str, ranks: list[int], config: str, steps: int, *ours: str) -> Runner:
+        """Emulated ranks: one process, or as many under torchrun."""
+        name = f"{name}-{ranks[0]}"
         words = ["-m", "megatron_prism", "run", "--prism-world-size", str(self.num_ranks)]
-        words += ["--prism-ranks", str(rank), "--prism-force", *ours]
-        words += ["--prism-out", str(self.work / f"{name}-{rank}"), "--", *self.job(config, steps)]
-        gpus = gpus_of([rank], self.num_ranks)
-        return self.runner(f"{name}-{rank}", [], words, CUDA_VISIBLE_DEVICES=gpus)
+        words += ["--prism-ranks", ",".join(map(str, ranks)), "--prism-force", *ours]
+        words += ["--prism-out", str(self.work / name), "--", *self.job(config, steps)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher = [*launcher, str(len(ranks))] if len(ranks) > 1 else []
+        gpus = gpus_of(ranks, self.num_ranks)
+        return self.runner(name, launcher, words, len(ranks), CUDA_VISIBLE_DEVICES=gpus,
+                           TURNS_PLACE=str(ranks[0]))  # fmt: skip
 
     def captures(self, config: str, steps: int) -> list[Runner]:
         """Every rank alone, to be captured."""
         flags = ["--prism-capture", str(self.work / f"{config}-slices")]
         ranks = range(self.num_ranks)
-        return [self.alone(f"{config}-capture", r, config, steps, *flags) for r in ranks]
+        return [self.emulated(f"{config}-capture", [r], config, steps, *flags) for r in ranks]
 
-    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str) -> list[Runner]:
-        """Ranks alone, with paced peers."""
+    def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str,
+                    local: int = 1) -> list[Runner]:  # fmt: skip
+        """Ranks with paced peers, ``local`` of them together."""
         slices = self.work / f"{config}-slices"
         flags = ["--prism-pace", str(slices), *more]
-        return [self.alone(f"{config}-{name}", r, config, ENDLESS, *flags) for r in ranks]
+        parts = [list(ranks[i : i + local]) for i in range(0, len(ranks), local)]
+        return [self.emulated(f"{config}-{name}", p, config, ENDLESS, *flags) for p in parts]
 
 
 def everybody(runners: Sequence[Runner]) -> bool:
@@ -265,6 +274,8 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
     # all start now, which takes long; GPUs hold only what has been opened
     real, ranks = sitting.real_job(config), range(sitting.num_ranks)
     groups = {"real": [real], "paced": sitting.paced_ranks(config, "paced", ranks)}
+    if args.pairs:
+        groups["pairs"] = sitting.paced_ranks(config, "pairs", ranks, local=2)
     if args.draw:
         groups["drawn"] = sitting.paced_ranks(config, "drawn", ranks, "--prism-draw", args.draw)
     slow = [beside(sitting, config, factor) for factor in filter(None, args.factors.split(","))]
@@ -282,7 +293,8 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
                 row["predicted_ms"] = predict(slices, written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
-        real.turns, learned = [], real.steps
+        learned = real.steps if args.learn is None else args.learn
+        real.turns = []
         asked = args.rounds if row["captured"] else 0  # ranks without slices would wait for nothing
         for more in (slow or [{}]) if asked else ():  # side by side they need more memory
             both = [*groups.values(), *more.values()]
@@ -333,7 +345,7 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
                 pairs = zip(medians[name], _without(medians["paced"], 1), strict=True)
                 errors = [percent(_times(*pair), slowed) for pair in pairs]
                 slowdowns += [e for e in errors if e is not None]
-            felt += [e for e in errors if e is not None] if name == "paced" else []
+            felt += [e for e in errors if e is not None] if name in ("paced", "pairs") else []
             print(f"  {name}: {', '.join(map(_ms, medians[name]))} "
                   f"({', '.join(map(_percent, errors))}), "
                   f"spread {', '.join(_percent(spread(run)) for run in runs)}")  # fmt: skip
@@ -378,6 +390,8 @@ def main() -> int:
     parser.add_argument("--beside", type=int, default=Turns.beside, help="of turns of phase 1")
     parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
+    parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
+    parser.add_argument("--pairs", action="store_true", help="pairs of local ranks, too")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
     parser.add_argument("--draw", default="", help="of virtual ranks: SEED:QUANTILE")

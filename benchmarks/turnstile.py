@@ -11,6 +11,10 @@ two stops is untouched. With TURNS_HOST=1 in the environment the file also says 
 every step: calls of process groups, ns in them, ns of garbage collection, ns of processor time
 (clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
 ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device did in it.
+
+With TURNS_PLACES=N in the environment the process keeps to one N-th of the cores, that of its GPU:
+number TURNS_PLACE (0), or as many behind it as torchrun's LOCAL_RANK says. A rank alone then runs
+on the cores of its twin in the real job, so neither is quicker because of where it was put.
 """
 
 from __future__ import annotations
@@ -255,7 +259,18 @@ def _preload() -> None:
             importlib.import_module(name)
 
 
+def keep_to_place() -> None:
+    """Stay on this rank's share of the cores; threads that start later inherit it."""
+    if places := int(os.environ.get("TURNS_PLACES", "0")):
+        place = int(os.environ.get("TURNS_PLACE", "0")) + int(os.environ.get("LOCAL_RANK", "0"))
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // places)
+        first = place * share % len(cores)
+        os.sched_setaffinity(0, cores[first : first + share])
+
+
 def main() -> None:
+    keep_to_place()
     turnstile = Turnstile(Path(sys.argv[1]))
     program = sys.argv[2:]
     _preload()
