@@ -79,6 +79,20 @@ def test_linear_returns_its_bias():
     same(out, linear(x, module.weight), [x, module.weight])
 
 
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear, GroupedLinear])
+def test_another_dtype_than_the_parameters_is_refused(kind):
+    """As Transformer Engine does under ``--fp32-residual-connection``."""
+    words = (2, 8, 16) if kind is GroupedLinear else (8, 16)
+    module = kind(*words, params_dtype=torch.bfloat16, device="cpu")
+    more = ([1, 1],) if kind is GroupedLinear else ()
+    x = torch.randn(2, 8)
+    with pytest.raises(TypeError, match="input dtype: torch.float32 and .* dtype: torch.bfloat16"):
+        module(x, *more)
+    module(x.bfloat16(), *more)
+    with pytest.raises(TypeError, match="autocasted region"):
+        module(x, *more)
+
+
 def test_frozen_weight_keeps_no_input():
     module, x = Linear(8, 6, bias=False, device="cpu"), leaf(5, 8)
     module.weight.requires_grad_(False)

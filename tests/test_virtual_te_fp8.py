@@ -223,8 +223,14 @@ def test_mxfp8_wants_whole_blocks_of_rows_and_of_columns(live):
     with fp8.autocast(fp8_recipe=recipes.MXFP8BlockScaling()):
         for module, x in (
             (layer(Linear), meta(48, WIDE)),
-            (Linear(48, OUT, bias=False, device="meta"), meta(ROWS, 48)),
-            (GroupedLinear(1, 48, OUT, bias=False, device="meta"), meta(ROWS, 48)),
+            (
+                Linear(48, OUT, bias=False, device="meta", params_dtype=torch.bfloat16),
+                meta(ROWS, 48),
+            ),
+            (
+                GroupedLinear(1, 48, OUT, bias=False, device="meta", params_dtype=torch.bfloat16),
+                meta(ROWS, 48),
+            ),
         ):
             splits = [[ROWS]] if isinstance(module, GroupedLinear) else []
             with pytest.raises(RuntimeError, match="divisible by 32"):
@@ -234,7 +240,10 @@ def test_mxfp8_wants_whole_blocks_of_rows_and_of_columns(live):
 @pytest.mark.parametrize(("rows", "out"), [(24, OUT), (ROWS, 24)])
 def test_a_backward_that_cublas_would_refuse_is_refused(rows, out, live):
     """Tokens and output features are what FP8's products in backward contract over."""
-    module, x = Linear(WIDE, out, bias=False, device="meta"), meta(rows, WIDE, requires_grad=True)
+    module, x = (
+        Linear(WIDE, out, bias=False, device="meta", params_dtype=torch.bfloat16),
+        meta(rows, WIDE, requires_grad=True),
+    )
     with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
         done = module(x)
     with pytest.raises(RuntimeError, match="24: not divisible by 16"):

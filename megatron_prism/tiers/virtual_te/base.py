@@ -178,6 +178,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.name: str | None = None
+        self.activation_dtype: torch.dtype | None = None
         self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
         self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_checkpoint": False}
         self.fp8_state: Any = None  # layer_fp8.LayerState

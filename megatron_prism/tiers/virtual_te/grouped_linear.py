@@ -149,7 +149,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} products")
         state, run = begin(self, self.num_gemms), _GroupedLinear.apply
-        opts = options(self, is_first_microbatch)
+        opts = options(self, is_first_microbatch, inp)
         opts.count = self.num_gemms
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []

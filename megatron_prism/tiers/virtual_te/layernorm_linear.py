@@ -126,7 +126,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> Any:
         """The output, with the bias beside it if ``return_bias``."""
         state, run = begin(self), _LayerNormLinear.apply
-        opts = options(self, is_first_microbatch)
+        opts = options(self, is_first_microbatch, inp)
         if state is not None:
             opts = options_fp8(opts, state, is_first_microbatch, inp, self.weight)
             # by columns wherever gradients are on (layernorm_linear.py:346 @v2.20.2)

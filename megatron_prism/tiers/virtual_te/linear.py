@@ -42,8 +42,15 @@ __all__ = [
 ]
 
 
-def options(module: Any, is_first_microbatch: bool | None) -> types.SimpleNamespace:
-    """What the functions need to know of their module."""
+def options(
+    module: Any, is_first_microbatch: bool | None, inp: torch.Tensor
+) -> types.SimpleNamespace:
+    """What the functions need to know of their module.
+
+    Raises TypeError where parameters are of another dtype than ``inp`` (base.py:1482 @v2.20.2), as
+    with ``--fp32-residual-connection``.
+    """
+    _check_dtypes(module, inp.dtype)
     return types.SimpleNamespace(
         mode=module.parallel_mode,
         group=module.tp_group,
@@ -55,6 +62,18 @@ def options(module: Any, is_first_microbatch: bool | None) -> types.SimpleNamesp
         module=module,
         fp8=None,
     )
+
+
+def _check_dtypes(module: Any, dtype: torch.dtype) -> None:
+    if torch.is_autocast_enabled("cuda") or module.activation_dtype == dtype:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != dtype:
+            raise TypeError(
+                "Data types for parameters must match when outside of autocasted region. Found "
+                f"input dtype: {dtype} and {name!r} dtype: {parameter.dtype}"
+            )
+    module.fast_setattr("activation_dtype", dtype)
 
 
 def options_fp8(opts: Any, state: Any, first: bool | None, inp: Any, weight: Any) -> Any:
@@ -211,7 +230,7 @@ class Linear(TransformerEngineBaseModule):
     ) -> Any:
         """The output, with the bias beside it if ``return_bias``."""
         state, run = begin(self), _Linear.apply
-        opts = options(self, is_first_microbatch)
+        opts = options(self, is_first_microbatch, inp)
         if state is not None:
             opts = options_fp8(opts, state, is_first_microbatch, inp, self.weight)
             run = LinearFP8.apply
