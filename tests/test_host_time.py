@@ -1,6 +1,7 @@
 """The host's time apart from the kernels': traces, programs, prices, replays."""
 
 import dataclasses
+import gc
 import json
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -469,6 +470,29 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
         assert len(rests) == 3
     assert not one.host_waited("device")  # nothing runs any more
     assert one.record("tp", "barrier", takes(5), (), {}) == ("tp", (), {})
+
+
+def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch):
+    from megatron_prism.slicer import clock
+
+    now = [0]
+    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(clock.torch.cuda, "synchronize", lambda: None)
+
+    def takes_long(phase, info):
+        now[0] += (phase == "start") * (500_000 if info["generation"] == 2 else 30)
+
+    one, callbacks = clock.HostClock(), list(gc.callbacks)
+    for _ in range(2):
+        one.start()
+        gc.callbacks.append(takes_long)  # behind the clock's own
+        now[0] += 7
+        gc.collect()
+        gc.collect(1)  # the job's own habit
+        one.call(lambda group: gc.collect(), "tp", (), {})  # left out already, and once
+        assert one.stop() == 37
+        gc.callbacks.remove(takes_long)
+    assert gc.callbacks == callbacks
 
 
 def test_calls_without_a_handle_are_timed_too(monkeypatch):
