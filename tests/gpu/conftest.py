@@ -1,0 +1,9 @@
+"""Two ranks of one process wait for each other on one device, which takes a queue for each.
+
+With one hardware queue for all streams, which Megatron's jobs ask for, the second rank's kernel
+would be behind the first's for good.  The driver reads the variable when it starts.
+"""
+
+import os
+
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
