@@ -18,7 +18,9 @@ TIER = SimpleNamespace(name="cpu")
 
 
 def options(folder, force=False):
-    return SimpleNamespace(capture=folder, world=World(8), rank=4, force=force, num_processes=1)
+    return SimpleNamespace(
+        capture=folder, pace=None, world=World(8), rank=4, force=force, num_processes=1
+    )
 
 
 def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
@@ -78,8 +80,9 @@ def simulated(tmp_path, monkeypatch):
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(
-            capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False, num_processes=1
-        )
+            capture=tmp_path / "d", pace=None, world=World(2, tp=2), rank=0, force=False,
+            num_processes=1,
+        )  # fmt: skip
         capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {})
         log = []
 

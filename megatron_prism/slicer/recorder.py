@@ -50,6 +50,7 @@ class Recorder:
             live.meter = work.meter = self.meter
         self.active = False
         self.clock = HostClock()  # of iterations that are not recorded
+        self.rhythm: Any = None  # a Rhythm: pauses behind ops
         self._builder = Builder()
         self._labels: dict[str, Any] = {}
         self._inside = 0
@@ -190,10 +191,12 @@ class Recorder:
         self._close()
         self._inside += 1
 
-    def _leave(self) -> None:
+    def _leave(self, op: str = "") -> None:  # what was written down since, if anything
         self._inside -= 1
         if self.meter is not None:
             self.meter.take()
+        if op and self.rhythm is not None:
+            self.rhythm.after(len(self._trace) - 1, op)
         self._open()
 
     # -- communication ----------------------------------------------------------------------------
@@ -215,7 +218,7 @@ class Recorder:
                 self._add(op, site=self._site(), **fields)
             made = answer(group, *args, **kwargs)
         finally:
-            self._leave()
+            self._leave(op)
         return made if made is None else Tracked(self, handle, made)
 
     def aside(self, answer: Callable[[], None]) -> None:
@@ -244,7 +247,7 @@ class Recorder:
         """An op that takes no time itself."""
         self._enter()
         self._add(name, on=stream, **fields)
-        self._leave()
+        self._leave(name)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -271,7 +274,7 @@ class Recorder:
             self._enter()
             self._events[event] = len(self._builder)
             self._add("record", on=stream, handle=self._events[event])
-            self._leave()
+            self._leave("record")
         return heard
 
     def event_waited(self, event: int, stream: Any) -> bool:

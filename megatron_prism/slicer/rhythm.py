@@ -1,0 +1,86 @@
+"""A rank that is captured alone never waits for a peer.  Here it pauses where it would in its job.
+
+A GPU at its power limit is as fast as it is idle in between: computing without the calls and
+bubbles of the job it draws more, its clock falls, and its segments are longer than they are there.
+So a second capture pauses the device where the replay of the first says that it has nothing to do:
+a single thread waits on the segments' stream, between two segments, and is in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_prism.ops import CODE, NAMES
+from megatron_prism.program import Program
+
+__all__ = ["Rhythm", "pauses"]
+
+_SHORTEST_NS = 5_000  # about what a kernel takes that does nothing
+_CYCLES_PER_NS = 1.7  # of an SM between its limits (H200: 1.59 to 1.98 GHz under load)
+
+
+class Rhythm:
+    """The pauses of one iteration.
+
+    names : of all ops of the program, in order of issue
+    ns    : int64 [ops]; the device pauses that long behind each
+    pause : holds the current stream for so many cycles; None: ``torch.cuda._sleep``
+    """
+
+    def __init__(
+        self, names: Sequence[str], ns: np.ndarray, pause: Callable[[int], None] | None = None
+    ) -> None:
+        self.names, self.ns = names, ns
+        self.begun = self.strayed = 0  # iterations
+        self._pause, self._on = pause, False
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._on = True
+        self.begun += 1
+
+    def end(self) -> None:
+        """What follows belongs to none."""
+        self._on = False
+
+    def after(self, number: int, name: str) -> None:
+        """Op ``number`` of the iteration, a ``name``, has been issued.  An iteration that is not
+        that of the program goes on without pauses."""
+        if not self._on:
+            return
+        if number >= len(self.names) or self.names[number] != name:
+            self._on = False
+            self.strayed += 1
+            return
+        if self.ns[number] < _SHORTEST_NS:
+            return
+        if self._pause is None:
+            import torch
+
+            self._pause = torch.cuda._sleep
+        self._pause(round(self.ns[number] * _CYCLES_PER_NS))
+
+    def __str__(self) -> str:
+        said = f"in the job's rhythm, {self.ns.sum() / 1e6:,.1f} ms of pauses an iteration"
+        if self.strayed:
+            said += f" ({self.strayed} of {self.begun} iterations were others, without pauses)"
+        return said
+
+
+def pauses(program: Program, spans: np.ndarray, main: int) -> Rhythm:
+    """What ``program``'s device does not do in a replay.
+
+    spans : ``Timeline.spans`` of its class; main: the lane of the stream that is current without
+    further ado.  The time in front of a segment of that stream is a pause behind the op before it;
+    that in front of the first is the iteration's own begin and is none.
+    """
+    found = np.zeros(len(program), dtype=np.int64)
+    compute = program.ops["name"][spans["op"]] == CODE["compute"]
+    own = spans[compute & (spans["lane"] == main)]
+    idle = np.maximum(own["start"][1:] - own["end"][:-1], 0)
+    before = own["op"][1:] - 1
+    meets = program.ops["name"][before] != CODE["compute"]  # a label that changes is no place
+    found[before[meets]] = idle[meets]
+    return Rhythm([NAMES[name] for name in program.ops["name"].tolist()], found)
