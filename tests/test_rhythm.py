@@ -119,6 +119,12 @@ def test_the_time_between_segments_is_a_pause(late):
     assert found.ns[5] == starts[6] - ends[4] > 0
 
 
+def test_pauses_are_on_the_stream_of_the_segments():
+    other = WORLD.replace("bf16 n=1024 reduce=sum", "bf16 n=1024 reduce=sum stream=s1")
+    program, spans, main = replayed(parse(other.format(late=90 * US)))
+    assert np.flatnonzero(pauses(program, spans, main).ns).tolist() == [5]
+
+
 def test_pauses_are_those_of_the_slices_replay(tmp_path):
     source = {"arguments": "a", "device": "NVIDIA H200"}
     programs = parse(WORLD.format(late=90 * US))

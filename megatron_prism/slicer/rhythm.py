@@ -73,14 +73,15 @@ def pauses(program: Program, spans: np.ndarray, main: int) -> Rhythm:
     """What ``program``'s device does not do in a replay.
 
     spans : ``Timeline.spans`` of its class; main: the lane of the stream that is current without
-    further ado.  The time in front of a segment of that stream is a pause behind the op before it;
-    that in front of the first is the iteration's own begin and is none.
+    further ado.  The time between two segments of that stream is a pause behind the last op of the
+    stream between them; where there is none (only a label changed) there is no place for one.
     """
-    found = np.zeros(len(program), dtype=np.int64)
-    compute = program.ops["name"][spans["op"]] == CODE["compute"]
-    own = spans[compute & (spans["lane"] == main)]
+    names, found = program.ops["name"], np.zeros(len(program), dtype=np.int64)
+    own = spans[(names[spans["op"]] == CODE["compute"]) & (spans["lane"] == main)]
     idle = np.maximum(own["start"][1:] - own["end"][:-1], 0)
-    before = own["op"][1:] - 1
-    meets = program.ops["name"][before] != CODE["compute"]  # a label that changes is no place
-    found[before[meets]] = idle[meets]
-    return Rhythm([NAMES[name] for name in program.ops["name"].tolist()], found)
+    streams = np.array([text == "main" for text in program.strings])[program.ops["stream"]]
+    places = np.flatnonzero(streams & (names != CODE["compute"]))
+    last = places[np.searchsorted(places, own["op"][1:]) - 1] if len(places) else own["op"][1:]
+    fits = (last > own["op"][:-1]) & (last < own["op"][1:])
+    found[last[fits]] = idle[fits]
+    return Rhythm([NAMES[name] for name in names.tolist()], found)
