@@ -210,17 +210,26 @@ class State:
         if head is None:
             return "", []
         if head.pair:
-            peer = self.other(rank, head)
-            mate = self.mate(rank, head)
-            if mate is None:
-                return "has not posted its side", [peer]
-            first = self.head(peer)
-            behind = first is not None and first.record < mate.record
-            return ("has it queued behind another call", [peer]) if behind else ("", [])
+            return self._unanswered(rank, head)
         key = (head.group, head.seq)  # all who stand there wait for the same ranks
         if key not in self._waited:
             self._waited[key] = self._absent(head)
         return self._waited[key]
+
+    def _unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
+        """Who keeps a message waiting, or one of those issued with it: they end together."""
+        lacking, behind = dict[int, None](), dict[int, None]()
+        for entry in self.outstanding[rank]:
+            if entry.launch == head.launch:
+                peer = self.other(rank, entry)
+                mate, first = self.mate(rank, entry), self.head(peer)
+                if mate is None:
+                    lacking[peer] = None
+                elif first and first.record < mate.record and first.launch != mate.launch:
+                    behind[peer] = None
+        if lacking:
+            return "has not posted its side", list(lacking)
+        return ("has it queued behind another call" if behind else ""), list(behind)
 
     def _absent(self, head: Entry) -> tuple[str, tuple[int, ...]]:
         ranks = self.groups[head.group].ranks
@@ -259,10 +268,8 @@ class State:
         return best
 
     def mute(self) -> list[int]:
-        """Ranks whose dumps have neither calls nor counters, where others have counters.
-
-        They were started again, or their recorders were off: it proves nothing against them.
-        """
+        """Ranks whose dumps have neither calls nor counters, where others have counters: started
+        again, or their recorders were off.  It proves nothing against them."""
         if not any(dump.status for dump in self.dumps.values()):
             return []
         return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]

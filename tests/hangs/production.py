@@ -337,10 +337,18 @@ def unbatched(rank):
 
     def change(values):
         value = values[rank]
+        left, inside = [], []
         for entry in value["entries"]:
             for side in ("input_sizes", "output_sizes"):
                 entry[side] = [[1024] if size == [1000] else size for size in entry[side]]
-        value["entries"] = [e for e in value["entries"] if e["profiling_name"] != "nccl:coalesced"]
+            if entry["profiling_name"] == "nccl:coalesced":
+                for place, message in enumerate(inside):  # by itself each has a state of its own
+                    message |= {k: entry[k] for k in ("state", "retired")}
+                    message["p2p_seq_id"] = 2 * message["p2p_seq_id"] + place
+                left += inside
+            inside = [*inside, entry] if entry["is_p2p"] else []
+            left += [] if entry["is_p2p"] else [entry]
+        value["entries"] = left
 
     return change
 
