@@ -13,10 +13,10 @@ from functools import cached_property
 
 from megatron_prism.flight_dump import DumpSet, Entry, Group
 from megatron_prism.selectors import format_ranks
+from megatron_prism.stages import stages
 
 __all__ = ["State", "call_text"]
 
-_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
 
@@ -60,13 +60,14 @@ class State:
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
+        for dump in self.dumps.values():  # of such counters one is a message's
+            self.pairs |= {n for n, s in dump.status.items() if s.completed > s.enqueued >= 0}
         for rank, dump in self.dumps.items():
             self._count(rank)
             self.outstanding[rank] = self._pending(rank, dump.entries)
         members = {r for g in self.groups.values() for r in g.ranks}
         self.missing = sorted(members - set(self.dumps))
-        self.role = {r: i for g in self.groups.values() if g.desc == _PIPELINE
-                     for i, r in enumerate(g.ranks)}  # fmt: skip
+        self.role = stages(self.groups, self.pairs)
         self.siblings: dict[int, list[int]] = defaultdict(list)
         for rank in self.dumps:
             self.siblings[self.role.get(rank, 0)].append(rank)
