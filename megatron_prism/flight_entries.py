@@ -83,20 +83,20 @@ def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
     if not ends and not any(entry.pair and not entry.done for entry in entries):
         return entries
-    made, closed = list(entries), set(ends)
+    made, closed, cut = list(entries), set(ends), 0
     for end in ends:
         state, done = made[end].state, made[end].done
-        first = made[end - 1] if end else made[end]
+        first, at = made[end - 1] if end else made[end], end
         if first.group != made[end].group or not first.pair and first.seq != made[end].seq:
             continue  # before torch 2.7 what is inside a batch of collectives has no record
-        for at in range(end - 1, -1, -1):
-            entry = made[at]
-            if entry.op == "coalesced" or entry.launch != first.launch:
-                break
+        while at and made[at - 1].op != "coalesced" and made[at - 1].launch == first.launch:
+            at -= 1
             closed.add(at)
-            made[at] = entry._replace(state=state, done=done)
+            made[at] = made[at]._replace(state=state, done=done)
+        if not at and done and made[0].record > 0:
+            cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
     if any(entry.done for entry in made):
-        return tuple(made)
+        return tuple(made[cut:])
     # only what is outstanding: batches that ended are left without the record that says so
     issued = Counter(e.launch for at, e in enumerate(made) if at not in closed)
     batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}

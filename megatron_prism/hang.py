@@ -165,7 +165,7 @@ class _Judge:
         calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
         came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
                 if r in state.dumps and state.arrived(r, e)}  # fmt: skip
-        if not came or len(idle) <= len(came) or 2 * len(idle) <= len(state.dumps):
+        if not came or len(idle) <= 2 * len(came) or 2 * len(idle) <= len(state.dumps):
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")

@@ -243,6 +243,16 @@ def ring(length):
     return change
 
 
+def rings(*lengths):
+    """The same, of ranks that keep different numbers of calls."""
+
+    def change(values):
+        for rank, value in values.items():
+            value["entries"] = value["entries"][-lengths[rank % len(lengths)] :]
+
+    return change
+
+
 def of_an_earlier_moment(rank, calls):
     """The dump of ``rank`` was asked for by hand before the others': it ends ``calls`` earlier."""
 
@@ -347,7 +357,7 @@ def called(words):
 
 def of_a_larger_job(values):
     """Ranks 16 to 31 of an earlier job of 32 lie in the folder."""
-    state = quiescence.run(line(32), {20: Fault(host=3)})
+    state = quiescence.run(dynamic(), {20: Fault(host=9)})
     values |= {r: v for r, v in flight_export.dumps_of(state, active_only=True) if r > 15}
 
 
@@ -540,11 +550,17 @@ CASES = (
          files=started_again(4)),
     case("entries empty", "counters only", GIL, {10}, "host stuck", files=no_entries),
     case("a short ring", "TORCH_FR_BUFFER_SIZE=20", GIL, {10}, "host stuck", files=ring(20)),
+    case("rings that begin within a batch", "the rest of one was like no sibling's; 9 and 15 were "
+         "named", without_calls(4, "1", "recv", PP, -1), {4}, ("mismatch", "order", "undetermined",
+         "deadlock"), files=rings(40, 2000, 70), at_most=True, exit=(1, 3)),
+    case("a stage skips a barrier, a dump is lost", "7 who came are not a few beside 8", both(*(
+         without(r, "save") for r in range(8))), range(8), "host stuck", EVERYBODY, "barrier",
+         files=lost(15)),
     case("JSON only, outstanding only", "HTTP handler", GIL, {10}, "host stuck", as_json=True,
          how=ACTIVE),
     *(case(f"version {v}", "old torch", GIL, {10}, "host stuck", files=of_version(v))
       for v in ("2.1", "2.2", "2.4", "2.7", "2.9", "2.10")),
-    case("a larger job's files", "ranks 16 to 31 of another attempt; one of them was named", GIL,
+    case("a larger job's files", "ranks 16 to 31 of another attempt", GIL,
          (), "undetermined", files=of_a_larger_job, exit=(3,)),
     case("all aborted but the culprit and a victim", "the victim was named", GIL, {10},
          ("host stuck", "undetermined"), files=aborted_but(9, 10), at_most=True, exit=(1, 3)),
