@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_prism import quiescence
 from megatron_prism.classes import memberships
@@ -64,8 +64,7 @@ class _Explainer:
         self.counts = self._relative(state.enqueued)
         self.plans: dict[int, object] = {}  # of the programs as they are, made once
         self.healthy = quiescence.run(programs, None, self.plans).finished
-        self.calls = [[(i, self._key(op)) for i, op in enumerate(p) if op.group]
-                      for p in programs.programs]  # fmt: skip
+        self.calls = [self._calls_of(p) for p in programs.programs]
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
         tried, fits = 0, list[_Hypothesis]()
@@ -130,15 +129,20 @@ class _Explainer:
         after = quiescence.run(programs, faults, self.plans)
         calls = self.calls
         if why.ops is not None:
-            new = [(i, self._key(op)) for i, op in enumerate(why.ops) if op.group]
-            calls = [*self.calls, new]
+            calls = [*self.calls, self._calls_of(why.ops)]
         for rank, wanted in self.wanted.items():
             mine, done = calls[int(programs.program_of[rank])], after.done[rank]
-            left = [k for i, k in mine if i < after.issued[rank] and not done[i]
+            waits = {b for i, b, _ in mine if i < after.issued[rank] and not done[i]}
+            left = [k for i, b, k in mine if i < after.issued[rank] and b in waits
                     and len(self.groups[str(k[0])].group(rank)) > 1]  # fmt: skip
             if left != wanted:
                 return False
         return self._relative(self._issued(after)) == self.counts
+
+    def _calls_of(self, ops: Iterable[Op]) -> list[tuple[int, int, tuple[object, ...]]]:
+        """(index, its batch, what is called); what is issued in one ends in one."""
+        return [(i, op.batch if op.batch >= 0 else -1 - i, self._key(op))
+                for i, op in enumerate(ops) if op.group]  # fmt: skip
 
     def _key(self, op: Op) -> tuple[object, ...]:
         if op.name not in ("send", "recv"):

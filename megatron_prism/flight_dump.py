@@ -60,6 +60,11 @@ class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four t
         """Whether it is a send or a receive."""
         return self.to >= 0
 
+    @property
+    def launch(self) -> tuple[str, bool, int]:
+        """What all that is issued in one batch has in common."""
+        return self.group, self.pair, self.seq
+
 
 @dataclass(frozen=True, slots=True)
 class Dump:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import operator
 import re
+from collections import Counter
 from typing import Any
 
 from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Entry
 
-__all__ = ["entries_of", "integer", "typed"]
+__all__ = ["entries_of", "integer", "of_batches", "typed"]
 
 _NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
 _NAMES |= {method: row.name for row in TABLE for method in row.methods}
@@ -71,6 +72,37 @@ def _columns(raw: list[dict[Any, Any]]) -> tuple[Entry, ...]:
         record=record, created_ns=created, timeout_ms=timeout, calls=calls, seq=seq
     )
     return tuple(map(Entry._make, zip(*said, strict=True)))
+
+
+def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """With the state of its batch for what was issued in one (``batch_isend_irecv``, coalesced).
+
+    torch never updates these records themselves: they stay "scheduled" for good, also among the
+    outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
+    """
+    ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
+    if not ends and not any(entry.pair and not entry.done for entry in entries):
+        return entries
+    made, closed, cut = list(entries), set(ends), 0
+    for end in ends:
+        state, done = made[end].state, made[end].done
+        first, at = made[end - 1] if end else made[end], end
+        if first.group != made[end].group or not first.pair and first.seq != made[end].seq:
+            continue  # before torch 2.7 what is inside a batch of collectives has no record
+        while at and made[at - 1].op != "coalesced" and made[at - 1].launch == first.launch:
+            at -= 1
+            closed.add(at)
+            made[at] = made[at]._replace(state=state, done=done)
+        if not at and done and made[0].record > 0:
+            cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
+    if any(entry.done for entry in made):
+        return tuple(made[cut:])
+    # only what is outstanding: batches that ended are left without the record that says so
+    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed)
+    batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
+    batched |= {made[at].group for at in closed if made[at].pair}
+    return tuple(e for at, e in enumerate(made) if at in closed or (
+        issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
 
 
 def typed(value: Any, kind: type, what: str) -> Any:

@@ -227,6 +227,8 @@ class _Writer:
             launched.add(op.batch)
         done, started = self._progress(index)
         self._account(op, counts[op.group], done, started)
+        if op.batch >= 0:  # torch only updates the record that closes the batch
+            done = started = False
         return self._alike(op, index) | {
             "record_id": record,
             "pg_id": self.ids[op.group],

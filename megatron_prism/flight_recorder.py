@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Group, Status
-from megatron_prism.flight_entries import entries_of, integer, typed
+from megatron_prism.flight_entries import entries_of, integer, of_batches, typed
 from megatron_prism.guards import bounded_memory, no_collector
 
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
@@ -214,6 +214,7 @@ def of_value(value: Any, rank: int) -> Dump:
         notes.append("calls of groups that were aborted and made again are left out")
     if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
         entries = tuple(sorted(entries, key=lambda e: e.record))
+    entries = of_batches(entries)
     names = _names_of_ids(status, groups, raw)
     if status and len(names) < len(status):
         notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
@@ -263,13 +264,14 @@ def _aborted_ids(raw: list[dict[Any, Any]], status: Mapping[str, Status], groups
     for number, name in named:
         newest[name] = max(number, newest.get(name, number))
     old = [number for number, name in named if number < newest[name]]
-    if old:  # ids count up: those of groups without an entry are as old
-        last = max(old)
-        return {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
     ids = sorted((i for i in status if i.isdecimal()), key=int)
     # one group and another that was made later, which pg_config lacks, look the same
     again = groups > 1 and len(ids) == len(status) > groups and len(ids) % groups == 0
-    return set(ids[:-groups]) if again else set()
+    dead = set(ids[:-groups]) if again else set()
+    if old:  # ids count up: those of groups without an entry are as old
+        last = max(old)
+        dead |= {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
+    return dead
 
 
 def _names_of_ids(

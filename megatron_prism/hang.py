@@ -102,7 +102,12 @@ class _Judge:
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
     def _stuck(self) -> list[Blamed]:
         found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
-        found = {b.rank: b for b in self._gone(bool(found))} | found
+        gone = {b.rank: b for b in self._gone(bool(found))}
+        idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
+        if waits := sources.with_the_dead(self.state, idle, gone):
+            self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
+                                 f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
+        found = gone | {r: b for r, b in found.items() if r not in waits}
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
     def _devices(self) -> Iterable[Blamed]:
@@ -160,7 +165,7 @@ class _Judge:
         calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
         came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
                 if r in state.dumps and state.arrived(r, e)}  # fmt: skip
-        if not came or len(idle) <= len(came) or 2 * len(idle) <= len(state.dumps):
+        if not came or len(idle) <= 2 * len(came) or 2 * len(idle) <= len(state.dumps):
             return []
         for rank, entry in came.items():
             self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
@@ -200,15 +205,11 @@ class _Judge:
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
-        heads = {r: e for r in self.state.outstanding if (e := self.state.head(r))}
-        idle = [r for r, e in heads.items() if e.state == "scheduled"]
-        if not idle or 2 * len(idle) >= len(heads):
-            return []
-        for rank in idle:
-            self._note(
-                heads[rank], f"the device of rank {rank} never started {call_text(heads[rank])}"
-            )
-        return [Blamed(r, "device stuck", f"never started {call_text(heads[r])}") for r in idle]
+        found = sources.never_started(self.state)
+        for rank, entry in found.items():
+            self._note(entry, f"the device of rank {rank} never started {call_text(entry)}")
+        return [Blamed(r, "device stuck", f"never started {call_text(e)}")
+                for r, e in found.items()]  # fmt: skip
 
     def _nobody(self, odds: list[Odd]) -> Diagnosis:
         self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]

@@ -124,6 +124,7 @@ def _aborted(state: State) -> dict[int, str]:
                   and state.enqueued.get((name, r), -1) < seq]  # fmt: skip
         through = ended and not any(state.outstanding[r] for r in ended)
         sure = absent or len(wait) >= max(2, len(ended))
+        sure = sure or not any(c for r, c in state.outstanding.items() if r not in wait)
         if len(wait) > max(1, len(ended)) or (wait and through and sure):
             text = (f"{op} #{seq} of {group.desc} ended on it, and ranks {format_ranks(wait)} "
                     "still wait in it: written after its communicators were aborted, or left by "
@@ -139,12 +140,13 @@ def _strangers(found: DumpSet) -> str:
              for name, count in found.listed.items() if len(count) > 1}  # fmt: skip
     if not usual:
         return ""
+    usual_ranks = {name: set(group.ranks) for name, group in usual.items()}
     odd = {
         rank: name
         for rank, dump in found.dumps.items()
         for name, group in dump.groups.items()
         if name in usual and len(group.ranks) > 1 and group.ranks != usual[name].ranks
-        and rank in usual[name].ranks
+        and not usual_ranks[name].isdisjoint(group.ranks)
     }  # fmt: skip
     if len(odd) < 2:
         return ""

@@ -13,10 +13,10 @@ from functools import cached_property
 
 from megatron_prism.flight_dump import DumpSet, Entry, Group
 from megatron_prism.selectors import format_ranks
+from megatron_prism.stages import stages
 
 __all__ = ["State", "call_text"]
 
-_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
 
@@ -60,13 +60,14 @@ class State:
         self._collect_groups(found.listed)
         self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
         self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
+        for dump in self.dumps.values():  # of such counters one is a message's
+            self.pairs |= {n for n, s in dump.status.items() if s.completed > s.enqueued >= 0}
         for rank, dump in self.dumps.items():
             self._count(rank)
             self.outstanding[rank] = self._pending(rank, dump.entries)
         members = {r for g in self.groups.values() for r in g.ranks}
         self.missing = sorted(members - set(self.dumps))
-        self.role = {r: i for g in self.groups.values() if g.desc == _PIPELINE
-                     for i, r in enumerate(g.ranks)}  # fmt: skip
+        self.role = stages(self.groups, self.pairs)
         self.siblings: dict[int, list[int]] = defaultdict(list)
         for rank in self.dumps:
             self.siblings[self.role.get(rank, 0)].append(rank)
@@ -210,17 +211,26 @@ class State:
         if head is None:
             return "", []
         if head.pair:
-            peer = self.other(rank, head)
-            mate = self.mate(rank, head)
-            if mate is None:
-                return "has not posted its side", [peer]
-            first = self.head(peer)
-            behind = first is not None and first.record < mate.record
-            return ("has it queued behind another call", [peer]) if behind else ("", [])
+            return self._unanswered(rank, head)
         key = (head.group, head.seq)  # all who stand there wait for the same ranks
         if key not in self._waited:
             self._waited[key] = self._absent(head)
         return self._waited[key]
+
+    def _unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
+        """Who keeps a message waiting, or one of those issued with it: they end together."""
+        lacking, behind = dict[int, None](), dict[int, None]()
+        for entry in self.outstanding[rank]:
+            if entry.launch == head.launch:
+                peer = self.other(rank, entry)
+                mate, first = self.mate(rank, entry), self.head(peer)
+                if mate is None:
+                    lacking[peer] = None
+                elif first and first.record < mate.record and first.launch != mate.launch:
+                    behind[peer] = None
+        if lacking:
+            return "has not posted its side", list(lacking)
+        return ("has it queued behind another call" if behind else ""), list(behind)
 
     def _absent(self, head: Entry) -> tuple[str, tuple[int, ...]]:
         ranks = self.groups[head.group].ranks
@@ -259,10 +269,8 @@ class State:
         return best
 
     def mute(self) -> list[int]:
-        """Ranks whose dumps have neither calls nor counters, where others have counters.
-
-        They were started again, or their recorders were off: it proves nothing against them.
-        """
+        """Ranks whose dumps have neither calls nor counters, where others have counters: started
+        again, or their recorders were off.  It proves nothing against them."""
         if not any(dump.status for dump in self.dumps.values()):
             return []
         return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]

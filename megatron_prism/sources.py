@@ -13,7 +13,8 @@ from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["few", "gone", "outrun", "passed_over", "together", "unposted"]
+__all__ = ["few", "gone", "never_started", "outrun", "passed_over", "together", "unposted",
+           "with_the_dead"]  # fmt: skip
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -77,6 +78,16 @@ def together(state: State, idle: Collection[int]) -> str:
             "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
 
 
+def with_the_dead(state: State, idle: Collection[int], dead: Collection[int]) -> set[int]:
+    """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
+    which nobody else is.  One death explains them, and they need no fault of their own."""
+    whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
+    reached = set(dead)
+    while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
+        reached.update(*more)
+    return reached & set(idle)
+
+
 def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
     """Whether others have a group of this description and some of ``idle`` do not have it yet."""
     has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
@@ -91,7 +102,9 @@ def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
 
 
 def outrun(state: State, rank: int) -> bool:
-    """Whether siblings, with all that ``rank`` waits for outstanding too, issued more."""
+    """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
+    others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
+    late = {state.groups[name].desc for name, other in state.lates if other == rank}
     mine, counts = state.opened(rank), state.counts(rank)
     passed = level = 0
     for other in state.siblings[state.role.get(rank, 0)]:
@@ -99,7 +112,7 @@ def outrun(state: State, rank: int) -> bool:
         common = counts.keys() & theirs.keys()
         level += all(theirs[k] == counts[k] for k in common)
         if mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common):
-            passed += any(theirs[k] > counts[k] for k in common)
+            passed += any(theirs[k] > counts[k] for k in common & late)
     return passed >= max(1, level)
 
 
@@ -128,6 +141,13 @@ def _passed(state: State, rank: int, desc: str) -> bool:
             later = any((e.desc, e.seq) in made for e in theirs[at:] if not e.pair)
             yes, no = yes + later, no + (not later)
     return yes > 0 == no
+
+
+def never_started(state: State) -> dict[int, Entry]:
+    """Less than half of the ranks, whose devices never started their oldest call -> that call."""
+    heads = {r: e for r in state.outstanding if (e := state.head(r))}
+    idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
+    return idle if 2 * len(idle) < len(heads) else {}
 
 
 def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:

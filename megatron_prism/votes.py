@@ -66,8 +66,7 @@ def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
             return Odd(kind, first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
-    texts = {odd[0]: _text(calls[odd[0]])}
-    text = f"{_differ(texts)}, {count} others {_text(model)}"
+    text = f"{_differ({odd[0]: _text(calls[odd[0]])})}, {count} others {_text(model)}"
     return Odd(_kind(signatures[odd[0]], usual), model[0], odd, tuple(calls), text)
 
 
@@ -209,7 +208,8 @@ class Conflict:
 def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.
 
-    (rank -> with how many siblings it is at odds, what about); empty if that is no single choice.
+    (rank -> with how many siblings it is at odds, what about); empty if there are several choices,
+    or it is more than a third of the siblings: then they have two programs, and neither is odd.
     """
     odd: dict[int, int] = {}
     about: Conflict | None = None
@@ -228,6 +228,7 @@ def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
                     at_odds[a].add(b)
                     at_odds[b].add(a)
                     about = about or what
+        alone: dict[int, int] = {}
         while any(at_odds.values()):
             score = {r: sum(weight[x] for x in s) / weight[r] for r, s in at_odds.items() if s}
             best = max(score.values())
@@ -235,9 +236,12 @@ def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
             if len(worst) > 1:
                 return {}, about
             group = next(g for g in kinds.values() if g[0] == worst[0])
-            odd |= dict.fromkeys(group, int(best * len(group)))
+            alone |= dict.fromkeys(group, int(best * len(group)))
             for other in at_odds.pop(worst[0]):
                 at_odds[other].discard(worst[0])
+        odd |= alone
+        if 3 * len(alone) > len(ranks):
+            return {}, about
     return odd, about
 
 
@@ -256,10 +260,8 @@ def _issued(state: State, rank: int) -> _Issued:
     for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
         order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
         if e.pair:
-            messages[e.desc, e.seq] = (
-                *messages.get((e.desc, e.seq), ()),
-                (e.op, state.step(rank, e)),
-            )
+            one = (e.op, state.step(rank, e))
+            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), one)
     counts = {
         state.groups[name].desc: state.enqueued[name, rank]
         for name in state.groups_of[rank]

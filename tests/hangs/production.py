@@ -243,6 +243,16 @@ def ring(length):
     return change
 
 
+def rings(*lengths):
+    """The same, of ranks that keep different numbers of calls."""
+
+    def change(values):
+        for rank, value in values.items():
+            value["entries"] = value["entries"][-lengths[rank % len(lengths)] :]
+
+    return change
+
+
 def of_an_earlier_moment(rank, calls):
     """The dump of ``rank`` was asked for by hand before the others': it ends ``calls`` earlier."""
 
@@ -331,16 +341,57 @@ def started_again(rank):
     return change
 
 
+def called(words):
+    """The groups have other descriptions: a device mesh's, or none."""
+
+    def change(values):
+        for value in values.values():
+            for config in value["pg_config"].values():
+                config["desc"] = words.get(config["desc"], config["desc"])
+            for entry in value["entries"]:
+                name, desc = entry["process_group"]
+                entry["process_group"] = (name, words.get(desc, desc))
+
+    return change
+
+
+def of_a_larger_job(values):
+    """Ranks 16 to 31 of an earlier job of 32 lie in the folder."""
+    state = quiescence.run(dynamic(), {20: Fault(host=9)})
+    values |= {r: v for r, v in flight_export.dumps_of(state, active_only=True) if r > 15}
+
+
+def aborted_but(*ranks):
+    """All others were written down when their watchdogs had aborted what was outstanding."""
+
+    def change(values):
+        for rank in values.keys() - set(ranks):
+            entries = values[rank]["entries"]
+            values[rank]["entries"] = [e | {"retired": True} for e in entries]
+            for status in values[rank]["pg_status"].values():
+                status["last_completed_collective"] = status["last_enqueued_collective"]
+
+    return change
+
+
 def unbatched(rank):
     """Rank posts its messages one by one where the others post them as a batch; the fault that
     stopped the world at one of them (1000 elements) is taken back."""
 
     def change(values):
         value = values[rank]
+        left, inside = [], []
         for entry in value["entries"]:
             for side in ("input_sizes", "output_sizes"):
                 entry[side] = [[1024] if size == [1000] else size for size in entry[side]]
-        value["entries"] = [e for e in value["entries"] if e["profiling_name"] != "nccl:coalesced"]
+            if entry["profiling_name"] == "nccl:coalesced":
+                for place, message in enumerate(inside):  # by itself each has a state of its own
+                    message |= {k: entry[k] for k in ("state", "retired")}
+                    message["p2p_seq_id"] = 2 * message["p2p_seq_id"] + place
+                left += inside
+            inside = [*inside, entry] if entry["is_p2p"] else []
+            left += [] if entry["is_p2p"] else [entry]
+        value["entries"] = left
 
     return change
 
@@ -437,6 +488,16 @@ CASES = (
     case("a stage skips a barrier", "rank-dependent branch after a save", both(*(
          without(r, "save") for r in range(8))), range(8), ("host stuck", "mismatch"), EVERYBODY,
          "barrier"),
+    case("inversion in a mesh's pipeline", "not Megatron's words: 8 innocents were named", swapped(
+         5, "2", ("reduce_scatter", DP, 0), ("all_to_all", EP, 23)), {5}, "order", DP,
+         files=called({PP: "mesh_pp"})),
+    case("a receive lost in a mesh's pipeline", "stages were compared with one another",
+         without_calls(12, "2", "recv", PP, 1), {12}, ("mismatch", "order"), "mesh_pp",
+         files=called({PP: "mesh_pp"})),
+    case("a send lost where nothing is described", "stages are known by their messages",
+         without_calls(6, "2", "send", PP, 2), {6}, ("mismatch", "order", "undetermined",
+         "deadlock"), world="interleaved", files=called(dict.fromkeys((PP, DP, TP, NORM,
+         "EMBEDDING_GROUP"), "undefined")), at_most=True, exit=(1, 3)),
     case("half of the replicas have a microbatch more", "nobody can tell which half is right", both(
          *(microbatch_more(r) for r in range(4))), (), ("deadlock", "undetermined"),
          exit=(1, 3)),
@@ -461,6 +522,18 @@ CASES = (
     case("receives before it sends", "no replica, no majority: only its program can tell",
          swapped(2, "3", ("send", PP, 1), ("recv", PP, 2)), (), "undetermined", PP,
          world="line", exit=(3,)),
+    case("killed while a stage waits for it outside NCCL", "gloo; its stage was named with it",
+         both(stands(8, 9, 10, 11, 13, 14, 15, part="3", at=0), stands(
+             12, part="3", at=0, silent=True)), {12}, "missing dump", PP, "send"),
+    case("killed while its replicas save with it", "they wait for nobody in NCCL", both(
+         stands(0, 2, 4, part="3", at=0), stands(6, part="3", at=0, silent=True)), {6},
+         "missing dump", TP),
+    case("two stuck and one killed", "no group of theirs is whole without others", both(
+         stands(2, 7, part="3", at=40), stands(12, part="3", at=60, silent=True)), {2, 7, 12},
+         ("host stuck", "missing dump")),
+    case("messages on the default group", "its counters count messages, too", stands(
+         6, part="save", at=0), {6}, "host stuck", EVERYBODY, "barrier", world="default",
+         how={"active_only": True, "stacks": False}),
     # files
     case("dumps of one moment, one earlier", "kill -USR to one rank before", GIL, {10},
          "host stuck", files=of_an_earlier_moment(9, 30)),
@@ -477,10 +550,20 @@ CASES = (
          files=started_again(4)),
     case("entries empty", "counters only", GIL, {10}, "host stuck", files=no_entries),
     case("a short ring", "TORCH_FR_BUFFER_SIZE=20", GIL, {10}, "host stuck", files=ring(20)),
+    case("rings that begin within a batch", "the rest of one was like no sibling's; 9 and 15 were "
+         "named", without_calls(4, "1", "recv", PP, -1), {4}, ("mismatch", "order", "undetermined",
+         "deadlock"), files=rings(40, 2000, 70), at_most=True, exit=(1, 3)),
+    case("a stage skips a barrier, a dump is lost", "7 who came are not a few beside 8", both(*(
+         without(r, "save") for r in range(8))), range(8), "host stuck", EVERYBODY, "barrier",
+         files=lost(15)),
     case("JSON only, outstanding only", "HTTP handler", GIL, {10}, "host stuck", as_json=True,
          how=ACTIVE),
     *(case(f"version {v}", "old torch", GIL, {10}, "host stuck", files=of_version(v))
       for v in ("2.1", "2.2", "2.4", "2.7", "2.9", "2.10")),
+    case("a larger job's files", "ranks 16 to 31 of another attempt", GIL,
+         (), "undetermined", files=of_a_larger_job, exit=(3,)),
+    case("all aborted but the culprit and a victim", "the victim was named", GIL, {10},
+         ("host stuck", "undetermined"), files=aborted_but(9, 10), at_most=True, exit=(1, 3)),
     # nobody
     case("two dumps of an earlier moment", "", GIL, {10}, "host stuck", files=lambda values: [
          of_an_earlier_moment(r, 45)(values) for r in (4, 13)]),
@@ -500,6 +583,14 @@ CASES = (
     case("recorder off on two ranks beside a device", "nobody is known to be late", device_stops(
          6, part="3", at=30), (), "undetermined", world="interleaved", exit=(3,),
          files=recorder_off(4, 5)),
+    case("replicas with other numbers of microbatches", "two with fewer were named",
+         without_calls(13, "2", "all_reduce", NORM), {13}, ("mismatch", "order"),
+         world="dynamic"),
+    case("stuck among replicas of other sizes", "their counters differ anyway", stands(
+         13, part="2", at=9), {13}, "host stuck", world="dynamic"),
+    case("replicas of other sizes, a send lost", "their orders differ anyway", without_calls(
+         12, "2", "send", PP, 1), {12}, ("mismatch", "order", "deadlock", "undetermined"),
+         world="dynamic", at_most=True, exit=(1, 3)),
     case("healthy", "everything ended", nothing, (), "healthy", exit=(0,)),
     case("healthy, outstanding only", "everything ended", nothing, (), "healthy", how=ACTIVE,
          exit=(0,)),
@@ -534,8 +625,32 @@ def line(stages):
 
 
 @functools.cache
+def dynamic():
+    """Four replicas of a pipeline with tensor parallelism, of 4, 3, 4 and 2 microbatches."""
+    text = "prism-program 1\nworld size=32 tp=2 pp=4\n"
+    for rank in range(32):
+        text += f"program ranks={rank}\n"
+        stage, replica = rank // 8, rank % 8 // 2
+        for way in (1, -1):
+            begins, ends = (stage == 0, stage == 3)[::way]
+            for mb in range((4, 3, 4, 2)[replica]):
+                label = f"{mb}{'F' if way == 1 else 'B'}"
+                text += "" if begins else f"- recv {PP} bf16 out=64 peer={-way}\n"
+                text += "" if begins else "- host_wait note=device\n"
+                text += f"{label} all_gather {TP} bf16 in=32 out=64\n{label} compute ns=1\n"
+                text += f"{label} reduce_scatter {TP} bf16 in=64 out=32 reduce=sum\n"
+                text += "" if ends else f"- send {PP} bf16 in=64 peer={way}\n"
+        text += f"O reduce_scatter {DP} fp32 in=64 out=16 reduce=sum\n"
+        text += f"O all_reduce {NORM} fp32 n=1 reduce=sum\n- host_wait note=device\n"
+        text += f"O all_gather {DP} fp32 in=16 out=64\n"
+    return parse(text, "dynamic")
+
+
+@functools.cache
 def standstill(fault, name):
-    it = _line_job() if name == "line" else job(name)
+    bases = {"line": lambda: line(4), "dynamic": dynamic}
+    it = _plain_job(bases[name]()) if name in bases else (
+        _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too
     return quiescence.run(it.programs(), faults)
 
@@ -555,10 +670,18 @@ def dumps(one, place):
     return state
 
 
-def _line_job():
-    base = line(4)
+def _on_default():
+    """The interleaved job, with its messages on the default group."""
+    it = job("interleaved")
+    for ops in (ops for parts in it.parts.values() for _, ops in parts):
+        ops[:] = [dataclasses.replace(op, group=EVERYBODY, peer=4 * op.peer)
+                  if op.name in ("send", "recv") else op for op in ops]  # fmt: skip
+    return it
+
+
+def _plain_job(base):
     parts = {}
-    for rank in range(4):
+    for rank in range(base.world.size):
         ops = list(base.of(rank))
         parts[rank] = [(n, list(ops)) for n in ("1", "2", "3")]
     return Job(base, parts)

@@ -24,7 +24,7 @@ def test_what_dumps_of_production_say(one, tmp_path, capsys):
     assert production.judge(one, code, found) == "", found
 
 
-@pytest.mark.parametrize("name", ["moe", "interleaved", "line"])
+@pytest.mark.parametrize("name", ["moe", "interleaved", "line", "dynamic"])
 def test_the_same_job_without_a_fault_is_clean(name, tmp_path, capsys):
     """Evaluations and checkpoints among its iterations: ends, and is healthy."""
     control = next(c for c in CASES if c.name == "healthy")

@@ -18,6 +18,7 @@ from production import ACTIVE, DP, EP, stands
 from megatron_prism import cli, flight_export, flight_recorder, hang, quiescence
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.ops import Op
+from megatron_prism.program_parse import parse
 
 FULL = {"active_only": False, "stacks": True}
 GIL = stands(10, part="3", at=40)
@@ -276,3 +277,32 @@ def test_a_group_that_was_made_later_is_no_restart():
     found = flight_recorder.of_value(value, 8)
     assert len(found.entries) == 1
     assert not [note for note in found.notes if "made again" in note]
+
+
+# -- batches --------------------------------------------------------------------------------------
+@HOWS
+def test_what_is_issued_in_a_batch_stays_scheduled_for_good(how):
+    """pytorch issue 137969.  A healthy job waited in its first message, and a host that stood still
+    had skipped a call."""
+    made = values(GIL, how)
+    inside = [e for e in made[8]["entries"] if e["is_p2p"] and e["input_sizes"] + e["output_sizes"]]
+    assert len(inside) > 8, "what ended long ago is there too, also among the outstanding"
+    assert {(e["state"], e["retired"]) for e in inside} == {("scheduled", False)}
+    dump = flight_recorder.of_value(made[8], 8)
+    assert {e.seq for e in dump.entries if e.pair and not e.done} == {8}, "it waits in the last"
+    assert judged(made)[0] == {10}
+
+
+def test_a_batch_waits_for_all_that_is_in_it():
+    """In a ring who sends has been answered, and waits for what it receives: the state of both is
+    that of the batch, so the message that is not there tells whom it waits for."""
+    ring = "prism-program 1\nworld size=4 cp=4\n"
+    step = "- send CONTEXT_PARALLEL_GROUP bf16 in=8 peer=1 batch={0}\n"
+    step += "- recv CONTEXT_PARALLEL_GROUP bf16 out=8 peer=-1 batch={0}\n- host_wait note=device\n"
+    for rank in range(4):
+        ring += f"program ranks={rank}\n" + "".join(step.format(i) for i in range(4))
+    state = quiescence.run(parse(ring, "ring"), {2: quiescence.Fault(host=3)})
+    named, found = judged(dict(flight_export.dumps_of(state)))
+    assert (named, found.verdict) == ({2}, "host stuck")
+    waits = {row.rank: row.waits_for for row in found.victims}
+    assert waits[3] == (2,)
