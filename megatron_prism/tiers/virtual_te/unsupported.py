@@ -14,19 +14,19 @@ from megatron_prism.errors import UnsupportedError
 __all__ = ["Lazy", "absent_class", "absent_function", "refuse"]
 
 
-def refuse(
-    what: str,
-    fix: str = "leave that option out, or use --prism-tier cuda with the real Transformer Engine",
-) -> NoReturn:
+_FIX = "leave that option out, or use --prism-tier cuda with the real Transformer Engine"
+
+
+def refuse(what: str, fix: str = _FIX) -> NoReturn:
     """Raise UnsupportedError that names ``what``."""
     raise UnsupportedError(f"the virtual Transformer Engine has no {what}", fix=fix)
 
 
-def absent_function(name: str) -> Any:
+def absent_function(name: str, fix: str = _FIX) -> Any:
     """A function that refuses to run."""
 
     def absent(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name)
+        refuse(name, fix)
 
     absent.__name__ = absent.__qualname__ = name.rpartition(".")[2]
     return absent
