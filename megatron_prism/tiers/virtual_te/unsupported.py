@@ -32,11 +32,11 @@ def absent_function(name: str, fix: str = _FIX) -> Any:
     return absent
 
 
-def absent_class(name: str, *bases: type) -> type:
+def absent_class(name: str, *bases: type, fix: str = _FIX) -> type:
     """A class that isinstance() and annotations can name, and that refuses to be made."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name)
+        refuse(name, fix)
 
     return type(name.rpartition(".")[2], bases, {"__new__": new})
 
@@ -47,6 +47,7 @@ class Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        made = absent_class(f"{self.__name__}.{name}")
+        fix = "leave --use-transformer-engine-op-fuser out"  # Megatron's only use of such a module
+        made = absent_class(f"{self.__name__}.{name}", fix=fix)
         setattr(self, name, made)
         return made
