@@ -99,7 +99,9 @@ def _without_cuda(name: str, engine: bool, queues: str) -> Tier:
         from megatron_prism.tiers import virtual_te
 
         virtual_te.install()
-        stand_in.append("Transformer Engine: virtual, saves what the real one saves")
+        # with the version that it is taken for: Megatron refuses options by it
+        version = virtual_te.VERSION
+        stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
     stand_in += [weight_gradient.install(), masked_softmax.install()]
     if importlib.util.find_spec("triton") is None:
         _stub_triton()

@@ -47,7 +47,8 @@ class Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        fix = "leave --use-transformer-engine-op-fuser out"  # Megatron's only use of such a module
+        # Megatron's uses of te.pytorch.ops, the one module of this kind
+        fix = "leave --use-transformer-engine-op-fuser and --use-te-activation-func out"
         made = absent_class(f"{self.__name__}.{name}", fix=fix)
         setattr(self, name, made)
         return made
