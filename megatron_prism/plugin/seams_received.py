@@ -154,7 +154,7 @@ SEAMS: tuple[Seam, ...] = (
         "images-have-places",
         "megatron.core.models.multimodal.llava_model",
         "lengths of sequences are values, and shapes have none",
-        "core/models/multimodal/llava_model.py:590 @0.19.0",
+        "core/models/multimodal/llava_model.py:482 @0.19.0",
         _images_have_places,
     ),
     Seam(
