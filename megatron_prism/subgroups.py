@@ -2,7 +2,9 @@
 
 Several instances of the distributed optimizer and hierarchical context parallelism cut groups of
 ``FAMILIES`` into pieces, of which the sizes of the world say nothing: one piece, as a rank has it,
-says how all of them are cut.  In: a description and the ranks of one group.  Out: all of them.
+says how all of them are cut.  So does the embedding's group, which has the stages that the script
+says (with MTP layers in a stage of their own that one, too; pretrain_gpt.py:480 @core_v0.19.0).
+In: a description and the ranks of one group.  Out: all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ __all__ = ["subgroups"]
 
 _LEVEL = re.compile(r"HIERARCHICAL_(\w+?)(?:_GLOO)?_L\d+")
 _PARTIAL = "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"
+_EMBEDDINGS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
 _INSTANCE = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 
 
 def subgroups(world: World, name: str, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
     """All groups ``name``, one of which is ``ranks``; None where the sizes of the world already
     give them, or where they are cut in a way that is not known."""
-    own = np.asarray(ranks)
+    own = np.sort(ranks)  # so are torch's groups, whatever the order in which Megatron lists them
     try:
         if np.array_equal(of_family(world, name).group(int(own[0])), own):
             return None
@@ -38,6 +41,9 @@ def subgroups(world: World, name: str, ranks: Sequence[int]) -> tuple[tuple[int,
         rows = _rows(world, match[1])
     elif name.removesuffix("_GLOO") == _PARTIAL:
         rows = _rows(world, "DATA_PARALLEL_GROUP_WITH_CP")
+    elif name in _EMBEDDINGS:
+        stages = _rows(world, "PIPELINE_MODEL_PARALLEL_GROUP")
+        rows = stages[:, np.isin(stages, own).any(axis=0)]
     else:
         return None
     found = _cut(rows, own)
@@ -53,11 +59,10 @@ def _rows(world: World, name: str) -> np.ndarray:
 def _cut(rows: np.ndarray, own: np.ndarray) -> np.ndarray | None:
     """[groups, members] of all rows cut as the one that ``own`` is of: every so many places."""
     (row,) = rows[(rows == own[0]).any(axis=1)]
-    places = np.array([np.flatnonzero(row == rank)[0] for rank in own if rank in row])
-    size = len(own)
+    places, size = np.flatnonzero(np.isin(row, own)), len(own)
     step = int(places[1] - places[0]) if len(places) > 1 else 1
-    if len(places) < size or step < 1 or rows.shape[1] % (size * step):
+    if len(places) < size or rows.shape[1] % (size * step):
         return None
     blocks = rows.reshape(rows.shape[0], -1, size, step)
-    found = blocks.transpose(0, 1, 3, 2).reshape(-1, size)
+    found = np.sort(blocks.transpose(0, 1, 3, 2).reshape(-1, size), axis=1)
     return found if (found == own).all(axis=1).any() else None

@@ -72,3 +72,52 @@ def test_what_comes_is_what_the_peer_sends(layout, microbatches):
         back = [(chunks - 1 - c) * stages + after for c in order]
         returned = [long if place - 1 >= at else 1 for place in back if place > 0]
         assert lengths(layout, stages, stage, microbatches=microbatches)[1] == returned
+
+
+def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
+    """--mtp-standalone alone: Megatron asks for shapes, and they are those of one sequence."""
+    from megatron_prism.plugin import seams_pipeline
+
+    class Communicator:
+        config = SimpleNamespace(
+            mtp_standalone=True,
+            pipeline_model_parallel_layout=None,
+            context_parallel_size=1,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            hidden_size=8,
+        )
+
+        def _communicate_shapes(self, *asked):
+            return [0, 0, 0], [0, 0, 0]
+
+        def _communicate(self):
+            pass
+
+    settings = SimpleNamespace(seq_length=32, micro_batch_size=3)
+    monkeypatch.setattr(seams_pipeline, "_get_args", lambda: settings)
+    seams_pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), None)
+    assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
+
+
+@pytest.mark.parametrize(
+    ("local", "heads", "answer"), [((1,), True, True), ((1,), False, False), ((0, 1), True, False)]
+)
+def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, monkeypatch):
+    """Where all ranks are local they have said it themselves."""
+    import torch
+
+    from megatron_prism.plugin import seams_mtp
+    from megatron_prism.plugin.seams import Context
+
+    class Optimizer:
+        def has_grad_norm_group(self, group):
+            return False  # of the mirrored ranks
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    settings = SimpleNamespace(mtp_num_layers=1, mtp_detach_heads=heads)
+    monkeypatch.setattr(seams_mtp, "_get_args", lambda: settings)
+    context = Context(lambda: None, None, False, local, local[0])
+    seams_mtp._norm_of_heads(SimpleNamespace(MegatronOptimizer=Optimizer), context)
+    assert Optimizer().has_grad_norm_group("mtp") is answer
+    assert Optimizer().has_grad_norm_group("another") is False

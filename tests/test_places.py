@@ -80,3 +80,41 @@ def test_an_iteration_that_megatron_skips_is_counted(module):
     training.dummy_train_step("data")
     assert calls == [("dummy_train_step", "data")]
     assert here.proof.skipped == 1
+
+
+PLACES = {
+    "moe_routing_trace_path": "routes",
+    "logits_save_dir": "logits",
+    "dump_param_to_param_group_map": "map",
+}
+
+
+@pytest.mark.parametrize("local", [EMULATED, REAL])
+def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
+    """A trace of routing begins by emptying the file of its rank."""
+    names, calls = module
+    variables = names("set_global_variables")
+    seams_places._no_others(variables, context(local))
+    args = SimpleNamespace(world_size=4, save="own", **PLACES)
+    variables.set_global_variables(args)
+    assert calls == [("set_global_variables", args)]
+    assert args.save == "own"
+    left = {name: getattr(args, name) for name in PLACES}
+    said = capsys.readouterr().err
+    if local == REAL:
+        assert (left, said) == (PLACES, "")
+    else:
+        assert set(left.values()) == {None}
+        assert "--moe-routing-trace-path, --logits-save-dir" in said
+    variables.set_global_variables(SimpleNamespace(world_size=4))  # 0.16 has none of them
+    assert capsys.readouterr().err == ""
+
+
+def test_gpus_are_not_sniffed_where_there_are_none(module, capsys):
+    names, calls = module
+    test = names("run_gpu_sniff_test")
+    seams_places._no_sniffing(test, context(EMULATED))
+    for _ in range(2):
+        test.run_gpu_sniff_test("before training")
+    assert calls == []
+    assert capsys.readouterr().err.count("--gpu-sniff-test-interval") == 1

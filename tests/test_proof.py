@@ -82,6 +82,40 @@ def test_an_interval_that_ends_early_needs_one_step():
         run(Proof(), 0, exit_interval=1)
 
 
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        ({}, 500),
+        ({"iteration": 490}, 10),  # what a checkpoint leaves
+        ({"iteration": 500}, 0),
+        ({"exit_interval": 2}, 2),
+        ({"exit_interval": 600}, 500),
+        ({"exit_interval": 100, "iteration": 300}, 100),
+        ({"phase_transition_iterations": [20, 40], "iteration": 20}, 20),
+    ],
+)
+def test_the_steps_of_a_run_end_where_megatron_leaves(more, steps):
+    """--prism-capture, --prism-world and memory take their iterations by that number."""
+    assert (
+        Proof().asked(types.SimpleNamespace(**{"train_iters": 500, "iteration": 0, **more}))
+        == steps
+    )
+
+
+def test_a_phase_that_ends_is_no_failure():
+    proof = Proof()
+    with pytest.raises(SystemExit):
+        run(proof, 2, phase_transition_iterations=[2], end=0)
+    assert proof.expected == 2
+    assert proof.failure is None
+
+
+def test_a_job_that_left_before_its_first_step_is_asked_why():
+    with pytest.raises(NotTrainedError) as caught:  # --exit-on-missing-checkpoint
+        run(Proof(), 0, end=0)
+    assert "log above" in caught.value.fix
+
+
 def test_a_job_of_no_iterations_did_not_train():
     with pytest.raises(NotTrainedError, match="without a single train step"):
         run(Proof(), 0, wanted=0)

@@ -1,12 +1,15 @@
 """Received activations of known tokens: the same vector for the same token, and none alike."""
 
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from megatron_prism.errors import UnsupportedError  # noqa: E402
 from megatron_prism.plugin import seams_received  # noqa: E402
 from megatron_prism.plugin.seams_received import tokens_of  # noqa: E402
 from megatron_prism.virtual.token_vectors import COUNT, TokenVectors  # noqa: E402
@@ -162,3 +165,56 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
     world.recorder = None  # nobody listens
     iteration()
     assert now == [3 * 1007]
+
+
+BATCH = """
+import sys
+import torch
+from megatron_prism import tiers
+here = tiers.install(sys.argv[1])
+from megatron.core.tensor_parallel import data
+from megatron_prism.plugin import seams_received
+from megatron_prism.plugin.seams import Context
+from megatron_prism.virtual import session
+from megatron_prism.virtual.values import Values
+local = int(sys.argv[2])
+session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
+group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
+context = Context(lambda: None, None, here.name == "meta", (local,), local)
+seams_received._own_broadcasts(data, context)
+batch = {"image": torch.rand(2, 3, 4), "mask": torch.ones(2, 5)}
+found = data.broadcast_data(["image", "mask"], batch, torch.float32, tp_group=group)
+assert [tuple(t.shape) for t in found.values()] == [(2, 3, 4), (2, 5)]
+assert here.name == "meta" or all(torch.equal(found[key], batch[key]) for key in batch)
+assert found["image"].untyped_storage().nbytes() == 4 * (24 + 10)  # one buffer, as Megatron's
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("tier", "rank"), [("cpu", 1), ("meta", 0), ("meta", 1)])
+def test_a_batch_that_a_virtual_rank_would_send_is_what_was_read(tier, rank):
+    """As pretrain_vlm.py, pretrain_bert.py and pretrain_t5.py ask for theirs."""
+    pytest.importorskip("megatron.core")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BATCH, tier, str(rank)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_images_whose_places_are_values_are_refused_on_shapes(meta):
+    class LLaVAModel:
+        pass
+
+    module = SimpleNamespace(LLaVAModel=LLaVAModel)
+    seams_received._images_have_places(module, SimpleNamespace(meta=meta))
+    if not meta:
+        LLaVAModel()
+        return
+    with pytest.raises(UnsupportedError, match="tier meta has no values") as caught:
+        LLaVAModel()
+    assert caught.value.fix == "use --prism-tier cpu"

@@ -226,3 +226,11 @@ def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated,
     )
     stock_capture.disturbed()
     assert heard == [False]
+
+
+def test_a_job_that_ends_before_anything_is_recorded_is_told_so(tmp_path):
+    """--skip-train, or --exit-duration-in-mins: Megatron says in nothing how many steps that is."""
+    capture = StockCapture(options(tmp_path / "new"), TIER, {})
+    with pytest.raises(UsageError, match="nothing was recorded, the job ended after 2 train steps"):
+        capture.finish(SimpleNamespace(iterations=[1, 2]))
+    assert not (tmp_path / "new").exists()

@@ -25,7 +25,7 @@ def made(monkeypatch, size, rank, **sizes):
     found = {}
 
     def create_group(ranks=None, *args, group_desc=None, **kwargs):
-        found.setdefault(group_desc, []).append(tuple(map(int, ranks)))
+        found.setdefault(group_desc, []).append(tuple(sorted(map(int, ranks))))  # as torch does
         return object()
 
     monkeypatch.setattr(parallel_state, "create_group", create_group)
@@ -55,8 +55,11 @@ def made(monkeypatch, size, rank, **sizes):
             4,
         ),
         (World(64, tp=2, cp=8), {"hierarchical_context_parallel_sizes": [2, 4]}, 2),
+        # a tied embedding, and MTP layers in the last stage but one
+        (World(32, tp=2, pp=8), {"get_embedding_ranks": lambda pp: [pp[0], pp[-2], pp[-1]]}, 1),
+        (World(16, pp=4), {"get_embedding_ranks": lambda pp: [pp[0], pp[2]]}, 1),  # untied
     ],
-    ids=["instances", "instances of experts", "hierarchical"],
+    ids=["instances", "instances of experts", "hierarchical", "embedding and MTP", "untied"],
 )
 def test_one_group_tells_all(world, more, cut, monkeypatch):
     sizes = {
@@ -82,3 +85,6 @@ def test_nothing_is_guessed():
     assert subgroups(world, "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0", (0, 3)) is None
     assert subgroups(world, "HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L0", (0, 5)) is None
     assert subgroups(world, "SOMEBODYS_OWN", (0, 5)) is None
+    stages = World(16, pp=4)
+    assert subgroups(stages, "EMBEDDING_GROUP", (0, 12)) is None  # as the sizes say
+    assert subgroups(stages, "EMBEDDING_GROUP", (0, 5)) is None  # of two pipelines

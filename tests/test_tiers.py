@@ -85,6 +85,11 @@ assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
 host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
+from megatron_prism.tiers import virtual_te
+named = [text for text in tier.stand_in if text.startswith("Transformer Engine")]  # not if real
+assert all(virtual_te.VERSION in text for text in named)
+between = torch.distributions.uniform.Uniform(x[0], 2 * x[0])  # --moe-input-jitter-eps
+assert between.rsample((3,)).shape == (3, 8)
 one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 other.weight, weight = one.weight, one.weight
 weight.sequence_parallel, weight.grad = True, torch.zeros(2, 2)

@@ -31,6 +31,7 @@ from megatron_prism.tiers.virtual_te.permutation import (
     moe_unpermute,
 )
 from megatron_prism.tiers.virtual_te.rope import apply_rotary_pos_emb
+from megatron_prism.tiers.virtual_te.unsupported import Lazy, absent_function
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
 
@@ -496,6 +497,8 @@ def test_meta_shapes():
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
         (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()).__enter__(), "CustomRecipe"),
         (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
+        (lambda: absent_function("userbuffers", fix="leave it out")(), "userbuffers"),
+        (lambda: Lazy("transformer_engine.pytorch.ops").Sequential(), "ops.Sequential"),
         (lambda: attention.DotProductAttention(4, 8, softmax_type="sparse"), "softmax_type"),
     ],
 )

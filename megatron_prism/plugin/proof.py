@@ -59,6 +59,7 @@ class Proof:
         self.held: Callable[[], int] = lambda: 0  # bytes of ballast
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
+        self.left = False  # by sys.exit(0)
         self.finished = False  # the verdict was given
         self.failure: PrismError | None = None  # it, where it was bad
         self.expected: int | None = None
@@ -188,6 +189,15 @@ class Proof:
         entry.losses = {} if self.shapes_only else {k: float(v) for k, v in (losses or {}).items()}
         entry.grad_norm = None if grad_norm is None or self.shapes_only else float(grad_norm)
 
+    def asked(self, args: Any) -> int:
+        """Train steps that this run makes: from 0 or where its checkpoint was (args.iteration) to
+        --train-iters, or to where Megatron leaves before (training.py:3317 @0.19.0)."""
+        begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
+        ends = [i for i in getattr(args, "phase_transition_iterations", None) or () if i > begin]
+        if every := getattr(args, "exit_interval", None):
+            ends.append((begin // every + 1) * every)
+        return max(0, min([end, *ends]) - begin)
+
     @property
     def steps(self) -> int:
         """Optimizer steps that were applied."""
@@ -203,6 +213,7 @@ class Proof:
                 yield
         except SystemExit as end:
             if end.code in (None, 0):
+                self.left = True
                 self.finish(get_args)
             raise
         self.finish(get_args)
@@ -213,9 +224,7 @@ class Proof:
             return
         self.finished = True
         args = get_args()
-        # args.iteration is where the run began: 0, or a checkpoint's
-        begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
-        wanted = max(0, end - begin - self.skipped)
+        wanted = max(0, self.asked(args) - self.skipped)
         early = any(
             getattr(args, name, None)
             for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
@@ -248,6 +257,8 @@ class Proof:
         if not ran:
             what = "the job ended without a single train step"
             fix = "check --train-iters, --skip-train and the data flags; a real job would idle too"
+            if self.left:  # --exit-on-missing-checkpoint, say
+                fix = "Megatron itself left it, and says why in the log above; a real job would too"
         else:
             what = f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"
             fix = (

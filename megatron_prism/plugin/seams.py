@@ -2,7 +2,7 @@
 
 Each :class:`Seam` names the module it changes, the reason, and the lines it was read at.  ``hooks``
 applies it right after that module's import, so no copy of the old function survives.  Others are
-in ``seams_*`` by subject (pipeline, training, embedding, loss, moe, places; kernels: no GPU),
+in ``seams_*`` by subject (pipeline, training, embedding, loss, moe, mtp, places; kernels: no GPU),
 gathered for each tier in ``seams_tiers``.  Nothing here re-implements a schedule, a bucket or a
 dispatcher: seams answer questions that only absent ranks could answer.
 """

@@ -38,7 +38,8 @@ def _label_receives(module: ModuleType, context: Context) -> None:
     def shapes(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
             prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
-            if getattr(self.config, "mtp_standalone", False):
+            layout = getattr(self.config, "pipeline_model_parallel_layout", None)
+            if getattr(self.config, "mtp_standalone", False) and layout is not None:
                 if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
                     self._prism_lengths = mtp_lengths(self, context.proof.microbatches())
                 one = _shape_here(self.config)

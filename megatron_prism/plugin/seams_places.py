@@ -127,6 +127,40 @@ def _no_writers(module: ModuleType, context: Context) -> None:
         _wrap(module, name, make(option))
 
 
+# where else it writes, under its rank's name or one for all -> the flag
+_OTHERS = {
+    "moe_routing_trace_path": "--moe-routing-trace-path",
+    "logits_save_dir": "--logits-save-dir",
+    "dump_param_to_param_group_map": "--dump-param-to-param-group-map",
+}
+
+
+def _no_others(module: ModuleType, context: Context) -> None:
+    """They begin by emptying the real job's file of that rank, or end by replacing it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            asked = [name for name in _OTHERS if getattr(args, name, None) is not None]
+            if asked and not context.all_local(args.world_size):
+                for name in asked:
+                    setattr(args, name, None)
+                if context.leads:
+                    flags = ", ".join(_OTHERS[name] for name in asked)
+                    why = "it would write among the real job's files"
+                    sys.stderr.write(f"prism: {flags} is off: {why}\n")
+            return original(args, *rest, **kwargs)
+
+        return call
+
+    _wrap(module, "set_global_variables", make)
+
+
+def _no_sniffing(module: ModuleType, context: Context) -> None:
+    """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
+    said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
+    _wrap(module, "run_gpu_sniff_test", _only_real(context, said))
+
+
 def _no_progress(module: ModuleType, context: Context) -> None:
     """Rank 0 appends to a file in ``--save``; its barrier stays."""
 
@@ -206,6 +240,20 @@ SEAMS: tuple[Seam, ...] = (
         "an emulated last rank would write its losses among the real job's",
         "training/global_vars.py:170 @0.16.1; :210 @0.19.0",
         _no_writers,
+    ),
+    Seam(
+        "no-others",
+        "megatron.training.global_vars",
+        "traces of routing, logits and the map of parameter groups are the real job's files",
+        "training/training.py:3566, :2092, :2137 @0.19.0",
+        _no_others,
+    ),
+    Seam(
+        "no-sniffing",
+        "megatron.training.gpu_sniff_test",
+        "it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
+        "training/gpu_sniff_test.py:144 @0.19.0",
+        _no_sniffing,
     ),
     Seam(
         "no-progress",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
 from megatron_prism.virtual.session import current, values_of
 
 __all__ = ["SEAMS", "tokens_of"]
@@ -118,7 +118,52 @@ def _whole_ring(module: ModuleType, context: Context) -> None:
         attention.backward = staticmethod(make(attention.backward))
 
 
+def _own_broadcasts(module: ModuleType, context: Context) -> None:
+    """Scripts other than GPT's send a batch and its sizes by ``broadcast_data``.  A rank that reads
+    the batch itself, because its source is virtual, has both; on shapes the sizes could not be read
+    back.  The calls stay, and so does the one buffer that all tensors are views of."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(keys: Any, data: Any, datatype: Any, tp_group: Any = None) -> Any:
+            group = module.get_tensor_model_parallel_group_if_none(tp_group)
+            source = torch.distributed.get_process_group_ranks(group)[0]
+            if not data or source in context.local_ranks and not context.meta:
+                return original(keys, data, datatype, tp_group=tp_group)
+            module._check_data_types(keys, data, datatype)
+            sizes = torch.zeros(len(keys) * module._MAX_DATA_DIM, dtype=torch.long, device="cuda")
+            torch.distributed.broadcast(sizes, source, group=group)
+            flat = torch.cat([data[key].cuda().contiguous().view(-1) for key in keys], dim=0)
+            torch.distributed.broadcast(flat, source, group=group)
+            parts = flat.split([data[key].numel() for key in keys])
+            return {key: part.view(data[key].shape) for key, part in zip(keys, parts, strict=True)}
+
+        return call
+
+    _wrap(module, "broadcast_data", make)
+
+
+def _images_have_places(module: ModuleType, context: Context) -> None:
+    """LLaVA's sequences are as long as the values of its tokens say: refused before it is built."""
+    if context.meta:
+        what = "LLaVA puts images where the tokens say, and tier meta has no values"
+        _wrap(module.LLaVAModel, "__init__", refused(what, "use --prism-tier cpu"))
+
+
 SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "images-have-places",
+        "megatron.core.models.multimodal.llava_model",
+        "lengths of sequences are values, and shapes have none",
+        "core/models/multimodal/llava_model.py:482 @0.19.0",
+        _images_have_places,
+    ),
+    Seam(
+        "own-broadcasts",
+        "megatron.core.tensor_parallel.data",
+        "a virtual source sends no sizes, and shapes have none to read: batches had no dimensions",
+        "core/tensor_parallel/data.py:64 @0.16.1 and @0.19.0",
+        _own_broadcasts,
+    ),
     *(
         Seam(
             "received-tokens",

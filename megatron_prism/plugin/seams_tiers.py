@@ -19,6 +19,7 @@ from megatron_prism.plugin import (
     seams_kernels,
     seams_loss,
     seams_moe,
+    seams_mtp,
     seams_pipeline,
     seams_places,
     seams_received,
@@ -283,7 +284,7 @@ def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
     chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
     chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS + seams_loss.SEAMS
-    chosen += seams_received.SEAMS
+    chosen += seams_received.SEAMS + seams_mtp.SEAMS
     if tier != "cuda":
         chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
     return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen

@@ -145,7 +145,7 @@ def _prove(module: ModuleType, context: Context) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
             _label_optimizer(optimizer, proof)
-            wanted = _get_args().train_iters or 0
+            wanted = proof.asked(_get_args())
             model = args[2] if len(args) > 2 else None
             which = "steady iteration" if proof.iterations else "first iteration"
             with proof.iteration(optimizer, model, wanted), proof.part(which):

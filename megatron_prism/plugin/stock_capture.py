@@ -230,6 +230,12 @@ class StockCapture:
             self._remove(proof)
         if self.links is not None:
             self.links.stop()
+        if not any(recording.builder is not None for recording in self.kept()):
+            raise UsageError(
+                "--prism-capture: nothing was recorded, the job ended after "
+                f"{len(proof.iterations)} train steps (the first ones of a long job warm it up)",
+                fix="a smaller --train-iters that it reaches, or leave --prism-capture out",
+            )
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(model_flops.of_running_job())

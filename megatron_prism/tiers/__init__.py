@@ -99,7 +99,9 @@ def _without_cuda(name: str, engine: bool, queues: str) -> Tier:
         from megatron_prism.tiers import virtual_te
 
         virtual_te.install()
-        stand_in.append("Transformer Engine: virtual, saves what the real one saves")
+        # with the version that it is taken for: Megatron refuses options by it
+        version = virtual_te.VERSION
+        stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
     stand_in += [weight_gradient.install(), masked_softmax.install()]
     if importlib.util.find_spec("triton") is None:
         _stub_triton()
@@ -112,6 +114,7 @@ def _without_cuda(name: str, engine: bool, queues: str) -> Tier:
         live = LiveBytes("meta", cublas=True)
         compiled.install(live)
         cuda_choices.install()
+        torch.distributions.Distribution.set_default_validate_args(False)  # it looks at values
         _keep_parameters()
         live.__enter__()
         cuda_stubs.set_memory_source(live)

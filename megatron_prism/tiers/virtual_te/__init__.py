@@ -101,7 +101,10 @@ def _refusing(*names: str) -> dict[str, Any]:
 
 _ABSENT = {n: absent_class(f"transformer_engine.pytorch.{n}") for n in _CLASSES}
 _USERBUFFERS = {
-    **{n: absent_function(f"userbuffers ({n})") for n in ("initialize_ub", "destroy_ub")},
+    **{
+        name: absent_function(f"userbuffers ({name})", fix="leave --tp-comm-overlap out")
+        for name in ("initialize_ub", "destroy_ub")
+    },
     "UserBufferQuantizationMode": types.SimpleNamespace(NONE="none", FP8="fp8"),
 }
 _MOE = {

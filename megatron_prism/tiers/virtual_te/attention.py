@@ -149,7 +149,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         if softmax_type not in _SOFTMAX:
             refuse(f"attention with softmax_type {softmax_type!r}")
         if return_max_logit:
-            refuse("attention that returns the largest logit (qk-clip)")
+            refuse(
+                "attention that returns the largest logit (qk-clip)",
+                fix="leave --qk-clip and --log-max-attention-logit out",
+            )
         self.window_size = (-1, -1) if window_size is None else tuple(window_size)
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.attention_dropout, self.get_rng_state_tracker = (

@@ -14,29 +14,29 @@ from megatron_prism.errors import UnsupportedError
 __all__ = ["Lazy", "absent_class", "absent_function", "refuse"]
 
 
-def refuse(
-    what: str,
-    fix: str = "leave that option out, or use --prism-tier cuda with the real Transformer Engine",
-) -> NoReturn:
+_FIX = "leave that option out, or use --prism-tier cuda with the real Transformer Engine"
+
+
+def refuse(what: str, fix: str = _FIX) -> NoReturn:
     """Raise UnsupportedError that names ``what``."""
     raise UnsupportedError(f"the virtual Transformer Engine has no {what}", fix=fix)
 
 
-def absent_function(name: str) -> Any:
+def absent_function(name: str, fix: str = _FIX) -> Any:
     """A function that refuses to run."""
 
     def absent(*args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name)
+        refuse(name, fix)
 
     absent.__name__ = absent.__qualname__ = name.rpartition(".")[2]
     return absent
 
 
-def absent_class(name: str, *bases: type) -> type:
+def absent_class(name: str, *bases: type, fix: str = _FIX) -> type:
     """A class that isinstance() and annotations can name, and that refuses to be made."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(name)
+        refuse(name, fix)
 
     return type(name.rpartition(".")[2], bases, {"__new__": new})
 
@@ -47,6 +47,8 @@ class Lazy(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        made = absent_class(f"{self.__name__}.{name}")
+        # Megatron's uses of te.pytorch.ops, the one module of this kind
+        fix = "leave --use-transformer-engine-op-fuser and --use-te-activation-func out"
+        made = absent_class(f"{self.__name__}.{name}", fix=fix)
         setattr(self, name, made)
         return made

@@ -1,0 +1,48 @@
+"""What is changed where multi-token prediction asks all ranks, and why.  Same form as ``seams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+
+__all__ = ["SEAMS"]
+
+_MTP = "mtp"  # optimizer.py:150 @0.19.0
+
+
+def _norm_of_heads(module: ModuleType, context: Context) -> None:
+    """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
+    up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
+    this one, and a stage without MTP layers would leave a call out that the others make."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, group: str) -> bool:
+            found, args = original(self, group), _get_args()
+            if group != _MTP or context.all_local():
+                return found
+            return bool(args.mtp_num_layers and getattr(args, "mtp_detach_heads", False))
+
+        return call
+
+    for name in ("MegatronOptimizer", "LayerWiseDistributedOptimizer"):
+        owner = getattr(module, name, None)
+        if owner is not None:
+            _wrap(owner, "has_grad_norm_group", make)
+
+
+SEAMS: tuple[Seam, ...] = tuple(
+    Seam(
+        f"norm-of-mtp-heads{where}",
+        f"megatron.core.optimizer{where}",
+        "whether some rank has detached MTP heads is asked of ranks that mirror this one",
+        cited,
+        _norm_of_heads,
+    )
+    for where, cited in (
+        (".optimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
+        (".layer_wise_optimizer", "core/optimizer/layer_wise_optimizer.py:815 @0.19.0"),
+    )
+)
