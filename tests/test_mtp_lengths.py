@@ -4,6 +4,7 @@ The oracle is the order of Megatron's schedule and the layout: what a stage send
 layers it has, and the n-th message of one is the n-th of the other.
 """
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -116,8 +117,11 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     settings = SimpleNamespace(mtp_num_layers=1, mtp_detach_heads=heads)
-    monkeypatch.setattr(seams_mtp, "_get_args", lambda: settings)
+    known = SimpleNamespace(_GLOBAL_ARGS=settings)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", known)
     context = Context(lambda: None, None, False, local, local[0])
     seams_mtp._norm_of_heads(SimpleNamespace(MegatronOptimizer=Optimizer), context)
     assert Optimizer().has_grad_norm_group("mtp") is answer
+    known._GLOBAL_ARGS = None
+    assert Optimizer().has_grad_norm_group("mtp") is False  # a recipe's job
     assert Optimizer().has_grad_norm_group("another") is False

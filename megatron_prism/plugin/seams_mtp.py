@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+from megatron_prism.plugin.seams import Context, Seam, _wrap
 
 __all__ = ["SEAMS"]
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0
+
+
+def _settings() -> Any:
+    """The script's arguments; None where it has none: a recipe's job, which has no such layers."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def _norm_of_heads(module: ModuleType, context: Context) -> None:
@@ -20,10 +26,12 @@ def _norm_of_heads(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, group: str) -> bool:
-            found, args = original(self, group), _get_args()
+            found = original(self, group)
             if group != _MTP or context.all_local():
                 return found
-            return bool(args.mtp_num_layers and getattr(args, "mtp_detach_heads", False))
+            args = _settings()
+            detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
+            return bool(found or detached)
 
         return call
 
