@@ -84,24 +84,29 @@ def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     if not ends and not any(entry.pair and not entry.done for entry in entries):
         return entries
     made, closed, cut = list(entries), set(ends), 0
-    for end in ends:
-        state, done = made[end].state, made[end].done
-        first, at = made[end - 1] if end else made[end], end
-        if first.group != made[end].group or not first.pair and first.seq != made[end].seq:
+    before: dict[str, list[int]] = {}  # records of each group since its last batch
+    for end, last in enumerate(made):
+        since = before.setdefault(last.group, [])
+        if last.op != "coalesced":
+            since.append(end)
+            continue
+        before[last.group] = []
+        if not since or not made[since[-1]].pair and made[since[-1]].seq != last.seq:
             continue  # before torch 2.7 what is inside a batch of collectives has no record
-        while at and made[at - 1].op != "coalesced" and made[at - 1].launch == first.launch:
-            at -= 1
+        launch = made[since[-1]].launch
+        while since and made[since[-1]].launch == launch:
+            at = since.pop()
             closed.add(at)
-            made[at] = made[at]._replace(state=state, done=done)
-        if not at and done and made[0].record > 0:
-            cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
+            made[at] = made[at]._replace(state=last.state, done=last.done)
+            if not at and last.done and made[0].record > 0:
+                cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
     if any(entry.done for entry in made):
         return tuple(made[cut:])
     # only what is outstanding: batches that ended are left without the record that says so
     issued = Counter(e.launch for at, e in enumerate(made) if at not in closed)
     batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
     batched |= {made[at].group for at in closed if made[at].pair}
-    return tuple(e for at, e in enumerate(made) if at in closed or (
+    return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
 
 

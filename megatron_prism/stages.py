@@ -32,5 +32,6 @@ def stages(groups: Mapping[str, Group], messages: Collection[str]) -> dict[int, 
             places[rank].append((group.desc.partition(" (group ")[0], place))
     if all(len(found) == 1 for found in places.values()):
         return {rank: found[0][1] for rank, found in places.items()}
-    numbers = {key: i for i, key in enumerate(sorted({tuple(f) for f in places.values()}))}
-    return {rank: numbers[tuple(found)] for rank, found in places.items()}
+    keys = {rank: tuple(sorted(found)) for rank, found in places.items()}
+    numbers = {key: i for i, key in enumerate(sorted(set(keys.values())))}
+    return {rank: numbers[key] for rank, key in keys.items()}
