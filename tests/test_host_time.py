@@ -63,12 +63,19 @@ def test_kernels_belong_to_the_segment_that_launched_them():
     assert busy_ns({"traceEvents": []}, bounds((0, 20)))[0].tolist() == [-1]
 
 
-def test_words_that_keep_links_awake_are_not_the_segments():
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gpu_memcpy", "Memcpy PtoP (Device -> Device)"),
+        ("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)"),
+    ],
+)
+def test_words_that_keep_links_awake_and_pauses_are_not_the_segments(kind, name):
     trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30)])
     alone = busy_ns(trace, bounds((-4, 20), (30, 40))).tolist()
     for number, launched in enumerate((-3, 35)):  # a thread's, at once, though the device is behind
         args = {"correlation": 100 + number, "stream": 20}
-        word = {"cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": launched + 2}
+        word = {"cat": kind, "name": name, "ts": launched + 2}
         trace["traceEvents"] += [
             {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": launched, "args": args},
             {**word, "dur": 2, "args": args},
@@ -396,6 +403,9 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     # launched first at 7 - 3 of the 60 - 3 us that the segment took while it was traced
     assert program.ops["lead"].tolist() == [50_000, -1, 4_000]
     assert program.hosts.tolist() == [107_000] * 2
+    collected = [quick, dataclasses.replace(quick, collected=40_000)]
+    found, _ = recordings.typical([written, *collected, traced], own_ns=3_000)
+    assert found.hosts.tolist() == [107_000, 67_000]
     # a kernel before which the device has nothing to do, 50 of the 60 us on: not sooner than that
     inner = Launches(np.array([1, 1]), np.array([7_000, 53_000]), np.array([0, 10_000]),
                      np.array([50_000, 60_000]), np.array([100_000, 400_000]))  # fmt: skip
@@ -490,7 +500,10 @@ def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch)
         gc.collect()
         gc.collect(1)  # the job's own habit
         one.call(lambda group: gc.collect(), "tp", (), {})  # left out already, and once
-        assert one.stop() == 37
+        gc.disable()
+        gc.collect()  # by the job, which does so in whichever iteration it likes (--manual-gc)
+        gc.enable()
+        assert one.stop() == 500_037
         gc.callbacks.remove(takes_long)
     assert gc.callbacks == callbacks
 
@@ -692,3 +705,25 @@ program rank=1
     assert [found.spans(i)["start"][1] for i in range(2)] == [100 * US + CALL_NS] * 2
     assert [int(prices.sum()) for prices in found.prices.host] == [100 * US + CALL_NS, 0]
     assert found.spans(1)["ready"][1] == 90 * US
+
+
+def test_full_collections_in_recorded_iterations_are_told(monkeypatch):
+    from megatron_prism.slicer import clock
+    from megatron_prism.slicer.recorder import Recorder
+
+    now = [0]
+    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+
+    def takes_long(phase, info):
+        now[0] += (phase == "start") * 500_000
+
+    one, callbacks = Recorder(0, "cpu"), list(gc.callbacks)
+    group = SimpleNamespace(desc="tp", size=lambda: 2, ranks=(0, 1))
+    for _ in range(2):
+        one.start(quick=True)
+        gc.callbacks.append(takes_long)
+        gc.collect()
+        one.record(group, "barrier", lambda group: gc.collect(), (), {})  # in no segment
+        gc.callbacks.remove(takes_long)
+        assert one.stop().collected == 500_000
+    assert gc.callbacks == callbacks

@@ -567,6 +567,16 @@ def test_local_ranks_of_several_hosts_are_refused(monkeypatch):
         check(options)
 
 
+def test_a_rhythm_is_captured_by_one_process(tmp_path):
+    asked = options_of("--prism-pace", str(tmp_path / "old"))
+    both = dataclasses.replace(asked, capture=tmp_path / "new")
+    check(both)
+    with pytest.raises(UsageError, match="is for one local rank"):
+        check(dataclasses.replace(both, num_processes=2))
+    with pytest.raises(UsageError, match="the rhythm comes from"):
+        check(dataclasses.replace(both, capture=tmp_path / "old"))
+
+
 # -- the report ------------------------------------------------------------------------------------
 def test_calls_that_begin_when_issued_are_told_from_those_that_queue():
     base = 1_795_281_652_691_879_424  # the device's clock has a date

@@ -65,7 +65,9 @@ def test_pauses_are_behind_their_ops_and_short_ones_are_none():
     one.end()
     one.after(1, "all_reduce")
     assert slept == [17_000]
-    assert str(one) == "in the job's rhythm, 0.0 ms of pauses an iteration"
+    assert (one.begun, one.paused_ns) == (1, 10_000)
+    one.paused_ns = 2_540_000
+    assert str(one) == "in the job's rhythm, 2.5 ms of pauses an iteration"
 
 
 def test_an_iteration_of_other_ops_goes_on_without_pauses():
@@ -78,7 +80,7 @@ def test_an_iteration_of_other_ops_goes_on_without_pauses():
         one.end()
     assert slept == [17_000] * 3
     assert (one.begun, one.strayed) == (3, 2)
-    assert "2 of 3 iterations were others" in str(one)
+    assert "2 of 3 iterations paused until they differed" in str(one)
 
 
 def test_a_recorder_tells_the_ops_of_its_trace():

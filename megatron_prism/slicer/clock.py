@@ -9,9 +9,10 @@ A launch waits where some thousand others are before it, and then the host's tim
 a rank whose GPU is the bottleneck would seem to need its host just as long.  So the device comes to
 rest behind every call and where a label begins, which does not count either.
 
-Python's full garbage collections do not count: a job has one in hundreds of iterations, and what
-recordings leave behind brings them forward (half a second each, in one of twenty clocked
-iterations).
+Python's full garbage collections do not count, recorded or not: a job has one in hundreds of
+iterations, and what recordings leave behind brings them forward (half a second each, in one of
+twenty clocked iterations).  Where Python does not collect on its own, those are the job's
+(--manual-gc), and count.
 """
 
 from __future__ import annotations
@@ -23,9 +24,38 @@ from typing import Any
 
 import torch
 
-__all__ = ["HostClock"]
+__all__ = ["Collections", "HostClock"]
 
 _FULL = 2  # the oldest generation
+
+
+class Collections:
+    """ns of Python's own full collections of garbage between ``start`` and ``stop``.
+
+    counts : says at the end of one whether it counts
+    """
+
+    def __init__(self, counts: Callable[[], bool]) -> None:
+        self._counts = counts
+        self._began = self._spent = 0
+
+    def start(self) -> None:
+        self._spent = 0
+        if self._heard not in gc.callbacks:
+            gc.callbacks.append(self._heard)
+
+    def stop(self) -> int:
+        gc.callbacks.remove(self._heard)
+        return self._spent
+
+    def _heard(self, phase: str, info: Mapping[str, int]) -> None:
+        """Python's collector begins, or is through."""
+        if info["generation"] < _FULL or not gc.isenabled():
+            return
+        if phase == "start":
+            self._began = perf_counter_ns()
+        elif self._counts():
+            self._spent += perf_counter_ns() - self._began
 
 
 class HostClock:
@@ -33,29 +63,19 @@ class HostClock:
 
     def __init__(self) -> None:
         self.running = False
-        self._began = self._away = self._left = self._collecting = 0
+        self._began = self._away = self._left = 0
         self._aside = False
+        self._collections = Collections(lambda: not self._aside)
 
     def start(self) -> None:
         self.running, self._away, self._aside = True, 0, False
-        gc.callbacks.append(self._collected)
+        self._collections.start()
         self._began = perf_counter_ns()
 
     def stop(self) -> int:
         """ns since ``start``, without what was left out."""
         self.running, spent = False, perf_counter_ns() - self._began - self._away
-        gc.callbacks.remove(self._collected)
-        return spent
-
-    def _collected(self, phase: str, info: Mapping[str, int]) -> None:
-        """Python's collector begins, or is through."""
-        if info["generation"] < _FULL or self._aside:
-            return
-        now = perf_counter_ns()
-        if phase == "start":
-            self._collecting = now
-        else:
-            self._away += now - self._collecting
+        return spent - self._collections.stop()
 
     def call(
         self, answer: Callable[..., Any], group: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

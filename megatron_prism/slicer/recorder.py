@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.program import Builder
 from megatron_prism.slicer.calls import Tracked, details
-from megatron_prism.slicer.clock import HostClock
+from megatron_prism.slicer.clock import Collections, HostClock
 from megatron_prism.slicer.kernels import Meter
 from megatron_prism.slicer.owners import Owners
 from megatron_prism.slicer.recordings import Recording, stamp
@@ -48,8 +48,9 @@ class Recorder:
         self._history: Any = live.history if live is not None else None
         if live is not None:
             live.meter = work.meter = self.meter
-        self.active = False
+        self.active = self._quick = False
         self.clock = HostClock()  # of iterations that are not recorded
+        self._collections = Collections(lambda: not self._inside)  # of those that are
         self.rhythm: Any = None  # a Rhythm: pauses behind ops
         self._builder = Builder()
         self._labels: dict[str, Any] = {}
@@ -58,7 +59,6 @@ class Recorder:
         self._batched = False  # the open batch has a message already
         self._streams: dict[int, str] = {}
         self._since: Any = None  # where the open segment began
-        self._quick = False
         self._times: list[Any] = []  # of each segment: ns, or the events around it
         self._hosts: list[tuple[int, int]] = []  # when the host began with each, and was through
         self._began = 0
@@ -70,8 +70,8 @@ class Recorder:
     def start(self, quick: bool = False) -> None:
         """Forget what came before and record from here on; ``quick``: only times of segments."""
         self._builder, self._times, self._trace, self._events = Builder(), [], [], {}
-        self._hosts = []
-        self._num_batches, self._quick, self.active = -1, quick, True
+        self._collections.start()
+        self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
         if self.meter is not None:
             self.meter.take()
             standing = self.owners.standing()
@@ -112,7 +112,8 @@ class Recorder:
         builder = None if self._quick else self._builder
         if builder is not None and self._history is not None:
             builder.history = self._history.rows()
-        return Recording(self.rank, builder, self._times, self._trace, self._hosts)
+        collected = self._collections.stop()
+        return Recording(self.rank, builder, self._times, self._trace, self._hosts, collected)
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
@@ -168,13 +169,12 @@ class Recorder:
         self._trace.append(name)
         if self._quick:
             return
-        labels = self._labels
         self._builder.add(
             name,
             stream=self._stream(on),
-            phase=labels.get("phase", ""),
-            microbatch=labels.get("microbatch", -1),
-            chunk=labels.get("chunk", -1),
+            phase=self._labels.get("phase", ""),
+            microbatch=self._labels.get("microbatch", -1),
+            chunk=self._labels.get("chunk", -1),
             **fields,
         )
 

@@ -28,6 +28,7 @@ class Recording:
     times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
     trace   : names of all ops in order
     hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
+    collected: ns of full garbage collections in these
     busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
     launches: ``launches.launches`` of it; likewise
     """
@@ -37,6 +38,7 @@ class Recording:
     times: list[Any]
     trace: list[str]
     hosts: list[tuple[int, int]] = field(default_factory=list)
+    collected: int = 0
     busy: np.ndarray | None = None
     launches: Launches | None = None
 
@@ -86,15 +88,16 @@ def typical(
         if times.size:
             program = replace(program, samples=times.astype(np.int64))
         if traced and times.size:
-            hosts = np.stack([r.hosts for r in quick])
-            program = _apart(program, hosts, traced[-1], own_ns, clocks)
+            program = _apart(program, quick, traced[-1], own_ns, clocks)
     return program, max(1, len(quick))
 
 
 def _apart(
-    program: Program, hosts: np.ndarray, traced: Recording, own_ns: int, clocks: Sequence[int]
-) -> Program:
-    """Keep the host's time for each segment apart from its kernels'; hosts [iterations, n, 2]."""
+    program: Program, quick: Sequence[Recording], traced: Recording, own_ns: int,
+    clocks: Sequence[int],
+) -> Program:  # fmt: skip
+    """Keep the host's time for each segment apart from its kernels'."""
+    hosts = np.stack([r.hosts for r in quick])  # [iterations, n, 2]
     names, busy = program.ops["name"], traced.busy
     assert busy is not None
     compute = np.flatnonzero(names == CODE["compute"])
@@ -102,7 +105,8 @@ def _apart(
     own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
     each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
     # Delays of a host are few and long, so no segment's median has them, but every iteration has.
-    middle, whole = _lower_median(each), each.sum(axis=1)
+    middle = _lower_median(each)
+    whole = np.maximum(each.sum(axis=1) - [r.collected for r in quick], 0)
     usual = _lower_median(whole)
     unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
     scale = unrecorded * usual / max(1.0, middle.sum())

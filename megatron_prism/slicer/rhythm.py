@@ -34,6 +34,7 @@ class Rhythm:
     ) -> None:
         self.names, self.ns = names, ns
         self.begun = self.strayed = 0  # iterations
+        self.paused_ns = 0  # in all of them
         self._pause, self._on = pause, False
 
     def begin(self) -> None:
@@ -46,8 +47,8 @@ class Rhythm:
         self._on = False
 
     def after(self, number: int, name: str) -> None:
-        """Op ``number`` of the iteration, a ``name``, has been issued.  An iteration that is not
-        that of the program goes on without pauses."""
+        """Op ``number`` of the iteration, a ``name``, has been issued.  Where an iteration differs
+        from the program, it goes on without pauses."""
         if not self._on:
             return
         if number >= len(self.names) or self.names[number] != name:
@@ -61,11 +62,13 @@ class Rhythm:
 
             self._pause = torch.cuda._sleep
         self._pause(round(self.ns[number] * _CYCLES_PER_NS))
+        self.paused_ns += int(self.ns[number])
 
     def __str__(self) -> str:
-        said = f"in the job's rhythm, {self.ns.sum() / 1e6:,.1f} ms of pauses an iteration"
+        each = self.paused_ns / max(1, self.begun)
+        said = f"in the job's rhythm, {each / 1e6:,.1f} ms of pauses an iteration"
         if self.strayed:
-            said += f" ({self.strayed} of {self.begun} iterations were others, without pauses)"
+            said += f" ({self.strayed} of {self.begun} iterations paused until they differed)"
         return said
 
 
@@ -80,7 +83,8 @@ def pauses(program: Program, spans: np.ndarray, main: int) -> Rhythm:
     own = spans[(names[spans["op"]] == CODE["compute"]) & (spans["lane"] == main)]
     idle = np.maximum(own["start"][1:] - own["end"][:-1], 0)
     streams = np.array([text == "main" for text in program.strings])[program.ops["stream"]]
-    places = np.flatnonzero(streams & (names != CODE["compute"]))
+    # behind a host_wait the host is not on yet, and would be late by the pause
+    places = np.flatnonzero(streams & ~np.isin(names, (CODE["compute"], CODE["host_wait"])))
     last = places[np.searchsorted(places, own["op"][1:]) - 1] if len(places) else own["op"][1:]
     fits = (last > own["op"][:-1]) & (last < own["op"][1:])
     found[last[fits]] = idle[fits]
