@@ -318,6 +318,8 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         try:
             if row["captured"]:  # ranks without a slice would run somebody else's
                 row["predicted_ms"] = predict(slices, written)
+                if args.rhythm:  # what the first captures tell
+                    row["without_pauses_ms"] = predict(sitting.work / f"{config}-first", written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         learned = real.steps if args.learn is None else args.learn
@@ -360,6 +362,10 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
+        if "without_pauses_ms" in row:
+            without = percent(row["without_pauses_ms"], row.get("real_ms"))
+            print(f"  captured without pauses: {_ms(row['without_pauses_ms'])} "
+                  f"({_percent(without)})")  # fmt: skip
         turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
         medians = {name: [median(run) for run in runs] for name, runs in turns.items()}
         base = medians.get("real", [None])[0]

@@ -214,6 +214,10 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys
     assert "paced, 1 x 2: 156.0 ms (+3.48 %)" in shown
     alone = {key: value for key, value in row.items() if key != "groups"}
     assert turns.table([alone]) == 0  # without rounds the replay is what was asked for
+    capsys.readouterr()
+    turns.table([{**alone, "without_pauses_ms": 1.1 * alone["real_ms"]}])
+    assert "captured without pauses: " in (said := capsys.readouterr().out)
+    assert "(+10.00 %)" in said
     assert turns.table([{**alone, "captured": False}]) == 1
     assert turns.table([{**row, "whole": False}]) == 1
     paced = row["groups"]["paced"]
