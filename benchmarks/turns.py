@@ -24,7 +24,8 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    what the real ranks' took and what the paced ranks' did.
 
 Ranks begin their rounds after as many train steps as the real job has made, or ``--learn``. Every
-process keeps to the cores of its GPU (TURNS_PLACES of ``turnstile.py``).
+process keeps to one share of the cores, a rank alone to that of its twin in the real job
+(TURNS_PLACES of ``turnstile.py``).
 The first iteration of a turn does not count.  Errors are of medians; beside them the spread of the
 real job's turns, and of the emulated ones.  One ``prism calibrate`` comes first, unless the work
 folder has its ``calibration.json``; nothing is fitted to the real runs.

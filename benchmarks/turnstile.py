@@ -12,9 +12,10 @@ every step: calls of process groups, ns in them, ns of garbage collection, ns of
 (clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
 ``DIR/kernels-N.json`` then has [name, stream, start, ns] of everything that the device did in it.
 
-With TURNS_PLACES=N in the environment the process keeps to one N-th of the cores, that of its GPU:
-number TURNS_PLACE (0), or as many behind it as torchrun's LOCAL_RANK says. A rank alone then runs
-on the cores of its twin in the real job, so neither is quicker because of where it was put.
+With TURNS_PLACES=N in the environment the process keeps to one N-th of the cores: number
+TURNS_PLACE (0), or as many behind it as torchrun's LOCAL_RANK says. A rank alone then runs on the
+cores of its twin in the real job, so neither is quicker because of where it was put. Whether these
+are near its GPU nobody looks.
 """
 
 from __future__ import annotations

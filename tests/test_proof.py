@@ -76,10 +76,15 @@ def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
     assert ended.value.code == 3
 
 
-def test_an_interval_that_ends_early_needs_one_step():
-    run(Proof(), 1, exit_interval=1)
+def test_a_run_that_ends_early_needs_its_own_steps():
+    """An interval says how many these are; of a run that ends by the clock nobody knows."""
+    for steps in (1, 2):
+        run(Proof(), steps, exit_interval=steps)
+        with pytest.raises(NotTrainedError):
+            run(Proof(), steps - 1, exit_interval=steps)
+    run(Proof(), 1, exit_duration_in_mins=1)
     with pytest.raises(NotTrainedError):
-        run(Proof(), 0, exit_interval=1)
+        run(Proof(), 0, exit_duration_in_mins=1)
 
 
 @pytest.mark.parametrize(

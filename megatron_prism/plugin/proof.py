@@ -225,9 +225,8 @@ class Proof:
         self.finished = True
         args = get_args()
         wanted = max(0, self.asked(args) - self.skipped)
-        early = any(
-            getattr(args, name, None)
-            for name in ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
+        early = any(  # nobody knows after how many steps
+            getattr(args, name, None) for name in ("exit_duration_in_mins", "exit_signal_handler")
         )
         self.expected = wanted
         if self.pacer is not None:

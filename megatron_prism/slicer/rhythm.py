@@ -1,9 +1,11 @@
 """A rank that is captured alone never waits for a peer.  Here it pauses where it would in its job.
 
-A GPU at its power limit is as fast as it is idle in between: computing without the calls and
-bubbles of the job it draws more, its clock falls, and its segments are longer than they are there.
-So a second capture pauses the device where the replay of the first says that it has nothing to do:
-a single thread waits on the segments' stream, between two segments, and is in neither.
+A GPU at its power limit is as fast as it is idle in between: computing without the bubbles of the
+job it draws more, its clock falls, and its segments are longer than they are there.  So a second
+capture pauses the device where the replay of the first says that it waits for others: a single
+thread waits on the segments' stream, between two segments, and is in neither.  A call that moves
+data is no rest: with pauses for these, too, segments of tp 2 with sequences of 8,192 became 4 %
+shorter, and were 4 % shorter than the job's (2 x H200, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_prism.ops import CODE, NAMES
+from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 
 __all__ = ["Rhythm", "pauses"]
@@ -76,12 +78,14 @@ def pauses(program: Program, spans: np.ndarray, main: int) -> Rhythm:
     """What ``program``'s device does not do in a replay.
 
     spans : ``Timeline.spans`` of its class; main: the lane of the stream that is current without
-    further ado.  The time between two segments of that stream is a pause behind the last op of the
-    stream between them; where there is none (only a label changed) there is no place for one.
+    further ado.  The time between two segments of that stream in which no call moves data is a
+    pause behind the last op of the stream between them; where there is none (only a label changed)
+    there is no place for one.
     """
     names, found = program.ops["name"], np.zeros(len(program), dtype=np.int64)
     own = spans[(names[spans["op"]] == CODE["compute"]) & (spans["lane"] == main)]
-    idle = np.maximum(own["start"][1:] - own["end"][:-1], 0)
+    calls = spans[IS_COLLECTIVE[names[spans["op"]]] | IS_PAIR[names[spans["op"]]]]
+    idle = _without(own["end"][:-1], own["start"][1:], calls)
     streams = np.array([text == "main" for text in program.strings])[program.ops["stream"]]
     # behind a host_wait the host is not on yet, and would be late by the pause
     places = np.flatnonzero(streams & ~np.isin(names, (CODE["compute"], CODE["host_wait"])))
@@ -89,3 +93,18 @@ def pauses(program: Program, spans: np.ndarray, main: int) -> Rhythm:
     fits = (last > own["op"][:-1]) & (last < own["op"][1:])
     found[last[fits]] = idle[fits]
     return Rhythm([NAMES[name] for name in names.tolist()], found)
+
+
+def _without(begin: np.ndarray, end: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    """int64 [n]: ns from each begin to its end that none of ``spans`` covers."""
+    order = np.argsort(spans["start"], kind="stable")
+    starts, reach = spans["start"][order], np.maximum.accumulate(spans["end"][order])
+    # what all spans cover until some time: each adds what reaches beyond those before it
+    added = np.maximum(reach - np.maximum(starts, np.concatenate(([0], reach[:-1]))), 0)
+    if not len(added):
+        return np.maximum(end - begin, 0)
+    edges = np.stack([reach - added, reach], axis=1).ravel()
+    so_far = np.repeat(np.cumsum(added), 2)
+    so_far[::2] -= added
+    covered = np.interp(end, edges, so_far) - np.interp(begin, edges, so_far)
+    return np.maximum(end - begin - np.rint(covered).astype(np.int64), 0)
