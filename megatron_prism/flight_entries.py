@@ -81,7 +81,7 @@ def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
     """
     ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
-    if not ends and not any(entry.pair and not entry.done for entry in entries):
+    if not ends and any(entry.done for entry in entries):
         return entries
     made, closed, cut = list(entries), set(ends), 0
     before: dict[str, list[int]] = {}  # records of each group since its last batch
@@ -103,7 +103,7 @@ def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     if any(entry.done for entry in made):
         return tuple(made[cut:])
     # only what is outstanding: batches that ended are left without the record that says so
-    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed)
+    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed and e.seq >= 0)
     batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
     batched |= {made[at].group for at in closed if made[at].pair}
     return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
