@@ -1,9 +1,8 @@
 """Real and emulated iterations in turns: what is left of the error when the host changes for both?
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
-[--beside 5] [--alone-steps 11] [--between 5] [--rhythm] [--learn N] [--pairs]
-[--more "--global-batch-size 8"] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT]
-[--work DIR]``
+[--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
+[--pairs] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -14,8 +13,7 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` wants).  With ``--between N`` captures and the real job alternate after N
-   steps, so that both see the host drift; iterations in which captures stop are left out. With
-   ``--rhythm`` ranks are captured before that once more, and in step 1 with the pauses of those;
+   steps, so that both see the host drift; iterations in which captures stop are left out;
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, with ``--pairs`` of
    two local ranks each that have paced peers, and, with ``--factors``, of every rank but 1 beside
    a virtual rank 1 that is slower, and of the real job slowed so, and with ``--draw`` of every
@@ -55,7 +53,6 @@ from kernels import compare
 from turns_memory import nccl_of, said
 
 from megatron_prism.errors import PrismError
-from megatron_prism.plugin.pace_capture import CAPTURE_STEPS
 
 KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
@@ -122,7 +119,6 @@ class Turns(Hybrid):
     steps = 5  # of a turn
     beside = 5  # of the real job's turns before and after the captures
     between = 0  # of turns in which captures and the real job alternate
-    rhythm = False  # capture twice, the second time with the job's pauses
 
     def runner(self, name: str, launcher: list[str], program: list[str], ranks: int = 1,
                **environment: str) -> Runner:  # fmt: skip
@@ -155,31 +151,10 @@ class Turns(Hybrid):
                            TURNS_PLACE=str(ranks[0]))  # fmt: skip
 
     def captures(self, config: str, steps: int) -> list[Runner]:
-        """Every rank alone, to be captured; with ``rhythm`` in that of the first captures."""
+        """Every rank alone, to be captured."""
         flags = ["--prism-capture", str(self.work / f"{config}-slices")]
-        flags += ["--prism-pace", str(self.work / f"{config}-first")] if self.rhythm else []
         ranks = range(self.num_ranks)
         return [self.emulated(f"{config}-capture", [r], config, steps, *flags) for r in ranks]
-
-    def first_captures(self, config: str) -> bool:
-        """Every rank alone, without pauses and all at once; whether all were captured."""
-        first = self.work / f"{config}-first"
-        flags = ["--prism-capture", str(first)]
-        runners = [self.emulated(f"{config}-alone", [r], config, CAPTURE_STEPS, *flags)
-                   for r in range(self.num_ranks)]  # fmt: skip
-        try:
-            for runner in runners:
-                runner.open(ENDLESS)
-            ended = [runner.process.wait(PATIENCE_S) for runner in runners]
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            for runner in runners:
-                runner.end()
-        if any(ended):
-            return False
-        shutil.copy(self.work / "calibration.json", first)
-        return True
 
     def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str,
                     local: int = 1) -> list[Runner]:  # fmt: skip
@@ -297,8 +272,6 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
     """One configuration."""
     begin = time.time()
     row: dict[str, Any] = {"config": config, "more": " ".join(sitting.more), "whole": True}
-    if args.rhythm and not sitting.first_captures(config):
-        return row | {"captured": False, "took_s": round(time.time() - begin, 1)}
     # all start now, which takes long; GPUs hold only what has been opened
     real, ranks = sitting.real_job(config), range(sitting.num_ranks)
     groups = {"real": [real], "paced": sitting.paced_ranks(config, "paced", ranks)}
@@ -319,8 +292,6 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         try:
             if row["captured"]:  # ranks without a slice would run somebody else's
                 row["predicted_ms"] = predict(slices, written)
-                if args.rhythm:  # what the first captures tell
-                    row["without_pauses_ms"] = predict(sitting.work / f"{config}-first", written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
         learned = real.steps if args.learn is None else args.learn
@@ -363,10 +334,6 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
         replays += [] if error is None else [error]
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
-        if "without_pauses_ms" in row:
-            without = percent(row["without_pauses_ms"], row.get("real_ms"))
-            print(f"  captured without pauses: {_ms(row['without_pauses_ms'])} "
-                  f"({_percent(without)})")  # fmt: skip
         turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
         medians = {name: [median(run) for run in runs] for name, runs in turns.items()}
         base = medians.get("real", [None])[0]
@@ -423,7 +390,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=Turns.steps, help="of a turn")
     parser.add_argument("--beside", type=int, default=Turns.beside, help="of turns of phase 1")
     parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
-    parser.add_argument("--rhythm", action="store_true", help="capture with the job's pauses")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
     parser.add_argument("--pairs", action="store_true", help="pairs of local ranks, too")
@@ -442,7 +408,6 @@ def main() -> int:
         sitting = Turns(args.scripts, work, args.gpus)
         sitting.steps, sitting.beside = args.steps, args.beside
         sitting.alone_steps, sitting.between = args.alone_steps, args.between
-        sitting.rhythm = args.rhythm
         sitting.more = tuple(args.more.split())
         sitting.calibrate()
         for config in (args.configs or ",".join(EVERY[sitting.num_ranks])).split(","):

@@ -70,6 +70,8 @@ def test_of_outstanding_records_those_of_batches_that_ended_are_left_out():
     gone, waiting = [send(1), send(2)], entry(9, "all_reduce", group="1", seq=3)
     assert states([*gone, waiting]) == {9: "scheduled"}
     assert states([*(entry(i, "all_gather", seq=5) for i in (1, 2)), waiting]) == {9: "scheduled"}
+    # calls without a number are not known to belong together
+    assert len(states(entry(i, "all_gather", seq=-1) for i in (1, 2))) == 2
     # the batch that is still open has its record
     still = [send(5, seq=2), send(6, seq=2), entry(7, "coalesced", seq=2)]
     assert states([*gone, *still, waiting]).keys() == {5, 6, 7, 9}

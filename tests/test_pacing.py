@@ -392,9 +392,7 @@ def test_slow_ranks_are_virtual_ones():
         (["--prism-pace", "d", "--prism-slow", "3:nan"], "is no factor"),
         (["--prism-pace", "d", "--prism-slow", "0:2"], "a local rank is as fast as it is"),
         (["--prism-pace", "d", "--prism-slow", "9:2"], "9"),
-        (["--prism-pace", "d", "--prism-capture", "d"], "capture into another folder"),
-        (["--prism-pace", "d", "--prism-capture", "e", "--prism-draw", "1"], "not beside"),
-        (["--prism-pace", "d", "--prism-capture", "e", "--prism-slow", "3:2"], "not beside"),
+        (["--prism-pace", "d", "--prism-capture", "e"], "measures a rank alone"),
     ],
 )
 def test_pacing_that_makes_no_sense_is_refused(words, match):
@@ -565,16 +563,6 @@ def test_local_ranks_of_several_hosts_are_refused(monkeypatch):
     options = dataclasses.replace(options_of("--prism-pace", "d"), num_processes=4)
     with pytest.raises(UsageError, match="on several hosts"):
         check(options)
-
-
-def test_a_rhythm_is_captured_by_one_process(tmp_path):
-    asked = options_of("--prism-pace", str(tmp_path / "old"))
-    both = dataclasses.replace(asked, capture=tmp_path / "new")
-    check(both)
-    with pytest.raises(UsageError, match="is for one local rank"):
-        check(dataclasses.replace(both, num_processes=2))
-    with pytest.raises(UsageError, match="the rhythm comes from"):
-        check(dataclasses.replace(both, capture=tmp_path / "old"))
 
 
 # -- the report ------------------------------------------------------------------------------------

@@ -77,14 +77,15 @@ def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
 
 
 def test_a_run_that_ends_early_needs_its_own_steps():
-    """An interval says how many these are; of a run that ends by the clock nobody knows."""
+    """An interval says how many these are; of one that ends by the clock or a signal nobody knows."""
     for steps in (1, 2):
         run(Proof(), steps, exit_interval=steps)
         with pytest.raises(NotTrainedError):
             run(Proof(), steps - 1, exit_interval=steps)
-    run(Proof(), 1, exit_duration_in_mins=1)
-    with pytest.raises(NotTrainedError):
-        run(Proof(), 0, exit_duration_in_mins=1)
+    for ended in ("exit_duration_in_mins", "exit_signal_handler"):
+        run(Proof(), 1, **{ended: 1})
+        with pytest.raises(NotTrainedError):
+            run(Proof(), 0, **{ended: 1})
 
 
 @pytest.mark.parametrize(

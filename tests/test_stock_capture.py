@@ -11,7 +11,6 @@ from megatron_prism.ops import Op
 from megatron_prism.plugin import stock_capture
 from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
-from megatron_prism.slicer.rhythm import Rhythm
 from megatron_prism.slices import SliceStore, open_programs
 from megatron_prism.world import World
 
@@ -19,9 +18,7 @@ TIER = SimpleNamespace(name="cpu")
 
 
 def options(folder, force=False):
-    return SimpleNamespace(
-        capture=folder, pace=None, world=World(8), rank=4, force=force, num_processes=1
-    )
+    return SimpleNamespace(capture=folder, world=World(8), rank=4, force=force, num_processes=1)
 
 
 def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
@@ -79,18 +76,12 @@ def simulated(tmp_path, monkeypatch):
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
     monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: None)
 
-    def run(tier, wanted, evaluated=(), gathered=False, pauses=False):
+    def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(
-            capture=tmp_path / "d", pace=None, world=World(2, tp=2), rank=0, force=False,
-            num_processes=1,
-        )  # fmt: skip
+            capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False, num_processes=1
+        )
         capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {})
         log = []
-        if pauses:
-            capture._rhythm = SimpleNamespace(
-                begin=lambda: log.append((number, "begin")),
-                end=lambda: log.append((number - 1, "end")),
-            )
 
         class Clock:
             running = False
@@ -181,37 +172,6 @@ def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
     capture, log = simulated("cuda", 11, {6})
     assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
     assert log[-2:] == [(8, "traced"), (8, "probed")]  # an evaluation might come after the others
-
-
-def test_only_recorded_iterations_pause(simulated):
-    """Not those that are clocked, nor the probes of what recording costs the host."""
-    _, log = simulated("cuda", 11, pauses=True)
-    assert log == [
-        (3, "begin"), (3, "written"), (3, "end"),
-        (4, "begin"), (4, "times"), (4, "end"), (5, "begin"), (5, "times"), (5, "end"),
-        (6, "clock"), (7, "begin"), (7, "times"), (7, "end"), (8, "begin"), (8, "times"),
-        (8, "end"), (9, "clock"), (10, "begin"), (10, "times"), (10, "end"), (10, "traced"),
-        (10, "probed"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("paced", [False, True])
-def test_the_recorder_hears_of_the_pauses(tmp_path, monkeypatch, paced):
-    from megatron_prism.plugin import rhythm
-    from megatron_prism.slicer import watch
-    from megatron_prism.virtual import session
-
-    found, world = Rhythm([], np.array([], dtype=np.int64)), SimpleNamespace(recorder=None)
-    monkeypatch.setattr(rhythm, "of_slices", lambda options, source: found)
-    monkeypatch.setattr(watch, "install", lambda recorder: None)
-    monkeypatch.setattr(session, "current", lambda: world)
-    monkeypatch.setattr(stock_capture, "_running", [])
-    asked = options(tmp_path / "new")
-    asked.pace = tmp_path / "old" if paced else None
-    capture = StockCapture(asked, SimpleNamespace(name="cpu", live=None), {})
-    capture._install(SimpleNamespace())
-    assert world.recorder.rhythm is (found if paced else None)
-    assert ("rhythm" in capture.said()) == paced
 
 
 @pytest.mark.parametrize(

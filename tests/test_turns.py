@@ -108,58 +108,6 @@ def test_captures_alternate_with_the_real_job_and_all_must_succeed(modules, stat
     assert heard.count((0, "end")) == 1
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_first_captures_run_all_at_once_and_all_must_succeed(modules, status, tmp_path):
-    turns, _ = modules
-    sitting, heard, asked = turns.Turns(tmp_path, tmp_path, 2), [], []
-
-    def emulated(name, ranks, config, steps, *flags):
-        (tmp_path / "pp2-first").mkdir(exist_ok=True)
-        asked.append((name, ranks, flags))
-        return Stepping(ranks[0], heard, status * ranks[0])
-
-    sitting.emulated = emulated
-    (tmp_path / "calibration.json").write_text("{}")
-    assert sitting.first_captures("pp2") == (status == 0)
-    assert heard[:2] == [(0, turns.ENDLESS), (1, turns.ENDLESS)]
-    assert heard[2:] == [(0, "end"), (1, "end")]
-    assert (tmp_path / "pp2-first" / "calibration.json").exists() == (status == 0)
-    first = str(tmp_path / "pp2-first")
-    assert asked == [("pp2-alone", [rank], ("--prism-capture", first)) for rank in (0, 1)]
-    sitting.rhythm, sitting.emulated = True, lambda *words: words
-    slices = str(tmp_path / "pp2-slices")
-    told = ("--prism-capture", slices, "--prism-pace", first)
-    assert sitting.captures("pp2", 7) == [("pp2-capture", [r], "pp2", 7, *told) for r in (0, 1)]
-
-
-def test_local_ranks_are_torchruns_and_keep_to_their_gpus_cores(modules, monkeypatch, tmp_path):
-    turns, turnstile = modules
-    sitting, made = turns.Turns(tmp_path, tmp_path, 4), []
-    sitting.runner = lambda *words, **more: made.append((*words, more))
-    sitting.paced_ranks("pp4", "pairs", range(4), local=2)
-    sitting.paced_ranks("pp4", "paced", [3])
-    names, launchers, programs, counts, more = zip(*made, strict=True)
-    assert names == ("pp4-pairs-0", "pp4-pairs-2", "pp4-paced-3")
-    assert [launcher[-2:] for launcher in launchers] == [["--nproc-per-node", "2"]] * 2 + [[]]
-    ranks = [words[words.index("--prism-ranks") + 1] for words in programs]
-    assert ranks == ["0,1", "2,3", "3"]
-    assert counts == (2, 2, 1)
-    assert [one["TURNS_PLACE"] for one in more] == ["0", "2", "3"]
-    kept = []
-    monkeypatch.setattr(turnstile.os, "sched_getaffinity", lambda pid: set(range(100, 164)))
-    monkeypatch.setattr(turnstile.os, "sched_setaffinity", lambda pid, cores: kept.append(cores))
-    turnstile.keep_to_place()
-    assert kept == []  # nobody asked for it
-    for place, rank, first in (("2", "1", 148), ("3", None, 148), ("0", "0", 100)):
-        monkeypatch.setenv("TURNS_PLACES", "4")
-        monkeypatch.setenv("TURNS_PLACE", place)
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-        if rank is not None:
-            monkeypatch.setenv("LOCAL_RANK", rank)
-        turnstile.keep_to_place()
-        assert kept.pop() == list(range(first, first + 16))
-
-
 def test_what_the_host_did_is_added_up(modules, monkeypatch):
     from torch import distributed as dist
 
@@ -214,10 +162,6 @@ def test_errors_are_of_medians_and_slowdowns_each_of_its_own_run(modules, capsys
     assert "paced, 1 x 2: 156.0 ms (+3.48 %)" in shown
     alone = {key: value for key, value in row.items() if key != "groups"}
     assert turns.table([alone]) == 0  # without rounds the replay is what was asked for
-    capsys.readouterr()
-    turns.table([{**alone, "without_pauses_ms": 1.1 * alone["real_ms"]}])
-    assert "captured without pauses: " in (said := capsys.readouterr().out)
-    assert "(+10.00 %)" in said
     assert turns.table([{**alone, "captured": False}]) == 1
     assert turns.table([{**row, "whole": False}]) == 1
     paced = row["groups"]["paced"]

@@ -217,7 +217,7 @@ def _pace(options: flags.Options, version: str, store: Any) -> Any:
 
     pace.check(options)
     pace_capture.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
-    return pace.Pace(options, _job_arguments(), version) if options.capture is None else None
+    return pace.Pace(options, _job_arguments(), version)
 
 
 def start_world(

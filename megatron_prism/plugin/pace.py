@@ -23,13 +23,12 @@ from megatron_prism.errors import UsageError
 from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
 from megatron_prism.plugin.stock_capture import source_of
-from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay import overlap, timeline, whatif
 from megatron_prism.replay.release import Releases, kept
 from megatron_prism.stochastic import read_draw
 
-__all__ = ["CALIBRATION", "Pace", "priced"]
+__all__ = ["CALIBRATION", "Pace"]
 
 CALIBRATION = "calibration.json"
 
@@ -45,13 +44,20 @@ class Pace:
     def __init__(self, options: Any, arguments: str, version: str) -> None:
         import torch
 
-        begin = time.perf_counter()
-        device = torch.cuda.get_device_name()
+        folder, device = options.pace, torch.cuda.get_device_name()
         source = source_of(arguments, version, options.tier, device)
-        program, world, prices, self.drawn = priced(options, source)
-        self._calibration = calibration(options.pace, device)
+        begin = time.perf_counter()
+        programs = _programs(folder, options, source)
+        program = programs.programs[int(programs.program_of[options.rank])]
+        for ranks, factor in slow_ranks(options):
+            programs = whatif.slow(programs, ranks, factor)
+        hardware, path = machine(_machine_of(device)), folder / CALIBRATION
+        self._calibration = calibration(folder, device)
+
+        pricing = functools.partial(_prices, hardware=hardware, measured=self._calibration)
+        world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
         self._world, self._prices = world, prices
-        self.table = kept(world, prices, list(options.ranks), options.pace)
+        self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
         self.program, self.options = program, options
@@ -141,21 +147,6 @@ class Pace:
         return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
 
 
-def priced(
-    options: Any, source: dict[str, str]
-) -> tuple[Program, graph.WorldGraph, costs.Prices, str | None]:
-    """(the local rank's program in ``options.pace``, the world in which the local ranks are classes
-    of their own, its prices, what was drawn); ``source``: of slices made here."""
-    programs, device = _programs(options.pace, options, source), source["device"]
-    program = programs.programs[int(programs.program_of[options.rank])]
-    for ranks, factor in slow_ranks(options):
-        programs = whatif.slow(programs, ranks, factor)
-    hardware, path = machine(_machine_of(device)), options.pace / CALIBRATION
-    measured = calibration(options.pace, device)
-    pricing = functools.partial(_prices, hardware=hardware, measured=measured)
-    return program, *draw.world_of(programs, options, pricing, hardware, path)
-
-
 def check(options: Any) -> None:
     """UsageError where pacing makes no sense."""
     if options.pace is None:
@@ -171,7 +162,10 @@ def check(options: Any) -> None:
             fix="prism replay predicts iteration times without a GPU",
         )
     if options.capture is not None:
-        _check_capture(options)
+        raise UsageError(
+            "--prism-capture measures a rank alone, --prism-pace lets it wait for others",
+            fix="drop one of the two: --prism-pace captures what is missing by itself",
+        )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if here < options.num_processes:
         raise UsageError(
@@ -180,25 +174,6 @@ def check(options: Any) -> None:
             fix="name ranks of one host with --prism-ranks, or run each rank alone",
         )
     calibration(options.pace)  # one that is damaged is said before captures
-
-
-def _check_capture(options: Any) -> None:
-    """UsageError where a capture in the rhythm of slices makes no sense (``rhythm``)."""
-    if options.slow or options.draw:
-        raise UsageError(
-            "--prism-capture measures a rank as it is, not beside --prism-slow or --prism-draw",
-            fix="drop them, or --prism-capture",
-        )
-    if options.num_processes > 1:
-        raise UsageError(
-            "--prism-capture in the rhythm of --prism-pace is for one local rank",
-            fix="capture the ranks one after the other, or drop --prism-pace",
-        )
-    if options.capture.resolve() == options.pace.resolve():
-        raise UsageError(
-            f"--prism-capture: the rhythm comes from the slices in {options.pace}",
-            fix="capture into another folder",
-        )
 
 
 def _digest(table: Releases) -> str:

@@ -19,28 +19,26 @@ def _settings() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
-def _norm_of_heads(owner: str) -> Callable[[ModuleType, Context], None]:
+def _norm_of_heads(module: ModuleType, context: Context) -> None:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
     up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
-    this one, and a stage without MTP layers would leave a call out that the others make.  ``owner``
-    is the class that asks."""
+    this one, and a stage without MTP layers would leave a call out that the others make."""
 
-    def patch(module: ModuleType, context: Context) -> None:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(self: Any, group: str) -> bool:
-                found = original(self, group)
-                if group != _MTP or context.all_local():
-                    return found
-                args = _settings()
-                detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
-                return bool(found or detached)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, group: str) -> bool:
+            found = original(self, group)
+            if group != _MTP or context.all_local():
+                return found
+            args = _settings()
+            detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
+            return bool(found or detached)
 
-            return call
+        return call
 
-        if (asks := getattr(module, owner, None)) is not None:
-            _wrap(asks, "has_grad_norm_group", make)
-
-    return patch
+    for name in ("MegatronOptimizer", "LayerWiseDistributedOptimizer"):
+        owner = getattr(module, name, None)
+        if owner is not None:
+            _wrap(owner, "has_grad_norm_group", make)
 
 
 SEAMS: tuple[Seam, ...] = tuple(
@@ -49,14 +47,10 @@ SEAMS: tuple[Seam, ...] = tuple(
         f"megatron.core.optimizer{where}",
         "whether some rank has detached MTP heads is asked of ranks that mirror this one",
         cited,
-        _norm_of_heads(owner),
+        _norm_of_heads,
     )
-    for where, owner, cited in (
-        (".optimizer", "MegatronOptimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
-        (
-            ".layer_wise_optimizer",
-            "LayerWiseDistributedOptimizer",
-            "core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
-        ),
+    for where, cited in (
+        (".optimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
+        (".layer_wise_optimizer", "core/optimizer/layer_wise_optimizer.py:815 @0.19.0"),
     )
 )

@@ -91,11 +91,6 @@ class StockCapture:
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
         self.links: links.Links | None = None  # of a GPU
-        self._rhythm: Any = None  # that of its job, if asked for
-        if options.pace is not None:
-            from megatron_prism.plugin import rhythm
-
-            self._rhythm = rhythm.of_slices(options, source)
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
@@ -146,8 +141,6 @@ class StockCapture:
         # where two in a row have an evaluation, all may have
         hopeless = len(self._others) > 1 and not self._recordings
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
-        if self._rhythm is not None:
-            self._rhythm.begin()
         self._recorder.start(quick=self._quick)
 
     def _install(self, proof: Any) -> None:
@@ -164,7 +157,6 @@ class StockCapture:
                 torch.cuda.current_device(), world.tally.calls, self._num_processes
             )
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
-        self._recorder.rhythm = self._rhythm
         watch.install(self._recorder)
         _running.append(self)
         world.recorder = proof.recorder = self._recorder
@@ -193,8 +185,6 @@ class StockCapture:
     def _stopped(self) -> Any:
         """What was recorded, with the kernels' own times if it was traced."""
         recording, tracer = self._recorder.stop(), self._tracer
-        if self._rhythm is not None:
-            self._rhythm.end()
         self._tracer = None
         trace = tracer.stop() if tracer is not None else None
         if trace is None:
@@ -250,8 +240,6 @@ class StockCapture:
     def said(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
-        if self._rhythm is not None:
-            found += f"; {self._rhythm}"
         hosts = self.program.hosts if self.program is not None else ()
         if len(hosts) > 1 and (used := self._host_ns()) > _DISTURBED * min(hosts):
             found += (

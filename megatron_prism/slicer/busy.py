@@ -20,9 +20,7 @@ __all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "read"]
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
-# not the job's: copies between GPUs keep links awake (``plugin/links.py``), and what holds a stream
-# is a pause (``slicer/rhythm.py``)
-_OURS = ("PtoP", "spin_kernel")
+_WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
@@ -74,7 +72,7 @@ def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[tuple[int, i
         if category in _LAUNCH:
             took = _ns(event.get("dur", 0))
             launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
-        elif category in _DEVICE and not any(word in name for word in _OURS):
+        elif category in _DEVICE and _WORDS not in name:
             begin = _ns(event["ts"])
             kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
     return launched, kernels

@@ -11,8 +11,8 @@ rest behind every call and where a label begins, which does not count either.
 
 Python's full garbage collections do not count, recorded or not: a job has one in hundreds of
 iterations, and what recordings leave behind brings them forward (half a second each, in one of
-twenty clocked iterations).  Where Python does not collect on its own, those are the job's
-(--manual-gc), and count.
+twenty clocked iterations).  Where Python's collector is off, the job collects (--manual-gc), and
+that counts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Collections:
 
     def start(self) -> None:
         self._spent = 0
-        if self._heard not in gc.callbacks:
-            gc.callbacks.append(self._heard)
+        gc.callbacks.append(self._heard)
 
     def stop(self) -> int:
         gc.callbacks.remove(self._heard)

@@ -51,7 +51,6 @@ class Recorder:
         self.active = self._quick = False
         self.clock = HostClock()  # of iterations that are not recorded
         self._collections = Collections(lambda: not self._inside)  # of those that are
-        self.rhythm: Any = None  # a Rhythm: pauses behind ops
         self._builder = Builder()
         self._labels: dict[str, Any] = {}
         self._inside = 0
@@ -191,12 +190,10 @@ class Recorder:
         self._close()
         self._inside += 1
 
-    def _leave(self, op: str = "") -> None:  # what was written down since, if anything
+    def _leave(self) -> None:
         self._inside -= 1
         if self.meter is not None:
             self.meter.take()
-        if op and self.rhythm is not None:
-            self.rhythm.after(len(self._trace) - 1, op)
         self._open()
 
     # -- communication ----------------------------------------------------------------------------
@@ -218,7 +215,7 @@ class Recorder:
                 self._add(op, site=self._site(), **fields)
             made = answer(group, *args, **kwargs)
         finally:
-            self._leave(op)
+            self._leave()
         return made if made is None else Tracked(self, handle, made)
 
     def aside(self, answer: Callable[[], None]) -> None:
@@ -247,7 +244,7 @@ class Recorder:
         """An op that takes no time itself."""
         self._enter()
         self._add(name, on=stream, **fields)
-        self._leave(name)
+        self._leave()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
@@ -274,7 +271,7 @@ class Recorder:
             self._enter()
             self._events[event] = len(self._builder)
             self._add("record", on=stream, handle=self._events[event])
-            self._leave("record")
+            self._leave()
         return heard
 
     def event_waited(self, event: int, stream: Any) -> bool:

@@ -28,7 +28,7 @@ class Recording:
     times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
     trace   : names of all ops in order
     hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
-    collected: ns of full garbage collections in these
+    collected: ns of full garbage collections in ``hosts``
     busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
     launches: ``launches.launches`` of it; likewise
     """
