@@ -77,7 +77,7 @@ def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
 
 
 def test_a_run_that_ends_early_needs_its_own_steps():
-    """An interval says how many these are; of one that ends by the clock or a signal nobody knows."""
+    """An interval says how many these are; of a clock or a signal nobody knows."""
     for steps in (1, 2):
         run(Proof(), steps, exit_interval=steps)
         with pytest.raises(NotTrainedError):
