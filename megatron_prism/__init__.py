@@ -33,7 +33,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     flight_recorder.py       dumps of a job that hangs (flight_dump.py)
       flight_entries.py        their entries; flight_workers.py: many of them, by several processes
     stages.py                which ranks stand at one place of their pipeline
-    hang.py                  who made it hang (outstanding.py, votes.py, hang_graph.py)
+    hang.py                  who made it hang (outstanding.py, votes.py, orders.py, hang_graph.py)
       joint_calls.py           calls that need a closer look
       moments.py               are the dumps of one moment, and of one job
       sources.py               where waits end

@@ -24,17 +24,17 @@ from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
 from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.guards import no_collector
 from megatron_prism.hang_graph import of_graph
+from megatron_prism.orders import order_conflicts
 from megatron_prism.outstanding import call_text
 from megatron_prism.selectors import format_ranks
 from megatron_prism.sources import age
-from megatron_prism.votes import Odd, mismatches, order_conflicts
+from megatron_prism.votes import Odd, mismatches
 
 __all__ = ["of_dumps", "of_graph"]
 
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
 _HOSTS = ("what hosts wait for outside NCCL (gloo, the store, files, data): if the job stands "
           "still all the same, take its stacks: py-spy dump")  # fmt: skip
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def of_dumps(found: DumpSet) -> Diagnosis:
@@ -66,7 +66,7 @@ class _Judge:
         self.split = any(not odd.ranks for odd in entered)
         steps: tuple[Callable[[], list[Blamed]], ...] = (
             lambda: self._odd(entered),
-            self._stuck,
+            lambda: self._stuck(odds),
             lambda: self._ordered(odds),
             lambda: self._odd(odds),
             self._never_started,
@@ -100,9 +100,16 @@ class _Judge:
         return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
-    def _stuck(self) -> list[Blamed]:
+    def _stuck(self, odds: list[Odd]) -> list[Blamed]:
         found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
-        gone = {b.rank: b for b in self._gone(bool(found))}
+        dead = self._gone(bool(found))
+        lost = len(self.state.missing)
+        # files are lost, not their ranks alone: who left one and contradicts its siblings says more
+        by_file = dead and not found and lost > _LOST
+        if by_file and (other := self._ordered(odds) or self._odd(odds)):
+            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            return other
+        gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
         if waits := sources.with_the_dead(self.state, idle, gone):
             self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
@@ -112,22 +119,10 @@ class _Judge:
 
     def _devices(self) -> Iterable[Blamed]:
         """Complete-late: the others saw the end of a call that needs everybody."""
-        state = self.state
-        for name, group in state.groups.items():
-            done = {
-                r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed
-            }
-            last = max(done.values(), default=-1)
-            for rank, mine in done.items():
-                if mine >= last or name in state.pairs or state.enqueued[name, rank] < last:
-                    continue
-                calls = [e for e in state.outstanding[rank]
-                         if e.group == name and mine < e.seq <= last]  # fmt: skip
-                joint = [e for e in calls if e.op not in _ROOTED]
-                if joint:
-                    why = f"{call_text(joint[0])} ended on the others (up to #{last}), not on it"
-                    self._note(joint[0], f"rank {rank}: {why}")
-                    yield Blamed(rank, "device stuck", why)
+        for rank, entry, last in sources.complete_late(self.state):
+            why = f"{call_text(entry)} ended on the others (up to #{last}), not on it"
+            self._note(entry, f"rank {rank}: {why}")
+            yield Blamed(rank, "device stuck", why)
 
     def _hosts(self) -> list[Blamed]:
         """Enqueue-late, and not because of its own waits."""
@@ -141,7 +136,7 @@ class _Judge:
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
         for rank, entry in sources.unposted(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
-        for rank in state.mute():
+        for rank in (*state.mute(), *state.hidden):
             found.pop(rank, None)
         idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
         extra = self._extra(idle)
@@ -174,30 +169,40 @@ class _Judge:
                              "data, gloo): they wait for nobody")  # fmt: skip
         return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
-    def _gone(self, others_stuck: bool) -> list[Blamed]:
+    def _gone(self, others_stuck: bool) -> dict[int, Entry]:
         """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
         stuck, they may be victims as well."""
         there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
         found, lost = sources.gone(self.state, there), len(self.state.missing)
         if found and others_stuck and lost > _LOST:
             self.evidence.append(f"{lost} ranks left no dump: they may be victims")
-            return []
-        if lost > len(self.state.dumps):  # most are not here: that says nothing of any of them
-            return []
-        for rank, entry in found.items():
-            self._note(entry, f"rank {rank} left no dump, and {call_text(entry)} waits for it")
-        return [Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
-                for r, e in found.items()]  # fmt: skip
+            return {}
+        # if most are not here, that says nothing of any of them
+        return found if lost <= len(self.state.dumps) else {}
+
+    def _dead(self, found: dict[int, Entry]) -> dict[int, Blamed]:
+        """The same, said: ranks for which one call waits in one line."""
+        for entry, text in sources.left_no_dump(found):
+            self._note(entry, text)
+        if len(found) > 1:
+            self.evidence.append("who only lost its dump looks like who died: some of these may be "
+                                 "victims")  # fmt: skip
+        return {r: Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
+                for r, e in found.items()}  # fmt: skip
 
     # -- 5, 6: no source --------------------------------------------------------------------------
-    def _ordered(self, odds: list[Odd]) -> list[Blamed]:
-        odd, about = order_conflicts(self.state)
+    def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
+        odd, about = order_conflicts(self.state, queued)
         among = {r for o in odds for r in o.among}
         if about is None or not odd or (among and among.isdisjoint(odd)):
             return []
         ranks = sorted(odd if not among else among & set(odd))
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
+        if beside := sources.beside(self.state, ranks):
+            self.doubt = True
+            self.evidence.append(f"to the call of these few came, but also {format_ranks(beside)}: "
+                                 "perhaps they err alike")  # fmt: skip
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
@@ -215,9 +220,11 @@ class _Judge:
         self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
         if odds:
             self.first = odds[0].entry
-        state, cycle = self.state, self.state.circle()
+        state, cycle = self.state, sources.circle(self.state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
+        if early := self._ordered(odds, queued=True):
+            return self._result("order", early, cycle)
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
@@ -233,18 +240,9 @@ class _Judge:
     def _few(self, cycle: list[int]) -> list[Blamed]:
         """The one rank that left out a message, by what its siblings did; else those of a circle
         who wait where most members never come."""
-        past, found = dict(sources.passed_over(self.state)), sources.few(self.state, cycle)
-        if len(past) == 1:
-            ((rank, self.first),) = past.items()
-            ranks, kind = [rank], "skipped call"
-            text = (
-                f"does not answer {call_text(self.first)}; its siblings did, before calls it made"
-            )
-        elif found is not None:
-            (self.first, ranks), kind = found, "extra call"
-            text = f"waits in {call_text(self.first)}, to which most of its members never come"
-        else:
+        if (found := sources.lone(self.state, cycle)) is None:
             return []
+        self.first, ranks, kind, text = found
         self.evidence.append(f"rank {format_ranks(ranks)} {text}")
         return [Blamed(r, kind, text) for r in ranks]
 
@@ -258,7 +256,7 @@ class _Judge:
     def _idle(self) -> Diagnosis:
         state = self.state
         missing, lost = state.lacks(), state.missing
-        if lost or state.unreadable:
+        if lost or state.unreadable or state.hidden:
             self.evidence.append("no call is outstanding in the dumps that are there")
             return Diagnosis("undetermined", (), (), confidence="possible",
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
@@ -284,7 +282,7 @@ class _Judge:
         unsure = not blamed - self.parted.new.keys() or verdict == "missing dump"  # or nobody
         unsure |= self.doubt
         confidence = "possible" if unsure else "likely"
-        if verdict in {"device stuck", "order"} | signature and not state.missing:
+        if verdict in {"device stuck", "order"} | signature and not (state.missing or self.doubt):
             confidence = "certain"
         return Diagnosis(
             "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,

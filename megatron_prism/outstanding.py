@@ -7,7 +7,7 @@ so what one of them did tells what the other should have done.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -17,7 +17,6 @@ from megatron_prism.stages import stages
 
 __all__ = ["State", "call_text"]
 
-_EDGES = 1_000_000  # waits that are looked at for the smallest circle
 _MOST = 64  # outstanding calls made up from counters where a dump has no entries
 
 
@@ -244,29 +243,14 @@ class State:
                   (head.group, head.seq, False)]  # fmt: skip
         return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
 
-    def circle(self) -> list[int]:
-        """The smallest circle of ranks in which each waits for the next."""
-        edges = {r: self.waits(r)[1] for r in self.outstanding}
-        best: list[int] = []
-        left = _EDGES
-        for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
-            back, queue = {start: start}, deque([(start, 1)])
-            while queue and left > 0 and not (best and queue[0][1] >= len(best)):
-                rank, length = queue.popleft()
-                left -= len(edges[rank])
-                if start in edges[rank]:
-                    best = [rank]
-                    while best[-1] != start:
-                        best.append(back[best[-1]])
-                    best.reverse()
-                    break
-                for other in edges[rank]:
-                    if other not in back and other in edges:
-                        back[other] = rank
-                        queue.append((other, length + 1))
-            if len(best) == 2 or left <= 0:
-                break
-        return best
+    @cached_property
+    def hidden(self) -> set[int]:
+        """Ranks that wait, by their counters, in a message of which no entry is left: the ring was
+        too short, or there are counters only.  To whom it goes nobody knows."""
+        shown = {(e.group, r) for r, calls in self.outstanding.items() for e in calls}
+        return {r for r, dump in self.dumps.items() for name, status in dump.status.items()
+                if name in self.pairs and name in self.groups
+                and status.enqueued > status.completed and (name, r) not in shown}  # fmt: skip
 
     def mute(self) -> list[int]:
         """Ranks whose dumps have neither calls nor counters, where others have counters: started
@@ -288,6 +272,9 @@ class State:
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
         if mute := self.mute():
             found.append(f"counters of ranks {format_ranks(mute)}: their recorders were off or new")
+        if self.hidden:
+            found.append(f"outstanding messages of ranks {format_ranks(sorted(self.hidden))}: next "
+                         "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
         found += sorted({note for dump in dumps for note in dump.notes})
         if not any(e.done for d in dumps for e in d.entries):
             found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "

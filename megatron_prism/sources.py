@@ -6,15 +6,18 @@ and says why.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
 
 from megatron_prism.flight_dump import Entry
-from megatron_prism.outstanding import State
+from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["few", "gone", "never_started", "outrun", "passed_over", "together", "unposted",
-           "with_the_dead"]  # fmt: skip
+__all__ = ["age", "beside", "circle", "complete_late", "gone", "left_no_dump", "lone",
+           "never_started", "outrun", "together", "unposted", "with_the_dead"]  # fmt: skip
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_EDGES = 1_000_000  # waits that are looked at for the smallest circle
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -44,6 +47,32 @@ def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
             if r not in found or age(head) < age(found[r]):
                 found[r] = head
     return found
+
+
+def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
+    """What is said of ranks without a dump: those for which one kind of call waits in one line."""
+    calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, e in sorted(found.items()):
+        calls[e.op, e.desc, e.seq, e.pair, e.site].append(rank)
+    for ranks in calls.values():
+        entry = min((found[r] for r in ranks), key=age)
+        if len(ranks) == 1:
+            yield entry, f"rank {ranks[0]} left no dump, and {call_text(entry)} waits for it"
+        else:  # the other sides of messages differ
+            text = call_text(entry._replace(to=-1))
+            yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
+
+
+def beside(state: State, ranks: Collection[int]) -> list[int]:
+    """Who else waits where one of ``ranks`` does, in a call to which most of its members have not
+    come."""
+    found = set[int]()
+    for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
+        members = state.groups[head.group].ranks
+        came = {r for r in members if r in state.dumps and state.arrived(r, head)}
+        if 2 * len(came) < len(members):
+            found |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
+    return sorted(found - set(ranks))
 
 
 def unposted(state: State) -> Iterator[tuple[int, Entry]]:
@@ -148,6 +177,61 @@ def never_started(state: State) -> dict[int, Entry]:
     heads = {r: e for r in state.outstanding if (e := state.head(r))}
     idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
     return idle if 2 * len(idle) < len(heads) else {}
+
+
+def circle(state: State) -> list[int]:
+    """The smallest circle of ranks in which each waits for the next."""
+    edges = {r: state.waits(r)[1] for r in state.outstanding}
+    best: list[int] = []
+    left = _EDGES
+    for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
+        back, queue = {start: start}, deque([(start, 1)])
+        while queue and left > 0 and not (best and queue[0][1] >= len(best)):
+            rank, length = queue.popleft()
+            left -= len(edges[rank])
+            if start in edges[rank]:
+                best = [rank]
+                while best[-1] != start:
+                    best.append(back[best[-1]])
+                best.reverse()
+                break
+            for other in edges[rank]:
+                if other not in back and other in edges:
+                    back[other] = rank
+                    queue.append((other, length + 1))
+        if len(best) == 2 or left <= 0:
+            break
+    return best
+
+
+def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:
+    """Ranks on which a call that needs everybody did not end, though it did on others: with the
+    call, and the last one that ended there."""
+    for name, group in state.groups.items():
+        done = {r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed}
+        last = max(done.values(), default=-1)
+        for rank, mine in done.items():
+            if mine >= last or name in state.pairs or state.enqueued[name, rank] < last:
+                continue
+            calls = [e for e in state.outstanding[rank]
+                     if e.group == name and mine < e.seq <= last]  # fmt: skip
+            joint = [e for e in calls if e.op not in _ROOTED]
+            if joint:
+                yield rank, joint[0], last
+
+
+def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
+    """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
+    else those of a circle who wait where most members never come."""
+    past, found = dict(passed_over(state)), few(state, cycle)
+    if len(past) == 1:
+        ((rank, entry),) = past.items()
+        text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
+        return entry, [rank], "skipped call", text
+    if found is None:
+        return None
+    text = f"waits in {call_text(found[0])}, to which most of its members never come"
+    return *found, "extra call", text
 
 
 def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:

@@ -7,7 +7,7 @@ that decide.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from megatron_prism.flight_dump import Entry
 from megatron_prism.joint_calls import signature, suspects
 from megatron_prism.outstanding import State
 
-__all__ = ["Conflict", "Odd", "mismatches", "order_conflicts"]
+__all__ = ["Odd", "mismatches"]
 
 
 @dataclass(frozen=True)
@@ -182,119 +182,3 @@ def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> boo
             if e.pair and e != entry and (e.desc, e.op, state.step(other, e)) == kind:
                 seen[sum(e.numbers[side]), e.dtypes[:1]] += 1
     return not seen or seen.most_common(1)[0][0] == size
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Two siblings made this call otherwise, or in another order than ``text`` names."""
-
-    desc: str
-    pair: bool
-    seq: int
-    text: str
-
-    def entry(self, state: State, rank: int) -> Entry | None:
-        """The call as ``rank`` made it, or as a sibling did, or the oldest wait in its group."""
-        key = (self.desc, self.pair, self.seq)
-        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
-            for e in state.dumps[other].entries:
-                if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
-                    return e
-        calls = (e for calls in state.outstanding.values() for e in calls)
-        alike = (e for e in calls if e.desc == self.desc)
-        return min(alike, key=lambda e: (e.created_ns, e.seq), default=None)
-
-
-def order_conflicts(state: State) -> tuple[dict[int, int], Conflict | None]:
-    """Fewest ranks whose removal leaves siblings that issued their calls in one order.
-
-    (rank -> with how many siblings it is at odds, what about); empty if there are several choices,
-    or it is more than a third of the siblings: then they have two programs, and neither is odd.
-    """
-    odd: dict[int, int] = {}
-    about: Conflict | None = None
-    for ranks in state.siblings.values():
-        kinds: dict[_Issued, list[int]] = defaultdict(list)
-        issued = {rank: _issued(state, rank) for rank in ranks}
-        for rank in ranks:
-            kinds[issued[rank]].append(rank)
-        heads = [group[0] for group in kinds.values()]
-        weight = {group[0]: len(group) for group in kinds.values()}
-        at_odds: dict[int, set[int]] = defaultdict(set)
-        for i, a in enumerate(heads[:64]):
-            for b in heads[:i]:
-                what = _conflict(issued[a], issued[b])
-                if what:
-                    at_odds[a].add(b)
-                    at_odds[b].add(a)
-                    about = about or what
-        alone: dict[int, int] = {}
-        while any(at_odds.values()):
-            score = {r: sum(weight[x] for x in s) / weight[r] for r, s in at_odds.items() if s}
-            best = max(score.values())
-            worst = [r for r, s in score.items() if s == best]
-            if len(worst) > 1:
-                return {}, about
-            group = next(g for g in kinds.values() if g[0] == worst[0])
-            alone |= dict.fromkeys(group, int(best * len(group)))
-            for other in at_odds.pop(worst[0]):
-                at_odds[other].discard(worst[0])
-        odd |= alone
-        if 3 * len(alone) > len(ranks):
-            return {}, about
-    return odd, about
-
-
-@dataclass(frozen=True)
-class _Issued:
-    """What a rank issued: order of (description, kind, sequence), its messages, its counters."""
-
-    order: tuple[tuple[tuple[str, str, int], int], ...]
-    messages: tuple[tuple[tuple[str, int], tuple[tuple[str, int], ...]], ...]
-    counts: tuple[tuple[str, int], ...]
-
-
-def _issued(state: State, rank: int) -> _Issued:
-    order: dict[tuple[str, str, int], int] = {}
-    messages: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
-    for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
-        order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
-        if e.pair:
-            one = (e.op, state.step(rank, e))
-            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), one)
-    counts = {
-        state.groups[name].desc: state.enqueued[name, rank]
-        for name in state.groups_of[rank]
-        if (name, rank) in state.enqueued and name not in state.pairs
-    }
-    return _Issued(tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())))
-
-
-def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
-    """Two calls which siblings made in different orders, or a message that only one of them has."""
-    messages = dict(other.messages)
-    for (desc, seq), mine in one.messages:
-        theirs = messages.get((desc, seq), mine)
-        if sorted(mine) != sorted(theirs):
-            text = f"{desc} message #{seq}: {_way(mine)} or {_way(theirs)}"
-            return Conflict(desc, True, seq, text)
-    order = dict(other.order)
-    common = [key for key, _ in one.order if key in order]
-    for x, y in zip(common, common[1:], strict=False):
-        if order[x] > order[y]:
-            return Conflict(x[0], x[1] == "p2p", x[2], f"{x[0]} #{x[2]} and {y[0]} #{y[2]}")
-    counts = dict(other.counts)
-    ahead = [desc for desc, n in one.counts if n > counts.get(desc, n)]
-    behind = [desc for desc, n in one.counts if n < counts.get(desc, n)]
-    if not (ahead and behind):
-        return None
-    missing = {desc: n + 1 for desc, n in one.counts if desc in behind}  # what the other has made
-    late = len(order)
-    desc = min(behind, key=lambda desc: order.get((desc, "all", missing[desc]), late))
-    return Conflict(desc, False, missing[desc], f"{ahead[0]} and {desc}")
-
-
-def _way(messages: tuple[tuple[str, int], ...]) -> str:
-    """``send to the rank 1 further`` of what was issued as one."""
-    return " and ".join(f"{op} {'to' if op == 'send' else 'from'} {step} ranks further"
-                        for op, step in messages)  # fmt: skip

@@ -42,7 +42,7 @@ ROWS = [
     "flight_export flight_workers stages faults",
     "outstanding",
     "joint_calls watchdog moments sources",
-    "votes overlay",
+    "votes orders overlay",
     "allocator_settings",
     "allocator",
     "allocator_trace",

@@ -24,6 +24,8 @@ from megatron_prism.quiescence import Fault
 
 TP, EP = "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 PP, DP = "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
+CP, EMBEDDING = "CONTEXT_PARALLEL_GROUP", "EMBEDDING_GROUP"
+TEP, EDP = "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"
 EVERYBODY, NORM = "default_pg", "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"
 
 
@@ -140,6 +142,17 @@ def microbatch_more(rank):
     return change
 
 
+def ring_turned(rank):
+    """Rank sends its keys and values to the previous rank of the ring, and expects the next's."""
+
+    def change(it):
+        ops = it.of(rank, "2")
+        ops[:] = [dataclasses.replace(o, peer=-o.peer) if o.group == CP else o for o in ops]
+        return {}
+
+    return change
+
+
 def swapped(rank, part, first, second):
     """Two calls (name, group, nth) change places."""
 
@@ -194,6 +207,25 @@ def lost(*ranks):
     return change
 
 
+def spares(*ranks):
+    """Ranks that wait in the store until one dies: they are in no group."""
+
+    def change(values):
+        for rank in ranks:
+            values[rank] = values[0] | {"entries": [], "pg_config": {}, "pg_status": {}}
+
+    return change
+
+
+def clocks_apart(values):
+    """The clocks of the nodes, of four ranks each, differ by seconds."""
+    rng = random.Random(1)
+    apart = {node: rng.randrange(-(10**10), 10**10) for node in range(len(values))}
+    for rank, value in values.items():
+        for entry in value["entries"]:
+            entry["time_created_ns"] += apart[rank // 4]
+
+
 def lost_but_for(culprit, count, seed=1):
     """Half of the dumps did not make it to the file system."""
 
@@ -233,7 +265,7 @@ def no_entries(values):
         value["entries"] = []
 
 
-def ring(length):
+def ring_of(length):
     """Only the last calls are kept."""
 
     def change(values):
@@ -425,6 +457,8 @@ def case(name, about, fault, named, verdict, group="", op="", **more):
 
 ACTIVE = {"active_only": True, "stacks": False}
 GIL = stands(10, part="3", at=40)
+LAYER = both(*3 * [without_calls(5, "2", "all_to_all", EP, 3)], without_calls(
+    5, "2", "all_gather", TEP, 1))  # fmt: skip
 CASES = (
     # phases
     case("evaluation skipped", "C22: --eval-interval differs on one rank", without(5, "evaluation"),
@@ -534,7 +568,51 @@ CASES = (
     case("messages on the default group", "its counters count messages, too", stands(
          6, part="save", at=0), {6}, "host stuck", EVERYBODY, "barrier", world="default",
          how={"active_only": True, "stacks": False}),
+    # experts, context parallelism, optimizers
+    case("a layer of experts left out", "C18, C19: also its token counts; nobody was named",
+         LAYER, {5}, ("order", "mismatch"), TEP, "all_gather"),
+    case("a layer of experts left out, outstanding only", "", LAYER, {5}, ("order", "mismatch"),
+         TEP, "all_gather", how=ACTIVE),
+    case("a ring turned round", "context parallelism with messages", ring_turned(5), {5}, "order",
+         CP, world="ring"),
+    case("a step of a ring left out", "", both(without_calls(5, "2", "recv", CP, 1), without_calls(
+         5, "2", "send", CP, 1)), {5}, ("order", "mismatch"), world="ring"),
+    case("killed within a ring", "", stands(5, part="2", at=9, silent=True), {5}, "missing dump",
+         world="ring"),
+    case("parameters not gathered", "the last bucket of one rank", without_calls(
+         6, "2", "all_gather", DP, -1), {6}, ("mismatch", "order"), DP, "all_gather", how=ACTIVE),
+    case("an embedding's gradients left out", "tied weights: last stage alone", without_calls(
+         12, "2", "all_reduce", EMBEDDING, 0), {12}, ("mismatch", "order"), EMBEDDING,
+         "all_reduce"),
+    case("three ranks rerun a step", "C22: the rerun state machine asks everybody", more(
+         (5, 6, 11), "3", 0, Op("all_reduce", EVERYBODY, "fp32", 1, 1, "sum")), {5, 6, 11},
+         ("mismatch", "order"), EVERYBODY, "all_reduce", how=ACTIVE),
+    case("exits a step early", "a signal reached one rank: it saves", without(9, "3"), {9},
+         ("order", "mismatch"), how=ACTIVE),
+    case("a replica exits a step early", "its second stage waits with the first in the barrier",
+         both(*(without(r, "3") for r in (4, 5, 12, 13))), {4, 5, 12, 13}, ("order", "mismatch"),
+         how=ACTIVE, at_most=True),
     # files
+    case("counters only, an iteration skipped", "13 waits in a message that nothing shows; it was "
+         "named", without(5, "2"), {5}, ("order", "mismatch"), files=no_entries),
+    case("rings of one call, evaluation skipped", "the other stage was named", without(
+         5, "evaluation"), {5}, ("host stuck", "mismatch"), DP, "all_reduce", files=ring_of(1)),
+    case("counters only, in a pipeline", "nobody waited: it was healthy", stands(
+         2, part="3", at=5), (), "undetermined", world="line", files=no_entries, exit=(3,)),
+    case("inverted, three dumps lost", "4 and 7 were named", swapped(
+         5, "2", ("reduce_scatter", DP, 0), ("all_to_all", EP, 23)), {5}, "order", DP,
+         files=lost(4, 7, 15)),
+    case("a microbatch more, three dumps lost", "4 and 7 were named", microbatch_more(5), {5},
+         ("order", "mismatch"), files=lost(4, 7, 15), how=ACTIVE),
+    case("a replica killed where replicas differ", "their orders differ anyway", stands(
+         4, 5, 12, 13, part="2", at=9, silent=True), {4, 5, 12, 13}, "missing dump",
+         world="dynamic"),
+    case("one rank of each pair dumped", "a folder per local rank", GIL, {10}, "missing dump",
+         files=lost(*range(0, 16, 2))),
+    case("clocks apart", "times of two nodes say nothing", without(5, "evaluation"), {5},
+         ("mismatch", "order"), DP, "all_reduce", files=clocks_apart),
+    case("spare ranks", "their dumps are of nobody's groups", GIL, {10}, "host stuck",
+         files=spares(16, 17), how=ACTIVE),
     case("dumps of one moment, one earlier", "kill -USR to one rank before", GIL, {10},
          "host stuck", files=of_an_earlier_moment(9, 30)),
     case("half of the dumps lost", "node-local folders", GIL, {10}, "host stuck",
@@ -549,7 +627,7 @@ CASES = (
     case("restarted alone", "counters begin again", stands(4, part="3", at=0), {4}, "host stuck",
          files=started_again(4)),
     case("entries empty", "counters only", GIL, {10}, "host stuck", files=no_entries),
-    case("a short ring", "TORCH_FR_BUFFER_SIZE=20", GIL, {10}, "host stuck", files=ring(20)),
+    case("a short ring", "TORCH_FR_BUFFER_SIZE=20", GIL, {10}, "host stuck", files=ring_of(20)),
     case("rings that begin within a batch", "the rest of one was like no sibling's; 9 and 15 were "
          "named", without_calls(4, "1", "recv", PP, -1), {4}, ("mismatch", "order", "undetermined",
          "deadlock"), files=rings(40, 2000, 70), at_most=True, exit=(1, 3)),
@@ -625,6 +703,28 @@ def line(stages):
 
 
 @functools.cache
+def ring():
+    """Two rings of four, of pairs: keys and values go round in every layer, forward and back."""
+    text = "prism-program 1\nworld size=16 tp=2 cp=4\n"
+    for rank in range(16):
+        text += f"program ranks={rank}\n"
+        for number, label in enumerate(("0F", "0B", "1F", "1B")):
+            text += f"{label} all_gather {TP} bf16 in=32 out=64\n"
+            for step in range(3):
+                batch = 3 * number + step
+                both = [f"{label} send {CP} bf16 in=64 peer=1 handle={2 * batch} batch={batch}\n",
+                        f"{label} recv {CP} bf16 out=64 peer=-1 handle={2 * batch + 1} "
+                        f"batch={batch}\n"]  # fmt: skip
+                text += "".join(both[:: -1 if rank // 2 % 2 else 1]) + f"{label} compute ns=1\n"
+                text += "".join(f"{label} wait handle={2 * batch + i}\n" for i in (0, 1))
+            text += f"{label} reduce_scatter {TP} bf16 in=64 out=32 reduce=sum\n"
+        text += f"O reduce_scatter {DP} fp32 in=64 out=8 reduce=sum\n"
+        text += f"O all_reduce {NORM} fp32 n=1 reduce=sum\n- host_wait note=device\n"
+        text += f"O all_gather {DP} fp32 in=8 out=64\n"
+    return parse(text, "ring")
+
+
+@functools.cache
 def dynamic():
     """Four replicas of a pipeline with tensor parallelism, of 4, 3, 4 and 2 microbatches."""
     text = "prism-program 1\nworld size=32 tp=2 pp=4\n"
@@ -648,7 +748,7 @@ def dynamic():
 
 @functools.cache
 def standstill(fault, name):
-    bases = {"line": lambda: line(4), "dynamic": dynamic}
+    bases = {"line": lambda: line(4), "dynamic": dynamic, "ring": ring}
     it = _plain_job(bases[name]()) if name in bases else (
         _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too

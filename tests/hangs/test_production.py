@@ -24,7 +24,7 @@ def test_what_dumps_of_production_say(one, tmp_path, capsys):
     assert production.judge(one, code, found) == "", found
 
 
-@pytest.mark.parametrize("name", ["moe", "interleaved", "line", "dynamic"])
+@pytest.mark.parametrize("name", ["moe", "interleaved", "line", "dynamic", "ring"])
 def test_the_same_job_without_a_fault_is_clean(name, tmp_path, capsys):
     """Evaluations and checkpoints among its iterations: ends, and is healthy."""
     control = next(c for c in CASES if c.name == "healthy")
@@ -84,6 +84,36 @@ def test_who_made_no_call_is_named_where_nothing_else_explains_the_hang(
     said = f"rank {rank} has made no call, though #1 to #"
     assert [line.startswith(said) for line in found["evidence"]].count(True) == 1
     assert any("or its dump is of before its first call" in line for line in found["evidence"])
+
+
+def test_who_waits_beside_a_culprit_may_err_alike(tmp_path, capsys):
+    """Ranks 12 and 13 have left out the step, too; that 4 and 5 did was certain, and they victims
+    like any other."""
+    one = next(c for c in CASES if c.name == "a replica exits a step early")
+    production.dumps(one, tmp_path / "d")
+    _, found = command(tmp_path / "d", capsys)
+    assert found["confidence"] == "possible"
+    assert any("but also 12,13: perhaps they err alike" in line for line in found["evidence"])
+
+
+def test_lost_dumps_are_said_once(tmp_path, capsys):
+    """A line for every rank of the other stage; who only lost its dump looks like who died."""
+    one = next(c for c in CASES if c.name == "half of the dumps lost")
+    one = production.dataclasses.replace(one, files=production.lost(*range(8, 16)))
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, found["verdict"], found["confidence"]) == (1, "missing dump", "possible")
+    assert found["evidence"][0].startswith("ranks 8-15 left no dump, and send #8 of PIPELINE")
+    assert "some of these may be victims" in found["evidence"][1]
+    assert len(found["evidence"]) == 2
+
+
+@pytest.mark.parametrize("name", ["counters only, an iteration skipped",
+                                  "counters only, in a pipeline"])  # fmt: skip
+def test_messages_that_no_entry_shows_are_missed(name, tmp_path, capsys):
+    production.dumps(next(c for c in CASES if c.name == name), tmp_path / "d")
+    _, found = command(tmp_path / "d", capsys)
+    assert any(line.startswith("outstanding messages of ranks ") for line in found["missing"])
 
 
 def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):

@@ -1,0 +1,150 @@
+"""Who issued calls in another order than its siblings?  The fewest ranks that explain it.
+
+In : State.  Out: the ranks at odds with the others of their place in the pipeline, and what about.
+Ranks at one place run the same program, so of two calls that both make, each makes the same first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megatron_prism.flight_dump import Entry
+from megatron_prism.outstanding import State
+
+__all__ = ["Conflict", "order_conflicts"]
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two siblings made this call otherwise, or in another order than ``text`` names."""
+
+    desc: str
+    pair: bool
+    seq: int
+    text: str
+
+    def entry(self, state: State, rank: int) -> Entry | None:
+        """The call as ``rank`` made it, or as a sibling did, or the oldest wait in its group."""
+        key = (self.desc, self.pair, self.seq)
+        for other in (rank, *state.siblings[state.role.get(rank, 0)]):
+            for e in state.dumps[other].entries:
+                if (e.desc, e.pair, e.seq) == key and e.op != "coalesced":
+                    return e
+        calls = (e for calls in state.outstanding.values() for e in calls)
+        alike = (e for e in calls if e.desc == self.desc)
+        return min(alike, key=lambda e: (e.created_ns, e.seq), default=None)
+
+
+def order_conflicts(state: State, queued: bool = False) -> tuple[dict[int, int], Conflict | None]:
+    """Fewest ranks whose removal leaves siblings that issued their calls in one order.
+
+    queued : also by calls that only one of two issued yet, in front of one at which both stand
+    (rank -> with how many siblings it is at odds, what about); empty if there are several choices,
+    or it is more than a third of the siblings: then they have two programs, and neither is odd.
+    """
+    odd: dict[int, int] = {}
+    about: Conflict | None = None
+    for ranks in state.siblings.values():
+        kinds: dict[_Issued, list[int]] = defaultdict(list)
+        issued = {rank: _issued(state, rank) for rank in ranks}
+        for rank in ranks:
+            kinds[issued[rank]].append(rank)
+        heads = [group[0] for group in kinds.values()]
+        weight = {group[0]: len(group) for group in kinds.values()}
+        at_odds: dict[int, set[int]] = defaultdict(set)
+        for i, a in enumerate(heads[:64]):
+            for b in heads[:i]:
+                what = _conflict(issued[a], issued[b])
+                if what is None and queued:
+                    what = _early(issued[a], issued[b]) or _early(issued[b], issued[a])
+                if what:
+                    at_odds[a].add(b)
+                    at_odds[b].add(a)
+                    about = about or what
+        alone: dict[int, int] = {}
+        while any(at_odds.values()):
+            score = {r: sum(weight[x] for x in s) / weight[r] for r, s in at_odds.items() if s}
+            best = max(score.values())
+            worst = [r for r, s in score.items() if s == best]
+            if len(worst) > 1:
+                return {}, about
+            group = next(g for g in kinds.values() if g[0] == worst[0])
+            alone |= dict.fromkeys(group, int(best * len(group)))
+            for other in at_odds.pop(worst[0]):
+                at_odds[other].discard(worst[0])
+        odd |= alone
+        if 3 * len(alone) > len(ranks):
+            return {}, about
+    return odd, about
+
+
+@dataclass(frozen=True)
+class _Issued:
+    """What a rank issued: order of (description, kind, sequence), its messages, its counters;
+    ``waits`` are its outstanding collectives (description, sequence) in the order of issue."""
+
+    order: tuple[tuple[tuple[str, str, int], int], ...]
+    messages: tuple[tuple[tuple[str, int], tuple[tuple[str, int], ...]], ...]
+    counts: tuple[tuple[str, int], ...]
+    waits: tuple[tuple[str, int], ...]
+
+
+def _issued(state: State, rank: int) -> _Issued:
+    order: dict[tuple[str, str, int], int] = {}
+    messages: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
+    for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):
+        order.setdefault((e.desc, "p2p" if e.pair else "all", e.seq), place)
+        if e.pair:
+            one = (e.op, state.step(rank, e))
+            messages[e.desc, e.seq] = (*messages.get((e.desc, e.seq), ()), one)
+    counts = {
+        state.groups[name].desc: state.enqueued[name, rank]
+        for name in state.groups_of[rank]
+        if (name, rank) in state.enqueued and name not in state.pairs
+    }
+    waits = tuple((e.desc, e.seq) for e in state.outstanding[rank] if not e.pair)
+    return _Issued(
+        tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())), waits
+    )
+
+
+def _conflict(one: _Issued, other: _Issued) -> Conflict | None:
+    """Two calls which siblings made in different orders, or a message that only one of them has."""
+    messages = dict(other.messages)
+    for (desc, seq), mine in one.messages:
+        theirs = messages.get((desc, seq), mine)
+        if sorted(mine) != sorted(theirs):
+            text = f"{desc} message #{seq}: {_way(mine)} or {_way(theirs)}"
+            return Conflict(desc, True, seq, text)
+    order = dict(other.order)
+    common = [key for key, _ in one.order if key in order]
+    for x, y in zip(common, common[1:], strict=False):
+        if order[x] > order[y]:
+            return Conflict(x[0], x[1] == "p2p", x[2], f"{x[0]} #{x[2]} and {y[0]} #{y[2]}")
+    counts = dict(other.counts)
+    ahead = [desc for desc, n in one.counts if n > counts.get(desc, n)]
+    behind = [desc for desc, n in one.counts if n < counts.get(desc, n)]
+    if not (ahead and behind):
+        return None
+    missing = {desc: n + 1 for desc, n in one.counts if desc in behind}  # what the other has made
+    late = len(order)
+    desc = min(behind, key=lambda desc: order.get((desc, "all", missing[desc]), late))
+    return Conflict(desc, False, missing[desc], f"{ahead[0]} and {desc}")
+
+
+def _early(one: _Issued, other: _Issued) -> Conflict | None:
+    """An outstanding call that ``one`` issued before another, at which the other rank stands and
+    has not come to the first: as where one leaves out a layer and waits in the next."""
+    counts = dict(other.counts)
+    ahead = [(desc, seq) for desc, seq in one.waits if seq > counts.get(desc, seq)]
+    for call in other.waits if ahead else ():
+        if call in one.waits and one.waits.index(ahead[0]) < one.waits.index(call):
+            return Conflict(call[0], False, call[1], f"{ahead[0][0]} and {call[0]}")
+    return None
+
+
+def _way(messages: tuple[tuple[str, int], ...]) -> str:
+    """``send to the rank 1 further`` of what was issued as one."""
+    return " and ".join(f"{op} {'to' if op == 'send' else 'from'} {step} ranks further"
+                        for op, step in messages)  # fmt: skip
