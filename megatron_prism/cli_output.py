@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prism.artefact import check_not_taken, check_writable
 from megatron_prism.errors import UsageError
 
 __all__ = [
@@ -102,22 +103,23 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
         yield lambda part: bar.update(task, total=1.0, completed=part)
 
 
-def check_outputs(paths: Sequence[Path], force: bool) -> None:
-    """UsageError for what cannot be written, before the work and not after it."""
+def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()) -> None:
+    """UsageError for what cannot be written, before the work and not after it.
+
+    inputs : what is read; --force replaces neither such a file nor a slice in such a folder
+    """
     if len({path.absolute() for path in paths}) < len(paths):
         raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
     for path in paths:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
-        if os.path.lexists(path) and not force:
-            raise UsageError(
-                f"{path} exists and is not overwritten", fix="--force, or another name"
-            )
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise UsageError(
-                f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
-                fix="name another place",
-            )
+        check_not_taken(path, force)
+        check_writable(path.absolute().parent, "another name")
+        slices = [path.parent] if path.suffix == ".prism" else []
+        if any(_same(place, one) for place in (path, *slices) for one in inputs):
+            raise UsageError(f"{path} is what is read", fix="name another file to write")
+
+
+def _same(path: Path, other: str) -> bool:
+    return path.exists() and os.path.exists(other) and path.samefile(other)
 
 
 def warn_without_times(programs: Any) -> None:
