@@ -230,9 +230,8 @@ def check_writable(folder: Path, where: str = "-o DIR") -> None:
         except OSError as error:
             why = f"{place} takes no files: {error.strerror}"
     if why is not None:
-        raise UsageError(
-            f"cannot write to {folder}: {why}", fix=f"name a folder you may write to with {where}"
-        )
+        fix = "name a folder you may write to" + (f" with {where}" if where else "")
+        raise UsageError(f"cannot write to {folder}: {why}", fix=fix)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "warn_without_times",
 ]
 
+_FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
 
@@ -72,15 +73,21 @@ def _nobody_reads() -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns without lines; only the last one may be folded over several lines."""
+    """Columns without lines; only the last one may be folded over several lines.
+
+    A terminal that is too narrow for the others folds lines: half a number is another number.
+    """
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table, out, rows = Table(box=None, pad_edge=False), console(), list(rows)
+    widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
+    out.width = max(out.width, sum(widths[:-1]) + min(widths[-1], _FOLDED) + 2 * len(widths))
     for place, name in enumerate(head):
         table.add_column(name, no_wrap=place < len(head) - 1, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    out.print(table)
 
 
 def print_json(value: object) -> None:
@@ -112,7 +119,7 @@ def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()
         raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
     for path in paths:
         check_not_taken(path, force)
-        check_writable(path.absolute().parent, "another name")
+        check_writable(path.absolute().parent, "")
         slices = [path.parent] if path.suffix == ".prism" else []
         if any(_same(place, one) for place in (path, *slices) for one in inputs):
             raise UsageError(f"{path} is what is read", fix="name another file to write")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_prism import cli
+from megatron_prism import cli, cli_output
 from megatron_prism.recipe import shipped
 
 
@@ -236,3 +236,12 @@ def test_a_reader_that_leaves_is_no_error():
     )
     assert done.stdout.startswith("4,096 ranks")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "40"])
+def test_a_narrow_terminal_cuts_no_number(columns, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", columns)
+    cells = ("pp=0", "33,555,456", "46.97 MiB", "126.5 MiB", "core/schedules.py:7", "0-7")
+    cli_output.print_table(("class", "bytes", "allocated", "reserved", "site", "which"), [cells])
+    assert " ".join(cells).split() == capsys.readouterr().out.splitlines()[-1].split()
