@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["ArtefactFolder", "check_writable", "whole_file", "write_whole"]
+__all__ = ["ArtefactFolder", "check_not_taken", "check_writable", "whole_file", "write_whole"]
 
 
 class ArtefactFolder:
@@ -173,11 +173,13 @@ class ArtefactFolder:
 def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[BinaryIO]:
     """The file at ``path``, open for bytes: there when the block has ended well, else as it was.
 
-    ``force`` replaces what is there.  Raises UsageError if the place is taken (before the block and
-    again after it) or cannot be written; parents are made.
+    ``force`` replaces the file that is there, of a link the file it names; never a device or a
+    pipe.  Raises UsageError if the place is taken (before the block and again after it) or cannot
+    be written; parents are made.
     """
     path = Path(path)
-    _check_not_taken(path, force)
+    check_not_taken(path, force)
+    path = Path(os.path.realpath(path))
     work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,7 @@ def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _check_not_taken(path, force)  # somebody else may have been faster
+        check_not_taken(path, force)  # somebody else may have been faster
         os.replace(work, path)
     except OSError as error:
         raise UsageError(
@@ -204,11 +206,14 @@ def write_whole(path: str | os.PathLike[str], text: str, *, force: bool = False)
     return Path(path)
 
 
-def _check_not_taken(path: Path, force: bool) -> None:
+def check_not_taken(path: Path, force: bool) -> None:
+    """UsageError unless a file may be put at ``path``."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / path.name}")
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
+    if path.exists() and not path.is_file():  # /dev/null would become a file
+        raise UsageError(f"{path} is a device or a pipe, no file", fix="name a file")
 
 
 def check_writable(folder: Path, where: str = "-o DIR") -> None:
@@ -225,9 +230,8 @@ def check_writable(folder: Path, where: str = "-o DIR") -> None:
         except OSError as error:
             why = f"{place} takes no files: {error.strerror}"
     if why is not None:
-        raise UsageError(
-            f"cannot write to {folder}: {why}", fix=f"name a folder you may write to with {where}"
-        )
+        fix = "name a folder you may write to" + (f" with {where}" if where else "")
+        raise UsageError(f"cannot write to {folder}: {why}", fix=fix)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,14 @@ from typing import Any, NoReturn
 import megatron_prism
 from megatron_prism.cli_hang import hang
 from megatron_prism.cli_memory import ACTIONS, memory
-from megatron_prism.cli_output import console, output_failed, prepare, print_json, print_table
+from megatron_prism.cli_output import (
+    console,
+    output_failed,
+    prepare,
+    print_json,
+    print_table,
+    unwinding,
+)
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
@@ -81,8 +87,6 @@ def emulate(args: argparse.Namespace) -> int:
         ArtefactFolder.check_free(out, args.force)  # before the minutes, not after
     from megatron_prism.plugin import job
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # unwind: show the cursor, end workers
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     result = job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
     if args.json:
         print_json(result.to_json())
@@ -236,7 +240,8 @@ def _dispatch(words: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         _parser(name).print_help()
         return 0
-    return command.function(_parse(name, rest))
+    with unwinding():
+        return command.function(_parse(name, rest))
 
 
 class _Parser(argparse.ArgumentParser):

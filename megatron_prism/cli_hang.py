@@ -51,7 +51,8 @@ def hang(args: argparse.Namespace) -> int:
         raise UsageError("--confirm runs real code to the place where dumps say that it stood",
                          fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
     outputs = (args.markdown, args.html, args.trace)
-    check_outputs([path for path in outputs if path], args.force)
+    inputs = [path for path in (args.programs, args.dumps, args.job) if path]
+    check_outputs([path for path in outputs if path], args.force, inputs)
     if args.dumps is not None:
         found, planted = _of_dumps(args), None
     else:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_prism import units
 from megatron_prism.cli_memory_text import annotation, describe, exact
-from megatron_prism.cli_output import console, print_json, print_table
-from megatron_prism.errors import UsageError
+from megatron_prism.cli_output import check_outputs, console, print_json, print_table
+from megatron_prism.errors import UnitError, UsageError
 
-__all__ = ["ACTIONS", "memory"]
+__all__ = ["ACTIONS", "limit_of", "memory", "size"]
 
 ACTIONS = ("record", "check", "diff", "explain", "update")
 _KEYS = {
@@ -90,20 +90,33 @@ def _device(settings: dict[str, str]) -> str:
     return settings.get("device", "h200")
 
 
-def _size(settings: dict[str, str], key: str, default: int | None = 0) -> Any:
-    if key not in settings:
+def size(given: Mapping[str, Any], key: str, default: int | None = 0) -> Any:
+    """Bytes that ``key`` was given.  UsageError for what is no size."""
+    if given.get(key) is None:
         return default
-    size = units.parse_bytes(settings[key])
-    if size < 0:
-        raise UsageError(f"{key}={settings[key]} is below 0", fix=f"{key}=64MiB")
-    return size
+    try:
+        found = units.parse_bytes(given[key])
+    except UnitError as error:
+        raise UsageError(f"{key}={given[key]}: {error.message}", fix=error.fix) from None
+    if found < 0:
+        raise UsageError(f"{key}={given[key]} is below 0", fix=f"{key}=64MiB")
+    return found
+
+
+def limit_of(given: Mapping[str, Any]) -> int | None:
+    """``limit`` - ``headroom``, None without a limit."""
+    limit, headroom = size(given, "limit", None), size(given, "headroom")
+    if headroom and limit is None:
+        raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
+    if limit is not None and headroom >= max(limit, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="limit=80GiB headroom=4GiB")
+    return None if limit is None else limit - headroom
 
 
 def _named(settings: dict[str, str], action: str) -> str:
     if "baseline" not in settings:
-        raise UsageError(
-            f"prism memory {action} needs a baseline", fix=f"memory {action} DIR baseline=FILE"
-        )
+        fix = f"memory {action} DIR baseline=FILE"
+        raise UsageError(f"prism memory {action} needs a baseline", fix=fix)
     return settings["baseline"]
 
 
@@ -112,6 +125,7 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
 
     if args.out is None:
         raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
+    check_outputs([Path(args.out)], args.force, places)
     made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     path = memory_baseline.save(made, args.out, force=args.force)
     if args.json:
@@ -125,17 +139,11 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
 def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
     from megatron_prism import memory_baseline
 
-    tol, limit, headroom = (_size(settings, "tol"), _size(settings, "limit", None),
-                            _size(settings, "headroom"))  # fmt: skip
-    if headroom and limit is None:
-        raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
-    if limit is not None and headroom >= max(limit, 1):
-        raise UsageError("headroom leaves nothing of the limit", fix="limit=80GiB headroom=4GiB")
+    tol, limit = size(settings, "tol"), limit_of(settings)
+    leak = size(settings, "leak", memory_baseline.LEAK)
     path = _named(settings, "check")
     before = memory_baseline.load(path)
     after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
-    limit = None if limit is None else limit - headroom
-    leak = _size(settings, "leak", memory_baseline.LEAK)
     changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit, leak_bytes=leak)
     status = _report(args, changes, path, _runs_out(places[0], changes, after))
     if limit is not None and not args.json and all(change.what != "over" for change in changes):
@@ -221,10 +229,8 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     for name in names:
         one, at = made.classes[name], made.classes[name]["at"]
         print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
-        kinds = ", ".join(
-            f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v
-        )
-        print(f"  {kinds}")
+        kinds = (f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v)
+        print("  " + ", ".join(kinds))
         least, most = one["reserved_between"]
         if least < most:
             print(
@@ -281,7 +287,7 @@ def _report(
                 print(annotation(change, path))
     if any(change.what == "shrunk" for change in changes) and not failed:
         print(f"smaller than {path}: prism memory update keeps it that way")
-    print(f"{len(failed)} failures" if failed else "no class grew")
+    print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
     return 1 if failed else 0
 
 

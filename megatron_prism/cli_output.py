@@ -10,11 +10,14 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_prism.artefact import check_not_taken, check_writable
 from megatron_prism.errors import UsageError
 
 __all__ = [
@@ -25,9 +28,11 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
+    "unwinding",
     "warn_without_times",
 ]
 
+_FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
 
@@ -39,6 +44,20 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: workers end, half a file goes, the cursor is back."""
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def output_failed(error: OSError) -> int:
@@ -71,15 +90,21 @@ def _nobody_reads() -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns without lines; only the last one may be folded over several lines."""
+    """Columns without lines; only the last one may be folded over several lines.
+
+    A terminal that is too narrow for the others folds lines: half a number is another number.
+    """
+    from rich.cells import cell_len
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table, out, rows = Table(box=None, pad_edge=False), console(), list(rows)
+    widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
+    out.width = max(out.width, sum(widths[:-1]) + min(widths[-1], _FOLDED) + 2 * len(widths))
     for place, name in enumerate(head):
         table.add_column(name, no_wrap=place < len(head) - 1, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console().print(table)
+    out.print(table)
 
 
 def print_json(value: object) -> None:
@@ -102,22 +127,23 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
         yield lambda part: bar.update(task, total=1.0, completed=part)
 
 
-def check_outputs(paths: Sequence[Path], force: bool) -> None:
-    """UsageError for what cannot be written, before the work and not after it."""
+def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()) -> None:
+    """UsageError for what cannot be written, before the work and not after it.
+
+    inputs : what is read; --force replaces neither such a file nor a slice in such a folder
+    """
     if len({path.absolute() for path in paths}) < len(paths):
         raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
     for path in paths:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
-        if os.path.lexists(path) and not force:
-            raise UsageError(
-                f"{path} exists and is not overwritten", fix="--force, or another name"
-            )
-        if not os.access(path.absolute().parent, os.W_OK):
-            raise UsageError(
-                f"cannot write {path}: {path.absolute().parent} is no folder you may write to",
-                fix="name another place",
-            )
+        check_not_taken(path, force)
+        check_writable(path.absolute().parent, "")
+        slices = [path.parent] if path.suffix == ".prism" else []
+        if any(_same(place, one) for place in (path, *slices) for one in inputs):
+            raise UsageError(f"{path} is what is read", fix="name another file to write")
+
+
+def _same(path: Path, other: str) -> bool:
+    return path.exists() and os.path.exists(other) and path.samefile(other)
 
 
 def warn_without_times(programs: Any) -> None:

@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism import cli_settings
-from megatron_prism.artefact import check_writable, whole_file
-from megatron_prism.cli_output import console, print_json, progress, warn_without_times
-from megatron_prism.cli_predict_settings import name_of, plan, refuse_unused, settings_of
+from megatron_prism.artefact import whole_file
+from megatron_prism.cli_output import (
+    check_outputs,
+    console,
+    print_json,
+    progress,
+    warn_without_times,
+)
+from megatron_prism.cli_predict_settings import plan, refuse_unused, settings_of
 from megatron_prism.cli_predict_text import show, show_case, show_comparison, show_run, show_study
 from megatron_prism.errors import PrismError, UsageError
 
@@ -55,7 +61,7 @@ def predict(args: argparse.Namespace) -> int:
     """
     settings = settings_of(args.settings)
     if args.html is not None:
-        _check_page(Path(args.html), args.force)
+        check_outputs([Path(args.html)], args.force, [args.programs, *(args.against or ())])
     if not args.programs:
         raise UsageError("predict what?", fix="prism predict DIR")
     refuse_unused(settings, bool(args.against))
@@ -137,15 +143,6 @@ def _job(path: str, settings: dict[str, Any]) -> _Job:
     return _Job(made, pricing, prices, spread, calls, said, hardware.gpus_per_node)
 
 
-def _check_page(path: Path, force: bool) -> None:
-    """UsageError for a page that could not be written, before the minutes and not after."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / 'out.html'}")
-    if os.path.lexists(path) and not force:
-        raise UsageError(f"{path} exists and is not overwritten", fix="--force")
-    check_writable(path.absolute().parent, "--html FILE")
-
-
 def _programs(path: str) -> Any:
     """What is in ``path``; a shipped recipe of that name is captured now, for this once."""
     from megatron_prism import recipe as recipes
@@ -197,7 +194,7 @@ def _with(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     path, *words = [name] if os.path.exists(name) else name.split(",")
     if not path or "" in words:
         raise UsageError(f"--against {name!r} names no layout", fix="--against DIR,machine=b200")
-    keys = dict.fromkeys(("machine", "calibration", "variability"), name_of)
+    keys = dict.fromkeys(("machine", "calibration", "variability"), cli_settings.name)
     return path, {**settings, **cli_settings.read(words, keys, "predict --against")}
 
 

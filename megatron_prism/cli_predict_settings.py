@@ -13,7 +13,7 @@ from typing import Any
 from megatron_prism import cli_settings, units
 from megatron_prism.errors import UnitError, UsageError
 
-__all__ = ["name_of", "plan", "refuse_unused", "settings_of"]
+__all__ = ["plan", "refuse_unused", "settings_of"]
 
 _MOST_SAMPLES = 5_000_000
 _RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
@@ -23,13 +23,14 @@ _DEFAULTS = {"machine": None, "calibration": None, "variability": None, "case": 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
     keys = {
-        **dict.fromkeys(("machine", "calibration", "variability", "case"), name_of),
+        **dict.fromkeys(("machine", "calibration", "variability", "case"), cli_settings.name),
         "samples": cli_settings.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": cli_settings.count(0, 1 << 62, "seed=2"),
         "slow": cli_settings.number("slow=1.2"),
-        **dict.fromkeys(("deadline", "mtbf", "checkpoint_cost", "restart"), _duration),
+        **dict.fromkeys(("deadline", "mtbf"), _span),
+        **dict.fromkeys(("checkpoint_cost", "restart"), _duration),
         "iterations": cli_settings.count(1, 1 << 40, "iterations=500000"),
-        "checkpoint": lambda text: text if text == "best" else _duration(text),
+        "checkpoint": lambda text: text if text == "best" else _span(text),
     }
     return {**_DEFAULTS, "seed": 0, **cli_settings.read(words, keys, "predict")}
 
@@ -68,15 +69,15 @@ def plan(settings: dict[str, Any]) -> Any:
     )
 
 
-def name_of(text: str) -> str:
-    """A name or a path; UnitError for nothing."""
-    if not text:
-        raise UnitError("nothing is named", fix="machine=h200, variability=fitted")
-    return text
+def _span(text: str) -> float:
+    """ns, more than none."""
+    if not (ns := _duration(text)):
+        raise UnitError("that is no time at all", fix="a duration above 0: 30d, 3h, 10min")
+    return ns
 
 
 def _duration(text: str) -> float:
-    """ns; ``30d`` as well."""
+    """ns, 0 or more; ``30d`` as well."""
     text = text.strip()
     try:
         bare = math.isfinite(float(text)) and float(text) > 0
@@ -91,6 +92,6 @@ def _duration(text: str) -> float:
         ns = float(days) * 24 * 3600e9 if days != text else float(units.parse_ns(text))
     except ValueError:
         ns = math.nan
-    if not math.isfinite(ns):
+    if not 0 <= ns < math.inf:
         raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
     return ns

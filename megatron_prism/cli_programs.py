@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism import cli_settings
-from megatron_prism.cli_output import console, print_json, print_table
+from megatron_prism.cli_output import check_outputs, console, print_json, print_table
 from megatron_prism.errors import UsageError
 
 __all__ = ["calibrate", "capture", "check", "classes", "show"]
@@ -221,6 +221,7 @@ def _from_nccl_tests(args: argparse.Namespace) -> int:
     words = [*args.settings, *(word for word in args.from_nccl_tests if word not in files)]
     keys = {"node_gpus": cli_settings.count(1, 9999, "node_gpus=72")}
     settings = cli_settings.read(words, keys, "calibrate --from-nccl-tests")
+    check_outputs([args.out], args.force, files)
     runs = [nccl_tests.read(file) for file in files]
     stored = nccl_tests.calibration(runs, settings.get("node_gpus"))
     write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)

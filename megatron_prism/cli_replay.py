@@ -47,7 +47,7 @@ def replay(args: argparse.Namespace) -> int:
     settings = _settings(args.settings)
     wanted = [(args.html, html.render), (args.trace, perfetto.render)]
     outputs = [(Path(name), render) for name, render in wanted if name is not None]
-    check_outputs([path for path, _ in outputs], args.force)
+    check_outputs([path for path, _ in outputs], args.force, [args.programs])
     timeline = _timeline(args.programs, **settings)
     for path, render in outputs:
         write_whole(path, render(timeline), force=args.force)
@@ -63,13 +63,13 @@ def replay(args: argparse.Namespace) -> int:
 def _settings(words: Sequence[str]) -> dict[str, Any]:
     """Arguments of ``_timeline``."""
     keys: dict[str, Callable[[str], Any]] = {
-        "machine": str,
-        "calibration": str,
+        "machine": cli_settings.name,
+        "calibration": cli_settings.name,
         "iterations": cli_settings.count(1, _MOST_ITERATIONS, "iterations=2 is settled"),
         "dp": cli_settings.count(1, 1 << 24, "dp=64"),
         "slow": _slow,
         "faster": _faster,
-        "moved": str,
+        "moved": cli_settings.name,
         "microbatches": cli_settings.count(1, 1 << 24, "microbatches=32"),
     }
     return cli_settings.read(words, keys, "replay", several=("slow", "faster"))

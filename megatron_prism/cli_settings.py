@@ -14,7 +14,7 @@ from typing import Any
 from megatron_prism import units
 from megatron_prism.errors import UnitError, UsageError
 
-__all__ = ["check_calibration", "check_machine", "count", "number", "read"]
+__all__ = ["check_calibration", "check_machine", "count", "name", "number", "read"]
 
 Reader = Callable[[str], Any]
 
@@ -80,6 +80,13 @@ def number(example: str) -> Reader:
         return found
 
     return reader
+
+
+def name(text: str) -> str:
+    """Reads a name or a path; UnitError for nothing."""
+    if not text:
+        raise UnitError("nothing is named", fix="machine=h200, or leave it out")
+    return text
 
 
 def machine_of(programs: Any) -> str:

@@ -37,6 +37,7 @@ PROVENANCE = {
     "device that keeps up and one far behind",
     "peak_device": "unknown: no calibration of context, workspaces and NCCL",
 }
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # would end a line of a report, or colour it
 _NUMBERS = ("count", "peak_allocated", "peak_reserved")
 
 
@@ -174,9 +175,10 @@ def load(path: str | os.PathLike[str]) -> Baseline:
 
 def _check(value: dict[str, Any]) -> None:
     """ValueError and its kin unless the figures add up."""
-    if not value["classes"] or not all(isinstance(v, str) for v in value["job"].values()):
-        raise ValueError("it has no classes, or no job")
-    for name, one in value["classes"].items():
+    classes, source = value["classes"], value.get("provenance", {})
+    if not classes or {*map(type, value["job"].values())} != {str} or not isinstance(source, dict):
+        raise ValueError("it has no classes, no job or no provenance")
+    for name, one in classes.items():
         kinds = one["by_category"]
         numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
         numbers += [entry["num_bytes"] for entry in one["top"]]
@@ -184,13 +186,17 @@ def _check(value: dict[str, Any]) -> None:
         numbers += [one[key] for key in ("nccl", "peak_device") if one.get(key) is not None]
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
-        texts = [one["ranks"], one["at"]["step"], one["at"]["site"]]
-        texts += [entry[key] for entry in one["top"] for key in ("kind", "module", "site")]
-        if not all(isinstance(text, str) for text in texts) or set(kinds) != set(KINDS):
-            raise ValueError(f"class {name}: its texts or categories are not ours")
+        if type(one.get("growth")) not in (int, type(None)):  # may be below 0
+            raise ValueError(f"class {name}: its growth is no whole number")
+        texts = [name, one["ranks"], one["at"]["step"], one["at"]["site"]]
+        listed = [*one["top"], *one.get("growth_top", ())]
+        texts += [entry[key] for entry in listed for key in ("kind", "module", "site")]
+        ours = all(isinstance(text, str) and not _CONTROL.search(text) for text in texts)
+        if not ours or set(kinds) != set(KINDS):
+            raise ValueError(f"class {name!r}: its texts or categories are not ours")
         whole = one["peak_allocated"]
-        listed = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
-        if sum(kinds.values()) != whole or listed != whole:
+        parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
+        if sum(kinds.values()) != whole or parts != whole:
             raise ValueError(f"class {name}: its parts do not add up to {whole}")
 
 

@@ -6,18 +6,19 @@ of peak memory::
         prism_memory.check()
 
 The job is a shipped recipe, a recipe's file, or programs that were captured.  Its baseline lies
-beside the test (``prism_memory/<test>.json``).  ``--prism-mem-update`` writes it anew; a missing
-one is written too, except under CI, where it fails.  A job that fails never becomes the baseline.
+beside the test (``prism_memory/<file>-<test>.json``).  ``--prism-mem-update`` writes it anew; a
+missing one is written too, except under CI, where it fails.  A job that fails never becomes the
+baseline.
 Loaded by every pytest run of the environment, so the package is imported only when it is used.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -25,7 +26,7 @@ from megatron_prism import __version__
 
 __all__ = ["MemoryGuard", "prism_memory", "pytest_addoption", "pytest_report_header"]
 
-_KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom")
+_KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom", "device")
 
 
 def pytest_report_header() -> str:
@@ -62,87 +63,89 @@ def prism_memory(request: Any, record_property: Any) -> MemoryGuard:
                 pytrace=False,
             )
         given |= mark.kwargs
-    name = re.sub(r"[^\w.-]+", "_", request.node.name).strip("_")
+    # two tests of a file never share a baseline: TestA.test_peak[a%2Fb]
+    name = quote(request.node.nodeid.partition("::")[2].replace("::", "."), safe="[]")
     place = request.path.parent / "prism_memory" / f"{request.path.stem}-{name}.json"
     update = request.config.getoption("--prism-mem-update")
-    return MemoryGuard(given, place, update, record_property)
+    return MemoryGuard(given, place, update, record_property, request.config.rootpath)
 
 
 class MemoryGuard:
     """The fixture's value; ``check`` may be called once per baseline."""
 
-    def __init__(self, given: dict[str, Any], place: Path, update: bool, record: Any) -> None:
+    def __init__(
+        self, given: dict[str, Any], place: Path, update: bool, record: Any, root: Path
+    ) -> None:
         self.given, self.place, self.update, self.record = given, place, update, record
+        self.root = root
 
     def check(self, job: Any = None, **more: Any) -> None:
         """Fail if a class of ``job`` grew beyond ``tol_bytes`` or exceeds ``limit - headroom``.
 
         job      : name or file of a recipe, captured programs (a path or Programs)
         settings : key=value words of the recipe
-        baseline : another file than the test's own
+        baseline : another file than the test's own; relative to the root of the tests
+        device   : of what the limit is held against, as in prism memory check (default h200)
         """
-        from megatron_prism import memory_baseline
         from megatron_prism.errors import PrismError
+
+        try:
+            problem = self._problem(job, more)
+        except PrismError as error:
+            problem = str(error)
+        if problem:
+            pytest.fail(problem, pytrace=False)
+
+    def _problem(self, job: Any, more: dict[str, Any]) -> str:
+        """What fails, or nothing; the baseline is written where there is none yet."""
+        from megatron_prism import memory_baseline
+        from megatron_prism.cli_memory import limit_of, size
+        from megatron_prism.cli_memory_text import describe
+        from megatron_prism.costs import communicators
 
         wanted = self.given | more | ({} if job is None else {"job": job})
         unknown = set(wanted) - set(_KEYS)
         if unknown or "job" not in wanted:
-            pytest.fail(
-                f"prism_memory.check takes {', '.join(_KEYS)}; job is needed", pytrace=False
-            )
-        path = Path(wanted.get("baseline") or self.place)
-        try:
-            limit = _limit(wanted)
-            after = memory_baseline.measure(_programs(wanted["job"], wanted.get("settings", ())))
-            for name, one in after.classes.items():
-                self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
-            there = path.exists()
-            if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
-                pytest.fail(
-                    f"{path} is missing; write it: pytest --prism-mem-update", pytrace=False
-                )
-            fresh = self.update or not there
-            before = after if fresh else memory_baseline.load(path)
-            tol = _size(wanted.get("tol_bytes", 0))
-            changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit)
-            failed = [change for change in changes if change.fails]
-            if fresh and not failed:
-                memory_baseline.save(after, path, force=True)
-        except PrismError as error:
-            pytest.fail(str(error), pytrace=False)
-        if failed:
-            from megatron_prism.cli_memory_text import describe
-
-            pytest.fail("\n".join(map(describe, failed)), pytrace=False)
-
-
-def _size(value: Any) -> int:
-    from megatron_prism.errors import UsageError
-    from megatron_prism.units import parse_bytes
-
-    size = parse_bytes(value)
-    if size < 0:
-        raise UsageError(f"{value} is below 0", fix="64MiB")
-    return size
-
-
-def _limit(wanted: dict[str, Any]) -> int | None:
-    if wanted.get("limit") is None:
-        return None
-    return _size(wanted["limit"]) - _size(wanted.get("headroom") or 0)
+            return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
+        path = self.root / (wanted.get("baseline") or self.place)
+        limit, tol = limit_of(wanted), size(wanted, "tol_bytes")
+        device = wanted.get("device") or "h200"
+        known = None if device == "none" else communicators.read(device)
+        programs = _programs(wanted["job"], wanted.get("settings", ()))
+        after = memory_baseline.measure(programs, device=known)
+        for name, one in after.classes.items():
+            self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
+        there = path.exists()
+        if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
+            return f"{path} is missing; write it: pytest --prism-mem-update"
+        fresh = self.update or not there
+        before = after if fresh else memory_baseline.load(path)
+        changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit)
+        failed = [change for change in changes if change.fails]
+        if fresh and not failed:
+            memory_baseline.save(after, path, force=True)
+        return "\n".join(map(describe, failed))
 
 
 def _programs(job: Any, settings: Any) -> Any:
     """Programs as they are, opened, or captured from a recipe."""
     from megatron_prism import recipe as recipes
+    from megatron_prism.errors import UsageError
     from megatron_prism.programs import Programs
     from megatron_prism.slices import open_programs
 
     if isinstance(job, Programs):
         return job
+    if not isinstance(job, (str, os.PathLike)):
+        raise UsageError(f"job={job!r} is no path", fix="job=RECIPE, or the path of programs")
     if Path(job).exists() and Path(job).suffix not in (".yaml", ".yml"):
+        if settings:
+            raise UsageError(
+                f"settings={settings!r} changes no captured programs", fix="job=RECIPE"
+            )
         return open_programs(job)
     from megatron_prism.plugin.capture import capture
 
+    words = [settings] if isinstance(settings, str) else list(settings)
     with tempfile.TemporaryDirectory() as folder:
-        return capture(recipes.load(str(job), list(settings)), Path(folder) / "slices")
+        return capture(recipes.load(str(job), words), Path(folder) / "slices")

@@ -115,6 +115,8 @@ def _read(file: Path) -> DictConfig:
             if match := _LINE.match(line):
                 _refuse_odd(match["value"], f"{file}, line {number}")
         config = OmegaConf.create(text)
+    except AssertionError:  # a number, a date: OmegaConf takes it for no text
+        config = None
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"cannot read {file}: {error}", fix="give the path of a YAML file"
@@ -159,6 +161,8 @@ def _merge(config: DictConfig, more: DictConfig, where: str) -> DictConfig:
         raise _unknown(str(error.full_key), where) from None
     except errors.OmegaConfBaseException as error:
         raise _wrong_type(error, where) from None
+    except TypeError as error:  # a list where a mapping is
+        raise RecipeError(f"{where}: {error}", fix="give the key a value of its type") from None
 
 
 def _plain(config: DictConfig, file: Path) -> Recipe:

@@ -172,6 +172,18 @@ def test_a_file_that_is_there_is_kept_also_if_it_came_meanwhile(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
+def test_a_device_is_never_replaced_and_a_link_keeps_its_place(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="no file"):
+        write_whole(tmp_path / "pipe", "x", force=True)
+    assert not (tmp_path / "pipe").is_file()
+    write_whole(tmp_path / "file", "old")
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", "new", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+
+
 def test_a_file_in_an_impossible_place_says_so(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="cannot write"):

@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from megatron_prism import cli
+from megatron_prism import cli, cli_output
 from megatron_prism.recipe import shipped
 
 
@@ -236,3 +238,29 @@ def test_a_reader_that_leaves_is_no_error():
     )
     assert done.stdout.startswith("4,096 ranks")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "40"])
+def test_a_narrow_terminal_cuts_no_number(columns, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", columns)
+    cells = ("pp=0", "33,555,456", "46.97 MiB", "126.5 MiB", "core/schedules.py:7", "0-7")
+    cli_output.print_table(("class", "bytes", "allocated", "reserved", "site", "which"), [cells])
+    assert " ".join(cells).split() == capsys.readouterr().out.splitlines()[-1].split()
+
+
+def test_sigterm_unwinds_every_command(monkeypatch):
+    seen = []
+
+    def slow(args):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            seen.append("unwound")
+
+    monkeypatch.setitem(cli.COMMANDS, "recipes", cli.Command(slow))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["recipes"])
+    assert (end.value.code, seen) == (143, ["unwound"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -118,7 +118,7 @@ def test_growth_is_attributed(baseline, job, capsys):
     line = next(x for x in out.splitlines() if x.startswith("::error"))
     assert line.startswith("::error file=megatron/core/transformer/mlp.py,line=5,title=")
     assert "%0A" in line
-    assert out.endswith("1 failures\n")
+    assert out.endswith("1 failure\n")
 
 
 def test_a_line_that_moved_is_no_growth_of_its_own(baseline, job, capsys):
@@ -234,6 +234,12 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
         (lambda t: t.replace('"act": 1000', '"act": 1000.0'), "whole numbers"),
         (lambda t: t.replace('"act"', '"atc"', 1), "are not ours"),
         (lambda t: t.replace('"peak_reserved"', '"reserved"'), "damaged: 'peak_reserved'"),
+        (
+            lambda t: t.replace('"provenance": {', '"provenance": 7, "x": {'),
+            "or no provenance",
+        ),
+        (lambda t: re.sub('"growth": [^,]+', '"growth": "x"', t), "growth is no whole number"),
+        (lambda t: t.replace('"pp=0": {', '"a\\n::error::": {', 1), "are not ours"),
         (lambda t: re.sub(r'"classes": \{.*\n \},', '"classes": {},', t, flags=re.S), "no classes"),
         (lambda t: t.replace('"site": "core/schedules.py:7"', '"site": 7'), "are not ours"),
         (lambda t: "[" * 100_000, "is no JSON"),
@@ -256,7 +262,10 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
     [
         (("check", "{job}"), "needs a baseline"),
         (("check", "{job}", "baseline=none.json"), "cannot read the baseline none.json"),
-        (("check", "{job}", "baseline={base}", "tol=3qs"), "no unit of a size"),
+        (
+            ("check", "{job}", "baseline={base}", "tol=3qs"),
+            "tol=3qs: '3qs': 'qs' is no unit",
+        ),
         (("check", "{job}", "baseline={base}", "limit=80gb"), "did you mean GB"),
         (("check", "{job}", "baseline={base}", "tol=-1"), "below 0"),
         (("check", "{job}", "baseline={base}", "headroom=1"), "taken from a limit"),

@@ -241,7 +241,7 @@ def test_the_command_prints_one_json_object(tmp_path, capsys):
         (["--dumps", "x", "-o", "y"], "-o y does not go with --dumps"),
         (["fault=drop@rank=1"], "fix: prism hang DIR fault=drop@rank=1"),
         (["{ring}", "--html", "{ring}"], "is not overwritten"),
-        (["none", "--html", "/nonexistent/v.html"], "no folder you may write to"),
+        (["none", "--html", "/proc/v.html"], "cannot write to /proc"),
         (["{ring}", "--html", "{ring}.x", "--markdown", "{ring}.x"], "name two files"),
     ],
 )

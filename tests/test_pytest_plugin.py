@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-import megatron_prism.memory_baseline  # noqa: F401 - numpy loads once per process
+import megatron_prism.memory_baseline  # numpy loads once per process
+import megatron_prism.recipe  # noqa: F401 - as do its dataclasses, which OmegaConf looks up by name
 
 pytest_plugins = ["pytester"]
 
@@ -19,7 +20,7 @@ O compute kernels=1
 TEST = """
 import pytest
 
-@pytest.mark.prism_memory(job="job.txt", tol_bytes={tol!r}, limit={limit!r})
+@pytest.mark.prism_memory(job="job.txt", tol_bytes={tol!r}, limit={limit!r}, device="none")
 def test_peak(prism_memory):
     prism_memory.check()
 """
@@ -81,6 +82,72 @@ def test_the_limit(pytester, job, limit, fails):
     job(limit=limit)
     run(pytester).assert_outcomes(passed=1 - fails, failed=fails)
     assert (pytester.path / BASELINE).exists() == (not fails)
+
+
+def test_what_a_process_takes_beside_its_tensors_counts_against_the_limit(pytester, job):
+    job(limit="2MiB")
+    test = (pytester.path / "test_x.py").read_text()
+    (pytester.path / "test_x.py").write_text(test.replace(', device="none"', ""))
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*over the limit: device *"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("headroom='1MiB'", "headroom is taken from a limit"),
+        ("limit='1MiB', headroom='2MiB'", "headroom leaves nothing of the limit"),
+        ("tol_bytes='1mib'", "tol_bytes=1mib: '1mib': 'mib' is no unit of a size"),
+        ("job=17", "job=17 is no path"),
+        ("settings='a.b=1'", "settings='a.b=1' changes no captured programs"),
+    ],
+)
+def test_what_has_no_meaning_fails_in_one_line_and_writes_nothing(pytester, job, words, says):
+    pytester.makepyfile(
+        test_x="def test_peak(prism_memory):\n    prism_memory.check(**dict(dict(job='job.txt'), "
+        f"**dict({words})))"
+    )
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"{says}*"])
+    assert "During handling" not in str(result.stdout)
+    assert not (pytester.path / "prism_memory").exists()
+
+
+def test_tests_of_a_file_do_not_share_baselines(pytester, job):
+    pytester.makepyfile(
+        test_x="import pytest\n"
+        "@pytest.mark.parametrize('x', ['a/b', 'a b'])\n"
+        "def test_peak(x, prism_memory):\n    prism_memory.check('job.txt')\n"
+        "class TestA:\n    def test_it(self, prism_memory):\n"
+        "        prism_memory.check('job.txt')\n"
+        "class TestB(TestA):\n    pass\n"
+    )
+    run(pytester).assert_outcomes(passed=4)
+    assert sorted(path.name for path in (pytester.path / "prism_memory").iterdir()) == [
+        "test_x-TestA.test_it.json",
+        "test_x-TestB.test_it.json",
+        "test_x-test_peak[a%20b].json",
+        "test_x-test_peak[a%2Fb].json",
+    ]
+
+
+def test_a_named_baseline_is_the_same_from_every_folder(pytester, job, monkeypatch):
+    pytester.makeini("[pytest]")
+    pytester.makepyfile(
+        test_x="import pathlib\n"
+        "def test_peak(prism_memory):\n"
+        "    job = pathlib.Path(__file__).parent / 'job.txt'\n"
+        "    prism_memory.check(job, baseline='b.json')\n"
+    )
+    run(pytester).assert_outcomes(passed=1)
+    job(size=2000, program=PROGRAM)  # grown
+    elsewhere = pytester.mkdir("elsewhere")
+    pytester.makepyfile(test_x=(pytester.path / "test_x.py").read_text())
+    monkeypatch.chdir(elsewhere)
+    run(pytester, "..").assert_outcomes(failed=1)
+    assert not (elsewhere / "b.json").exists()
 
 
 def test_update_takes_growth_but_no_run_that_failed(pytester, job):

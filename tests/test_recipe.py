@@ -172,6 +172,7 @@ def test_every_key_can_be_named():
         ("model.num_moe_experts=4", "fix: did you mean model.num_experts?"),
         ("model.window_size=4", "model.extra.window_size"),
         ("nonsense.q=4", "the sections are model, parallel"),
+        ("model.extra=[1]", "incompatible container types"),
         ("model.num_layers=${oops}", "model.num_layers"),
     ],
 )
@@ -184,6 +185,7 @@ def test_a_slip_in_an_override_says_what_to_type(override, says):
     [
         ("model: [1, 2", "is no YAML"),
         ("- 1\n- 2\n", "it has no sections"),
+        ("5", "it has no sections"),
         ("just words", "a recipe has no just words"),
         ("model: {num_layers: 2}\n", "model.hidden_size is missing"),
         ("", "is missing"),

@@ -204,6 +204,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
     [
         (["machin=h200"], "did you mean machine=h200?"),
         (["speed=9"], "use machine, calibration, iterations, dp, slow"),
+        (["machine="], "nothing is named"),
         (["machine=abacus"], "there is no machine abacus"),
         (["calibration=/nowhere.json"], "cannot read /nowhere.json"),
         (["iterations=0"], "iterations=2 is settled"),
@@ -223,7 +224,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         (["moved=abacus"], "there is no machine abacus"),
         (["microbatches=0"], "microbatches=32"),
         (["microbatches=7"], "train.global_batch_size=N, 7/"),
-        (["--html", "/nowhere/page.html"], "is no folder you may write to"),
+        (["--html", "/proc/page.html"], "cannot write to /proc"),
         (["--html", "."], "is a folder"),
         (["--html", "same", "--trace", "same"], "two outputs"),
         (["--htm", "x"], "did you mean --html?"),
@@ -234,6 +235,20 @@ def test_bad_usage_says_what_to_type(world, words, says, capsys):
     assert (status, out) == (2, "")
     assert says in err
     assert "fix: " in err
+
+
+@pytest.mark.parametrize("place", ["world.prism", "link", "slices/slice-000000.prism"])
+def test_what_is_read_is_not_written(place, tmp_path, capsys):
+    folder = tmp_path / "slices"
+    folder.mkdir()
+    for name in ("world.prism", "slices/slice-000000.prism"):
+        programs.save(healthy(WORLDS[2]), tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "world.prism")
+    whole = (tmp_path / place).read_bytes()
+    read = tmp_path / "world.prism" if place != "slices/slice-000000.prism" else folder
+    status, _, err = run(read, "--html", tmp_path / place, "--force", capsys=capsys)
+    assert (status, (tmp_path / place).read_bytes()) == (2, whole)
+    assert "is what is read" in err
 
 
 def test_programs_that_do_not_fit_have_no_timeline(tmp_path, capsys):
