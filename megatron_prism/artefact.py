@@ -21,16 +21,18 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import BinaryIO
 
 from megatron_prism.errors import UsageError
 
-__all__ = ["ArtefactFolder", "check_not_taken", "check_writable", "whole_file", "write_whole"]
+__all__ = ["ArtefactFolder", "check_not_taken", "check_writable", "unwinding", "whole_file",
+           "write_whole"]  # fmt: skip
 
 
 class ArtefactFolder:
@@ -47,7 +49,7 @@ class ArtefactFolder:
         self.path = Path(path).absolute()
         self.force = force
         self.work = self.path  # the hidden folder while the block runs, the final one afterwards
-        self._previous: object = None
+        self._unwinding = contextlib.ExitStack()
 
     def __enter__(self) -> ArtefactFolder:
         self._clear_leftovers()
@@ -63,7 +65,7 @@ class ArtefactFolder:
                 fix="name a folder you may write to with -o DIR",
             ) from error
         self.work = work
-        self._watch_sigterm()
+        self._unwinding.enter_context(unwinding())
         return self
 
     def __exit__(
@@ -78,7 +80,7 @@ class ArtefactFolder:
                 self._put_in_place(work)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-            self._unwatch_sigterm()
+            self._unwinding.close()
 
     @staticmethod
     def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
@@ -156,17 +158,20 @@ class ArtefactFolder:
             else:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _watch_sigterm(self) -> None:
-        """Turn SIGTERM into an exception, so that it unwinds; leaves a handler of the job alone."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._previous = signal.signal(signal.SIGTERM, _unwind)
 
-    def _unwatch_sigterm(self) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does: workers end, half a file goes, the cursor is
+    back.  A handler of the job is left alone."""
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -232,10 +237,6 @@ def check_writable(folder: Path, where: str = "-o DIR") -> None:
     if why is not None:
         fix = "name a folder you may write to" + (f" with {where}" if where else "")
         raise UsageError(f"cannot write to {folder}: {why}", fix=fix)
-
-
-def _unwind(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _alive(pid: int) -> bool:

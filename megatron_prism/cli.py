@@ -18,16 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import megatron_prism
+from megatron_prism.artefact import unwinding
 from megatron_prism.cli_hang import hang
 from megatron_prism.cli_memory import ACTIONS, memory
-from megatron_prism.cli_output import (
-    console,
-    output_failed,
-    prepare,
-    print_json,
-    print_table,
-    unwinding,
-)
+from megatron_prism.cli_output import console, output_failed, prepare, print_json, print_table
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay

@@ -10,9 +10,7 @@ import errno
 import io
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
-    "unwinding",
     "warn_without_times",
 ]
 
@@ -44,20 +41,6 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-@contextlib.contextmanager
-def unwinding() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: workers end, half a file goes, the cursor is back."""
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def output_failed(error: OSError) -> int:
