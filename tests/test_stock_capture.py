@@ -9,6 +9,7 @@ import pytest
 from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.ops import Op
 from megatron_prism.plugin import stock_capture
+from megatron_prism.plugin.pace_capture import CAPTURE_STEPS
 from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
 from megatron_prism.slices import SliceStore, open_programs
@@ -48,7 +49,7 @@ def test_places_that_are_free_or_not(tmp_path):
 
 @pytest.mark.parametrize(
     ("wanted", "first"),
-    [(1, 1), (2, 2), (3, 2), (8, 2), (11, 3), (12, 4), (14, 5), (60, 5), (500, 435)],
+    [(1, 1), (2, 2), (3, 2), (8, 2), (11, 2), (12, 3), (13, 4), (15, 5), (60, 5), (500, 435)],
 )
 def test_long_jobs_are_timed_after_they_are_warm(wanted, first):
     assert first_recorded(wanted) == first
@@ -163,15 +164,29 @@ def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, g
 
 
 def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
-    capture, log = simulated("cuda", 11)
+    capture, log = simulated("cuda", CAPTURE_STEPS)
     assert log == [
-        (3, "written"), (4, "times"), (5, "times"), (6, "clock"), (7, "times"), (8, "times"),
-        (9, "clock"), (10, "times"), (10, "traced"), (10, "probed"),
+        (3, "written"), (4, "times"), (5, "times"), (6, "clock"), (7, "clock"),  # 8 warms it again
+        (9, "times"), (10, "times"), (11, "times"), (11, "traced"), (11, "probed"),
     ]  # fmt: skip
-    assert capture._clocks == [1_006, 1_009]
-    capture, log = simulated("cuda", 11, {6})
+    assert capture._clocks == [1_006, 1_007]
+    capture, log = simulated("cuda", CAPTURE_STEPS, {6})
     assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
-    assert log[-2:] == [(8, "traced"), (8, "probed")]  # an evaluation might come after the others
+    assert log[-2:] == [(9, "traced"), (9, "probed")]  # an evaluation might come after the others
+
+
+@pytest.mark.parametrize("evaluated", [(), {11}, {10, 20, 30}, {7, 14, 21, 28}])
+@pytest.mark.parametrize("wanted", [*range(3, 20), 26, 40, 75])
+def test_what_is_timed_does_not_follow_a_clocked_iteration(simulated, wanted, evaluated):
+    """At its power limit a GPU that rested behind every call of one is quicker in the next."""
+    capture, log = simulated("cuda", wanted, evaluated)
+    clocked = {number for number, what in log if what == "clock"}
+    behind = {number for number, what in log if what == "times" and number - 1 in clocked}
+    assert not behind
+    timed = [one for one in capture.kept() if one.builder is None and one.busy is None]
+    if wanted >= CAPTURE_STEPS and not evaluated:
+        assert len(capture._clocks) >= 2
+        assert len(timed) >= 4
 
 
 @pytest.mark.parametrize(

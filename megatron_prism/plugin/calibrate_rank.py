@@ -1,20 +1,17 @@
 """How long do calls take on this host, and (``calibrate_overlap``) what when it computes meanwhile?
 
 One process per device, started by ``prism calibrate`` through torch.distributed.run.  Every group
-size from 2 to the number of devices that divides it is measured on ranks 0 … n-1.  A queue is built
-up behind a busy wait first, so that the figures are the device's and not Python's; on CPUs (gloo)
-it is wall time.  Rank 0 writes the file.
+size from 2 to the number of devices that divides it is measured on ranks 0 … n-1, as
+``calibrate_calls`` does it.  Rank 0 writes the file.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +20,19 @@ from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_prism.artefact import write_whole
+from megatron_prism.plugin.calibrate_calls import Behind, in_a_row
 from megatron_prism.plugin.calibrate_host import host_calls, middle
 from megatron_prism.plugin.calibrate_overlap import overlaps
 
 __all__ = ["main"]
 
 FORMAT = 1
-SIZES = tuple(1 << n for n in range(10, 31, 2))  # bytes of the message
-CPU_SIZES = SIZES[:6]
-REPEATS, CALLS = 7, 5
-SAMPLES, FEW_SAMPLES, LARGE = 64, 24, 1 << 26  # single calls that are kept; fewer of large ones
+# bytes of the message; protocols change between two of them (2 MiB take twice as long as 1)
+SIZES = tuple(1 << n for n in range(10, 31))
+CPU_SIZES = SIZES[:11:2]
+SAMPLES, FEW_SAMPLES, LARGE = 64, 24, 1 << 26  # single calls; fewer of large ones
 _SMALL = 2.0**-110
 LOOKS = 3  # at the host, at least
-_QUEUE_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
 
 
 class _Bench:
@@ -50,50 +47,9 @@ class _Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda" if self.cuda else "cpu")
 
-    def time_ns(self, call: Callable[[], Any]) -> int:
-        """Median ns of one call."""
-        for _ in range(2):
-            call()
-        measure = self._device if self.cuda else self._host
-        return round(statistics.median(measure(call) for _ in range(REPEATS)))
-
-    def samples_ns(self, call: Callable[[], Any], count: int) -> list[int]:
-        """Times of ``count`` single calls in a row, ns: how much they vary."""
-        if not self.cuda:
-            found = []
-            for _ in range(count):
-                begin = time.perf_counter_ns()
-                call()
-                found.append(time.perf_counter_ns() - begin)
-            return found
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_QUEUE_CYCLES)
-        call()
-        marks[0].record()
-        for mark in marks[1:]:
-            call()
-            mark.record()
-        torch.cuda.synchronize()
-        return [round(a.elapsed_time(b) * 1e6) for a, b in itertools.pairwise(marks)]
-
-    def _device(self, call: Callable[[], Any]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_QUEUE_CYCLES)
-        call()  # waits for the last rank, so that what follows does not
-        begin.record()
-        for _ in range(CALLS):
-            call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e6 / CALLS
-
-    def _host(self, call: Callable[[], Any]) -> float:
-        begin = time.perf_counter_ns()
-        for _ in range(CALLS):
-            call()
-        return (time.perf_counter_ns() - begin) / CALLS
+    def samples_ns(self) -> Callable[[Callable[[], Any], int, Any], list[int]]:
+        """Measures (a call, how often, among which group): ns of each."""
+        return Behind() if self.cuda else lambda call, count, _: in_a_row(call, count)
 
 
 def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,7 +113,7 @@ def _messages(
 
 def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]]:
     """Rows of every group size; all ranks call ``then`` after each."""
-    rows = []
+    rows, measure = [], bench.samples_ns()
     for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
         group = dist.new_group(list(range(n)))
         for size in SIZES if bench.cuda else CPU_SIZES:
@@ -165,9 +121,8 @@ def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]
                 tensors = _tensors(bench, n, size)
                 for name, call in _calls(bench, group, n, tensors).items():
                     _fill(*tensors)
-                    ns = bench.time_ns(call)
-                    _fill(*tensors)
-                    samples = bench.samples_ns(call, SAMPLES if size <= LARGE else FEW_SAMPLES)
+                    samples = measure(call, SAMPLES if size <= LARGE else FEW_SAMPLES, group)
+                    ns = round(statistics.median(samples))
                     row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
                     rows.append({**row, "samples": sorted(samples)})
         dist.barrier()

@@ -1,12 +1,15 @@
 """``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
 
 Records from the start of one train step to the start of the next, so that what comes between train
-steps (logging, timers, their barriers) is in the program too.  Of such iterations the last eight
+steps (logging, timers, their barriers) is in the program too.  Of such iterations the last nine
 are recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down,
-the others only timed; the slice has the median time of each segment, and all times beside it.  On a
-GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from kernels,
-and in a third of the others only the host is clocked (``slicer.clock``).  A job of one or two steps
-has only its last recorded.  The slice is written when the job has trained.
+the others only timed; the slice has the median time of each segment, and all times beside it.  A
+job of one or two steps has only its last recorded.  The slice is written when the job has trained.
+
+On a GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from
+kernels, and in two of seven others only the host is clocked (``slicer.clock``).  The device rests
+in these, and at its power limit it is up to 4 % quicker behind them: the iteration that follows is
+left out.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from megatron_prism.subgroups import subgroups
 __all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
 
 KEPT = 65  # iterations at most: one written down, the others timed
-FEW = 8  # of a short job, though the first ones are still warming up
+FEW = 9  # of a short job, though the first ones are still warming up
 TIMING = "2"  # goes up when times of a GPU's slices come to mean something else; 2: ``launches``
 WARM = 5  # the first iteration that is recorded if the job is long enough
 
@@ -99,6 +102,7 @@ class StockCapture:
         self._tracer: Any = None
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
+        self._cool = False  # the device is, behind one
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
         self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
@@ -126,22 +130,32 @@ class StockCapture:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
             # of a job with evaluations the last iteration may have one
-            self._start(late=number >= wanted - (3 if self._evaluates else 1))
+            self._start(wanted - (3 if self._evaluates else 1) - number)
 
-    def _start(self, late: bool) -> None:
-        """Record the iteration that begins, or only clock the host in it: one of three."""
+    def _start(self, left: int) -> None:
+        """Record the iteration that begins, ``left`` before the one that is traced; or only clock
+        the host in it; or neither."""
         cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
         if self._traced:  # which takes the host a second or two afterwards
             return
-        if cuda and not late and timed >= 2 * (len(self._clocks) + 1):
+        if cuda and self._clock_next(left, timed):
             self._recorder.clock.start()
             return
-        if cuda and late and timed > 0:
+        cool, self._cool = self._cool, False
+        if cool and left > 0:
+            return
+        if cuda and left <= 0 and timed > 0:
             self._tracer = Tracer()
         # where two in a row have an evaluation, all may have
         hopeless = len(self._others) > 1 and not self._recordings
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
         self._recorder.start(quick=self._quick)
+
+    def _clock_next(self, left: int, timed: int) -> bool:
+        """Whether the iteration is one of the two clocked ones behind two, six, ten ... others."""
+        pairs, second = divmod(len(self._clocks), 2)
+        due = second or timed >= 2 + 4 * pairs
+        return bool(due) and left > (1 if self._cool else 2)
 
     def _install(self, proof: Any) -> None:
         import torch
@@ -169,7 +183,7 @@ class StockCapture:
 
     def _keep(self) -> None:
         if self._recorder.clock.running:
-            clocked = self._recorder.clock.stop()
+            clocked, self._cool = self._recorder.clock.stop(), True
             self._clocks += [] if self._beside else [clocked]
         elif self._recorder.active:
             recording = self._stopped()
@@ -232,16 +246,12 @@ class StockCapture:
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
-    def _host_ns(self) -> int:
-        """What the slice says that the host takes for an iteration."""
-        assert self.program is not None
-        return int(np.maximum(self.program.ops["host"], 0).sum())
-
     def said(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
-        hosts = self.program.hosts if self.program is not None else ()
-        if len(hosts) > 1 and (used := self._host_ns()) > _DISTURBED * min(hosts):
+        if self.program is None or len(hosts := self.program.hosts) < 2:
+            return found
+        if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):
             found += (
                 f"; the host took {used / 1e6:,.0f} ms for an iteration, {min(hosts) / 1e6:,.0f} "
                 "for the quickest: it was disturbed, and with it all that waits for it"
