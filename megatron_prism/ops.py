@@ -7,7 +7,8 @@ for people, tests and the text form.  Semantics, in CUDA's terms:
 compute         kernels on ``stream``: ``ns`` measured (-1: unknown), ``flops``, ``traffic`` bytes.
                 ``host``: how long the host takes to issue them, ``lead`` of it until the device may
                 begin and then never waits for a launch; ``ns`` is then the kernels' alone, as if
-                the host were always ahead.  Unknown (-1): ``ns`` has its delays in it
+                the host were always ahead.  Unknown (-1): ``ns`` has its delays in it.
+                ``products`` of ``ns`` are matrix products and attention (-1: unknown)
 all_reduce ...  any row of ``collectives.TABLE`` that is no p2p: issued from ``stream``, runs on the
                 group's own stream.  Without a handle the issuing stream waits for it at once
 send recv       p2p with the rank ``peer`` places further in the group's ring of members (may be
@@ -112,6 +113,7 @@ OP = np.dtype(
         ("traffic", "i8"),
         ("host", "i8"),
         ("lead", "i8"),
+        ("products", "i8"),
     ]
 )
 # What of the live memory changed before which op: storage ids are the program's own.  ``note`` says
@@ -152,6 +154,7 @@ class Op:
     traffic: int = -1
     host: int = -1
     lead: int = -1
+    products: int = -1
     kernels: int = -1
     shape: str = ""
     site: str = ""

@@ -77,13 +77,13 @@ class Builder:
         traffic: int = -1,
         host: int = -1,
         lead: int = -1,
+        products: int = -1,
         kernels: int = -1,
         shape: str = "",
         site: str = "",
         note: str = "",
     ) -> int:
         """Append one op (the fields of Op, unchecked); returns its index."""
-        text = self._text
         at = -1 if splits is None else self._splits.setdefault(splits, len(self._splits))
         self._rows.append(
             (
@@ -92,11 +92,7 @@ class Builder:
                 DTYPE_NAMES.index(dtype),
                 REDUCE.index(reduce),
                 chunk,
-                text(stream),
-                text(group),
-                text(shape),
-                text(site),
-                text(note),
+                *map(self._text, (stream, group, shape, site, note)),
                 microbatch,
                 peer,
                 root,
@@ -111,6 +107,7 @@ class Builder:
                 traffic,
                 host,
                 lead,
+                products,
             )
         )
         return len(self._rows) - 1

@@ -235,13 +235,13 @@ class _Reader:
     def _fields(self, words: list[re.Match[str]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         splits: dict[str, tuple[int, ...]] = {}
-        seen = set()
+        seen: set[str] = set()
         for word in words:
             text = word[0]
             key, equals, value = text.partition("=")
             if equals and key in seen:
                 self.fail(word.start(), f"{key} is given twice", "leave one of them out")
-            seen.add(key)
+            seen |= {key} if equals else set()  # a group may be called n
             if text.startswith("@"):
                 values["site"] = text[1:]
             elif not equals:
@@ -275,7 +275,7 @@ class _Reader:
                 fix = f"use {', '.join(REDUCE[1:])}"
                 self.fail(word.start(), f"there is no reduction {value}", fix)
             return {key: value}
-        readers = dict.fromkeys(("ns", "host", "lead"), units.parse_ns)
+        readers = dict.fromkeys(("ns", "host", "lead", "products"), units.parse_ns)
         readers["traffic"] = units.parse_bytes
         if key in readers:
             return {key: self._number(word, value, key, readers[key])}

@@ -87,7 +87,7 @@ def format_op(op: Op) -> str:
             op.num_out != -1
         )
     words += [f"{k}={v}" for k in _NUMBERS if (v := getattr(op, k)) != _DEFAULT[k]]
-    for key in ("ns", "host", "lead"):
+    for key in ("ns", "host", "lead", "products"):
         if (ns := getattr(op, key)) >= 0:
             words.append(f"{key}={_exact(ns, {k: v for k, v in units.NS.items() if len(k) < 3})}")
     if op.traffic >= 0:

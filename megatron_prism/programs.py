@@ -26,10 +26,11 @@ from megatron_prism.world import World
 
 __all__ = ["FORMAT", "Programs", "load", "save"]
 
-FORMAT = 3  # of the file; raised when its content changes meaning, and older ones then convert
+FORMAT = 4  # of the file; raised when its content changes meaning, and older ones then convert
 _NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
 _NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
-_NO_HOST = OP.descr[:-2]  # of ops before format 3
+# ops of earlier formats: without the host's times, and without what products take
+_OLD_OPS = {1: OP.descr[:-3], 2: OP.descr[:-3], 3: OP.descr[:-1]}
 SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 
@@ -186,12 +187,11 @@ def _with_notes(old: np.ndarray) -> np.ndarray:
     return new
 
 
-def _with_host(old: np.ndarray) -> np.ndarray:
-    """Ops of formats 1 and 2, which did not say how long the host took."""
+def _with_times(old: np.ndarray) -> np.ndarray:
+    """Ops of an earlier format; what that did not say is unknown."""
     new = np.empty(old.size, dtype=OP)
-    for name in old.dtype.names or ():
-        new[name] = old[name]
-    new["host"] = new["lead"] = -1
+    for name in OP.names or ():
+        new[name] = old[name] if name in (old.dtype.names or ()) else -1
     return new
 
 
@@ -202,8 +202,8 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
             if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
                 allocations = _with_notes(allocations)
-            if head["format"] < 3 and ops.dtype == np.dtype(_NO_HOST):
-                ops = _with_host(ops)
+            if ops.dtype == np.dtype(_OLD_OPS.get(head["format"], OP)):
+                ops = _with_times(ops)
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
                 raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
             splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])

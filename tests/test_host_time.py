@@ -18,7 +18,7 @@ from megatron_prism.plugin.pace_calls import expected
 from megatron_prism.program_parse import parse
 from megatron_prism.replay import timeline
 from megatron_prism.report.parts import path_parts
-from megatron_prism.slicer.busy import busy_ns, device_ns
+from megatron_prism.slicer.busy import busy_ns, device_ns, products_of
 from megatron_prism.slicer.launches import Launches, launches
 
 US = 1000
@@ -38,6 +38,18 @@ def traced(kernels, base=5_000_000):
 
 def bounds(*pairs, base=5_000_000):
     return [(base + a * US, base + b * US) for a, b in pairs]
+
+
+def test_products_of_a_segment_are_told_from_its_other_kernels():
+    trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30), (30, 210, 9), (61, 230, 4)])
+    names = ("nvjet_sm90_tst_128x256", "Memcpy DtoD", "flash_fwd_kernel", "vectorized_add", "gemm")
+    for name, event in zip(names, trace["traceEvents"][2::2], strict=True):
+        event["name"] = name
+    part = products_of(trace, bounds((0, 20), (25, 40), (45, 60)))  # the last one is of no segment
+    assert part[:2].tolist() == [0.8, 0.0]
+    assert np.isnan(part[2])
+    assert np.isnan(products_of({"traceEvents": []}, bounds((0, 20)))).all()
+    assert products_of(trace, []).shape == (0,)
 
 
 def test_kernels_behind_a_host_that_is_ahead_keep_their_gaps():
@@ -408,6 +420,10 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert paused.ops["lead"].tolist() == [50_000, -1, 50_000 - 10_000]
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
+    assert program.ops["products"].tolist() == [-1, -1, -1]
+    parts = dataclasses.replace(traced, products=np.array([np.nan, 0.75]))
+    told, _ = recordings.typical([written, quick, quick, parts], own_ns=3_000)
+    assert told.ops["products"].tolist() == [-1, -1, 300_000]
     # a delay that hits another segment in every iteration is in the sum, though in no median
     late = [Recording(0, None, times, names, [(0, 50_000 + more), (90_000, 150_000 + other)])
             for more, other in ((0, 0), (20_000, 0), (0, 20_000))]  # fmt: skip

@@ -54,8 +54,10 @@ def test_factors_of_few_rounds_are_left_out():
         row(bytes=1 << 22, call=2.0),  # a file that does not say
     ]
     points = read_rows(rows)["all_reduce"].points
-    assert points == ((1 << 22, 1.0, 2.0), (1 << 28, 1.0, 1.6))
-    assert read_rows([row(rounds=1)])["all_reduce"].points == ((128, 1.0, 1.0),)
+    assert points == {
+        "gemm": ((1 << 22, 1.0, 2.0), (1 << 28, 1.0, 1.3)), "memory": ((1 << 28, 1.0, 1.9),)
+    }  # fmt: skip
+    assert read_rows([row(rounds=1)])["all_reduce"].points == {"gemm": ((128, 1.0, 1.0),)}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,26 @@ def test_closed_forms(call_ms, compute, call, expected):
     assert not any("overlap" in said for said in prices.used())
 
 
+@pytest.mark.parametrize(
+    ("products", "computing_ms", "call_ms"),
+    [
+        (1000, 1250, 500),  # half speed beside 500 ms of the call
+        (0, 1000, 1000),  # the call at half speed
+        (500, 1167, 667),  # each at three quarters of its own
+        (None, 1167, 667),  # nobody knows: as if it were half products
+    ],
+)
+def test_products_and_other_kernels_lose_differently(products, computing_ms, call_ms):
+    said = "" if products is None else f" products={products * MS}"
+    made = graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
+    prices = costs.price(made, machine("h200"))
+    prices = dataclasses.replace(prices, meetings=np.full(1, 500 * MS))
+    factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
+    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    assert slower.meetings[0] / MS == pytest.approx(call_ms, abs=1)
+    assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
+
+
 def test_it_is_said():
     _, prices = found(BESIDE, 500, 1.5, 1.5)
     assert len(prices.used()) == 2
@@ -89,23 +111,28 @@ def test_random_worlds_only_get_slower_and_not_without_factors(seed):
     made = graph.build(random_programs(seed))
     prices = prices_of(made)
     assert overlap.replay(made, prices, {}, "x").prices is prices
-    factors = {"all_reduce": Overlap(((1, 1.3, 1.2),)), "all_gather": Overlap(((1, 1.1, 1.4),))}
+    factors = {
+        "all_reduce": Overlap({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
+        "all_gather": Overlap({"gemm": ((1, 1.1, 1.4),)}),
+    }
     slower = overlap.replay(made, prices, factors, "x").prices
     assert (slower.meetings >= prices.meetings).all()
     for one, before in zip(slower.compute, prices.compute, strict=True):
         assert (one >= before).all()
         assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
-    ones = dict.fromkeys(factors, Overlap(((1, 1.0, 1.0),)))
+    ones = dict.fromkeys(factors, Overlap({"memory": ((1, 1.0, 1.0),)}))
     same = overlap.replay(made, prices, ones, "x").prices
     assert (same.meetings == prices.meetings).all()
     assert same.used() == prices.used()
 
 
-def test_the_nearest_size_counts_and_kinds_are_averaged():
+def test_the_nearest_size_counts():
     rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=1 << 20, call=3.0)]
     one = read_rows(rows)["all_reduce"]
-    assert one.factors(1) == (pytest.approx(1.3), 1.0)
-    assert one.factors(1 << 30) == (1.0, 3.0)
+    assert one.factors(1, "gemm") == (1.2, 1.0)
+    assert one.factors(1, "memory") == one.factors(1 << 30, "memory") == (1.4, 1.0)
+    assert one.factors(1 << 30, "gemm") == (1.0, 3.0)
+    assert read_rows(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
     old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
     assert read_rows(old) == {}  # of an earlier release, whose clocks differed
     assert read_rows([row(call=2.3, method=1)]) == {}  # of another, in which calls waited for room
@@ -130,6 +157,8 @@ def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
         (row(call=float("nan")), "itself by nan"),
         (row(compute=1e9), "no factors"),
         (row(bytes=0), "of 0 bytes"),
+        (row(kind="sleep"), "'sleep' is no kind of computing"),
+        (row(kind=["gemm"]), "is no kind"),
         ({"method": METHOD}, "compute"),
     ],
 )
@@ -280,7 +309,7 @@ def test_a_measurement_on_cpus(tmp_path):
     assert [(one["op"], one["kind"]) for one in rows] == [
         ("all_reduce", "gemm"), ("all_reduce", "memory")
     ]  # fmt: skip
-    assert read_rows(rows)["all_reduce"].points[0][0] == calibrate_overlap.CPU_SIZES[0]
+    assert read_rows(rows)["all_reduce"].points["gemm"][0][0] == calibrate_overlap.CPU_SIZES[0]
 
 
 def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):

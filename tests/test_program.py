@@ -64,6 +64,9 @@ ops = st.builds(
     ns=number,
     flops=number,
     traffic=number,
+    host=number,
+    lead=number,
+    products=number,
     kernels=small,
     shape=st.just("") | names,
     site=st.just("") | names,
@@ -76,6 +79,13 @@ def world_of(*programs_):
 
 
 notes = st.lists(st.tuples(st.integers(1, 2**40), ops.map(lambda op: op.note)), max_size=3)
+
+
+def test_a_group_may_be_called_as_a_field_is():
+    head = "prism-program 1\nworld size=1\nprogram ranks=0\n"
+    text = f"{head}0-0 all_reduce n fp32 n=7 reduce=sum"
+    (op,) = parse(text).programs[0]
+    assert (op.group, op.num_in) == ("n", 7)
 
 
 @settings(max_examples=200, deadline=None)
@@ -222,9 +232,10 @@ def test_a_pipe_is_read_once():
         assert open_programs(f"/dev/fd/{text.stdout.fileno()}") == parse(TEXT)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_files_of_earlier_releases_are_read(tmp_path, version):
-    """Format 1 did not say whose an allocation is, and before format 3 nobody knew the host."""
+    """Format 1 did not say whose an allocation is; before format 3 nobody knew the host, and before
+    format 4 what of a segment is products."""
     made, path = parse(TEXT), tmp_path / "x.prism"
     programs.save(made, path)
     with np.load(path) as stored:
@@ -232,7 +243,8 @@ def test_files_of_earlier_releases_are_read(tmp_path, version):
     head = json.loads(arrays["head"].tobytes()) | {"format": version}
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     for name in ("ops0", "ops1"):
-        kept = [n for n in arrays[name].dtype.names if n not in ("host", "lead")]
+        left = ("host", "lead", "products") if version < 3 else ("products",)
+        kept = [n for n in arrays[name].dtype.names if n not in left]
         arrays[name] = _columns(arrays[name], kept)
     if version == 1:
         for name in ("allocations0", "allocations1"):
@@ -240,10 +252,10 @@ def test_files_of_earlier_releases_are_read(tmp_path, version):
     with open(path, "wb") as file:
         np.savez(file, **arrays)
     found = programs.load(path)
-    without = made if version == 2 else parse(TEXT.replace(f' note="{NOTE}"', "", 1))
+    without = made if version > 1 else parse(TEXT.replace(f' note="{NOTE}"', "", 1))
     assert found == without
     assert found.programs[0].ops["host"].tolist() == [-1] * len(found.programs[0])
-    head["format"] = 3  # a file of this release has all columns
+    head["format"] = 4  # a file of this release has all columns
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     with open(path, "wb") as file:
         np.savez(file, **arrays)
@@ -325,10 +337,10 @@ def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):
 
 
 def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "FORMAT", 4)
+    monkeypatch.setattr(programs, "FORMAT", 5)
     programs.save(parse(TEXT), tmp_path / "x.prism")
     monkeypatch.undo()
-    with pytest.raises(ProgramError, match="format 4; this release reads 1 to 3"):
+    with pytest.raises(ProgramError, match="format 5; this release reads 1 to 4"):
         programs.load(tmp_path / "x.prism")
 
 

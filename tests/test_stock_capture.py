@@ -68,6 +68,7 @@ class Recorded:
     builder: object
     busy: object = None
     launches: object = None
+    products: object = None
     hosts: tuple = ()
 
 
@@ -76,6 +77,7 @@ def simulated(tmp_path, monkeypatch):
     """A job's capture: call with the tier, its train steps and those before an evaluation."""
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
     monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: None)
+    monkeypatch.setattr(stock_capture, "products_of", lambda trace, hosts: None)
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(

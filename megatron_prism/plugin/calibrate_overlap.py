@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from megatron_prism.costs.overlap import METHOD
+from megatron_prism.costs.overlap import KINDS, METHOD
 
 __all__ = ["overlaps"]
 
-KINDS = ("gemm", "memory")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES, CPU_SIZES = (1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
 CPU_PHASE_NS = 2e7

@@ -4,6 +4,7 @@ In : a WorldGraph, Prices and measured factors (``costs.overlap``).  Out: Timeli
 for how long each segment had calls of its rank beside it; during that time it gets 1 / factor as
 far.  So it takes overlap x (1 - 1 / factor) longer, which changes the timeline: replay and
 correction alternate until the iteration settles.  A call is as slow as on its slowest member.
+Products and other kernels of a segment lose differently; the slice says how much of it is products.
 
 Only calls that move data count, not those that wait for a rank; several at once count each.
 """
@@ -17,16 +18,17 @@ import numpy as np
 
 from megatron_prism.costs import Prices
 from megatron_prism.costs.collective import Calibration
-from megatron_prism.costs.overlap import Overlap
+from megatron_prism.costs.overlap import KINDS, Overlap
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE
+from megatron_prism.program import Program
 from megatron_prism.replay import maxplus, timeline
 from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["PASSES", "priced", "replay"]
 
 PASSES, SETTLED = 12, 1e-4  # of the iteration time
-Costs = tuple[np.ndarray, np.ndarray]  # per op: 1 - 1 / factor, of computing and of the call
+_UNKNOWN = 0.5  # of a segment: products
 
 
 def replay(
@@ -39,7 +41,7 @@ def replay(
     """The timeline with every overlap's cost; ``source`` says who measured the factors."""
     if not factors:
         return timeline.replay(graph, prices, iterations)
-    costs = [_costs(graph, index, factors) for index in range(len(graph.classes))]
+    costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
     found = timeline.replay(graph, prices, iterations)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source)
@@ -57,41 +59,55 @@ def priced(graph: WorldGraph, prices: Prices, calibration: Calibration | None) -
     return replay(graph, prices, calibration.overlap, calibration.source).prices
 
 
-def _costs(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> Costs:
-    """Of every op of a class; 0 for what is no call, or was not measured."""
+def _lost(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> np.ndarray:
+    """float64 [kind of computing, computing or call, op of a class]: 1 - 1 / factor; 0 for what is
+    no call, or was not measured."""
     program = graph.program_list[index]
     sizes = np.maximum(program.bytes_in, program.bytes_out)
-    both = np.zeros((2, len(program)))
+    found = np.zeros((len(KINDS), 2, len(program)))
     for name, one in factors.items():
         if name not in CODE:
             continue
         mine = np.flatnonzero(program.ops["name"] == CODE[name])
-        known = {size: one.factors(size) for size in np.unique(sizes[mine]).tolist()}
-        for place, size in zip(mine.tolist(), sizes[mine].tolist(), strict=True):
-            both[:, place] = [1 - 1 / factor for factor in known[size]]
-    return both[0], both[1]
+        each, which = np.unique(sizes[mine], return_inverse=True)
+        for kind, rows in zip(KINDS, found, strict=True):
+            known = np.array([one.factors(size, kind) for size in each.tolist()]).reshape(-1, 2)
+            rows[:, mine] = 1 - 1 / known[which].T
+    return found
 
 
-def _corrected(found: Timeline, prices: Prices, costs: list[Costs], source: str) -> Prices:
+def _parts(program: Program, segments: np.ndarray) -> np.ndarray:
+    """float64 [kind of computing, segments]: which part of each is of that kind."""
+    ns, products = (program.ops[name][segments].astype(float) for name in ("ns", "products"))
+    known = (products >= 0) & (ns > 0)
+    part = np.where(known, np.clip(products / np.maximum(ns, 1), 0, 1), _UNKNOWN)
+    return np.stack([part, 1 - part])
+
+
+def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source: str) -> Prices:
     """``prices``, and what the overlaps of ``found`` cost."""
     sources = list(prices.sources)
     meetings = prices.meetings.copy()
     compute, compute_source = [], []
-    for index, (program, (of_compute, of_call)) in enumerate(
-        zip(found.graph.program_list, costs, strict=True)
-    ):
+    for index, (program, lost) in enumerate(zip(found.graph.program_list, costs, strict=True)):
         spans = found.spans(index)
         is_compute = program.ops["name"][spans["op"]] == CODE["compute"]
         segments, calls = spans[is_compute], spans[~is_compute]
-        calls = calls[(of_compute + of_call)[calls["op"]] > 0]
+        calls = calls[lost.sum(axis=(0, 1))[calls["op"]] > 0]
+        more, slower = np.zeros(len(segments)), np.zeros(len(calls))
+        for part, (of_compute, of_call) in zip(
+            _parts(program, segments["op"]), lost[:, :, calls["op"]], strict=True
+        ):
+            more += part * _covered(calls, segments, of_compute)
+            slower += of_call * _covered(segments, calls, part)
         late = np.zeros(len(program), dtype=np.int64)
-        late[segments["op"]] = _covered(calls, segments, of_compute[calls["op"]])
+        late[segments["op"]] = np.rint(more)
         compute.append(prices.compute[index] + late)
         compute_source.append(_said(prices.compute_source[index], late > 0, source, sources))
-        own = _covered(segments, calls, np.ones(len(segments)))
         met = found.graph.rendezvous.of[index][calls["op"]]
-        slower = prices.meetings[met] + np.rint(own * of_call[calls["op"]]).astype(np.int64)
-        np.maximum.at(meetings, met, slower)
+        # a call within a segment has its time at once, though the iteration does not change
+        left = 1 - slower / np.maximum(1, calls["end"] - calls["start"])
+        np.maximum.at(meetings, met, np.rint(prices.meetings[met] / left).astype(np.int64))
     return dataclasses.replace(
         prices,
         compute=tuple(compute),
@@ -103,16 +119,16 @@ def _corrected(found: Timeline, prices: Prices, costs: list[Costs], source: str)
 
 
 def _covered(under: np.ndarray, over: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """int64 per span of ``over``: ns that spans of ``under`` cover of it, each times its weight."""
+    """Per span of ``over``: ns that spans of ``under`` cover of it, each times its weight."""
     if not len(under) or not len(over):
-        return np.zeros(len(over), dtype=np.int64)
+        return np.zeros(len(over))
     times = np.concatenate([under["start"], under["end"]])
     slopes = np.concatenate([weights, -weights])
     order = np.argsort(times, kind="stable")
     times, slope = times[order], np.cumsum(slopes[order])
     so_far = np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(times))))
     begin, end = (np.interp(over[key], times, so_far) for key in ("start", "end"))
-    return np.rint(end - begin).astype(np.int64)
+    return np.asarray(end - begin)
 
 
 def _said(source: np.ndarray, chosen: np.ndarray, who: str, sources: list[str]) -> np.ndarray:

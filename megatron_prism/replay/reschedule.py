@@ -25,7 +25,7 @@ __all__ = ["count", "microbatches"]
 
 _FORWARD, _BACKWARD = PHASE_NAMES.index("forward"), PHASE_NAMES.index("backward")
 _RELATIVE = ("microbatch", "handle", "batch", "ns", "kernels", "note", "flops", "traffic",
-             "host", "lead")  # fmt: skip
+             "host", "lead", "products")  # fmt: skip
 _GROWS = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
 
 

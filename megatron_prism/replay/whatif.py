@@ -65,7 +65,7 @@ def _marked(program: Program, rank: int, note: str) -> Program:
     """The program with a mark as its last op."""
     row = np.zeros(1, dtype=OP)
     for name in ("chunk", "microbatch", "root", "splits", "handle", "batch", "kernels", "num_in",
-                 "num_out", "ns", "flops", "traffic", "host", "lead"):  # fmt: skip
+                 "num_out", "ns", "flops", "traffic", "host", "lead", "products"):  # fmt: skip
         row[name] = -1
     strings = (*program.strings, note)
     row["name"], row["note"] = CODE["mark"], len(program.strings)

@@ -31,6 +31,7 @@ class Recording:
     collected: ns of full garbage collections in ``hosts``
     busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
     launches: ``launches.launches`` of it; likewise
+    products: ``busy.products_of`` it; likewise
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Recording:
     collected: int = 0
     busy: np.ndarray | None = None
     launches: Launches | None = None
+    products: np.ndarray | None = None
 
     def segments_ns(self) -> np.ndarray:
         """Duration of each segment, int64 [segments]."""
@@ -121,6 +123,9 @@ def _apart(
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
     program.ops["ns"][compute] = ns
+    if traced.products is not None:
+        known = ~np.isnan(traced.products)
+        program.ops["products"][compute[known]] = np.rint((traced.products * ns)[known])
     totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
 
