@@ -21,7 +21,15 @@ import megatron_prism
 from megatron_prism.artefact import unwinding
 from megatron_prism.cli_hang import hang
 from megatron_prism.cli_memory import ACTIONS, memory
-from megatron_prism.cli_output import console, output_failed, prepare, print_json, print_table
+from megatron_prism.cli_output import (
+    console,
+    output_failed,
+    prepare,
+    print_json,
+    print_table,
+    refused,
+    visible,
+)  # fmt: skip
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
@@ -207,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a full disk has a name
         return status
     except PrismError as error:
-        print(f"prism: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return refused(error)
     except KeyboardInterrupt:
         print("prism: interrupted", file=sys.stderr)
         return 130
@@ -234,7 +241,7 @@ def _dispatch(words: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         _parser(name).print_help()
         return 0
-    with unwinding():
+    with unwinding(), visible():
         return command.function(_parse(name, rest))
 
 
@@ -242,9 +249,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with its errors as ours."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.replace(
-            ", key=value", ""
-        )  # argparse counts optional words as missing too
+        # argparse counts optional words as missing too
+        message = message.replace(", key=value", "")
         raise UsageError(f"{self.prog}: {message}", fix=f"see {self.prog} --help")
 
 

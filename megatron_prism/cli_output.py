@@ -10,13 +10,14 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from megatron_prism.artefact import check_not_taken, check_writable
-from megatron_prism.errors import UsageError
+from megatron_prism.errors import PrismError, UsageError
 
 __all__ = [
     "check_outputs",
@@ -26,8 +27,13 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
+    "refused",
+    "visible",
     "warn_without_times",
 ]
+
+# characters that a terminal obeys, but for ends of lines, tabs and the colours of rich
+_CONTROL = re.compile(r"\r(?!\n)|(?!\x1b\[[0-9;]*m)[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 _FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
@@ -41,6 +47,37 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+class _Visible:
+    """A stream of text on which control characters are seen, not obeyed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_CONTROL.sub(lambda found: repr(found[0])[1:-1], text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def visible() -> Iterator[None]:
+    """Labels of programs and dumps (groups, notes, files) cannot steer the terminal; on stderr only
+    if nothing draws progress there."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _Visible(sys.stdout))))
+        if not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))))
+        yield
+
+
+def refused(error: PrismError) -> int:
+    """Say why, and how to go on; the exit status."""
+    with visible():
+        print(f"prism: error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def output_failed(error: OSError) -> int:

@@ -27,7 +27,7 @@ nanoseconds, sizes whole bytes; -1 in a number of an op means that it is unknown
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
@@ -52,6 +52,7 @@ __all__ = [
     "REDUCE",
     "SLOWER",
     "TEXTS",
+    "UNKNOWN",
     "WAITED",
     "Op",
     "label",
@@ -179,6 +180,10 @@ def label(phase: str, microbatch: int, chunk: int) -> str:
     letter = PHASES[phase]
     before = str(microbatch) if microbatch >= 0 else ""
     return f"{before}{letter}{chunk if chunk >= 0 else ''}"
+
+
+# columns in which -1 is "unknown" or "none"
+UNKNOWN = ("splits", *(one.name for one in fields(Op) if one.default == -1))
 
 
 @cache

@@ -202,7 +202,7 @@ def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -
             ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
             if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
                 allocations = _with_notes(allocations)
-            if ops.dtype == np.dtype(_OLD_OPS.get(head["format"], OP)):
+            if (old := _OLD_OPS.get(head["format"])) and ops.dtype == np.dtype(old):
                 ops = _with_times(ops)
             if ops.dtype != OP or allocations.dtype != ALLOCATION:
                 raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_prism import cli, costs, graph, stochastic
 from megatron_prism.costs.collective import read_calibration
@@ -11,7 +12,7 @@ from megatron_prism.costs.machine import machine
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import calibrate_rank
+from megatron_prism.plugin import calibrate_calls, calibrate_rank
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.stochastic.bounds import bounds
@@ -143,6 +144,24 @@ def test_the_command_says_what_calls_rest_on(tmp_path, capsys):
         assert says in capsys.readouterr().out
     assert cli.main([*words, f"calibration={new}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls"].startswith("samples of the calibration")
+
+
+@pytest.mark.parametrize(("name", "counts"), [("all_reduce", "MIN"), ("send", "MAX")])
+def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
+    monkeypatch, name, counts
+):
+    """Who sends need not wait until the data is there; otherwise who comes last does not wait."""
+    others = torch.tensor([30.0, 10.0, 0.2])
+
+    def reduced(tensor, op, group):
+        assert group == "those"
+        chosen = {"MIN": torch.minimum, "MAX": torch.maximum}[str(op).rpartition(".")[2]]
+        tensor.copy_(chosen(tensor, others))
+
+    monkeypatch.setattr(calibrate_calls.dist, "all_reduce", reduced)
+    found = calibrate_calls.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
+    assert found == {"MIN": [20, 10], "MAX": [30, 20]}[counts]  # the last is the copies' noise
+    assert calibrate_calls.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == [1]
 
 
 def test_a_calibration_is_written_a_row_a_line():

@@ -264,3 +264,21 @@ def test_sigterm_unwinds_every_command(monkeypatch):
         cli.main(["recipes"])
     assert (end.value.code, seen) == (143, ["unwound"])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
+    """A group's name, a note or a dump's frame that would clear the terminal or name its window."""
+    path, name = tmp_path / "w.txt", "G\x1b]0;mine\x07\x1b[2J\x9b2J"
+    path.write_text(
+        f"prism-program 1\nworld size=2\ngroup {name} 0,1\nprogram ranks=0-1\n"
+        f"- all_reduce {name} bf16 n=64 reduce=sum\n"
+    )
+    status, out, _ = run("replay", str(path), "machine=h100", capsys=capsys)
+    assert status == 0
+    assert "G\\x1b]0;mine\\x07\\x1b[2J\\x9b2J" in out
+    status, _, err = run("replay", str(path), "machine=h100", "dp=4", capsys=capsys)
+    assert status != 0
+    assert "G\\x1b]0;mine" in err
+    with cli_output.visible():
+        print("\x1b[31mred\x1b[0m\tand\r\nnot\rover")
+    assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\tand\r\nnot\\rover\n"

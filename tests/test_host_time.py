@@ -41,11 +41,17 @@ def bounds(*pairs, base=5_000_000):
 
 
 def test_products_of_a_segment_are_told_from_its_other_kernels():
-    trace = traced([(0, 100, 50), (5, 152, 20), (10, 174, 30), (30, 210, 9), (61, 230, 4)])
-    names = ("nvjet_sm90_tst_128x256", "Memcpy DtoD", "flash_fwd_kernel", "vectorized_add", "gemm")
-    for name, event in zip(names, trace["traceEvents"][2::2], strict=True):
-        event["name"] = name
-    part = products_of(trace, bounds((0, 20), (25, 40), (45, 60)))  # the last one is of no segment
+    ran = [
+        (0, 100, 50, "nvjet_sm90_tst_128x256"), (5, 152, 20, "Memcpy DtoD"),
+        (10, 174, 30, "flash_fwd_kernel"), (11, 300, 500, "Memcpy PtoP (Device -> Device)"),
+        (30, 210, 9, "vectorized_add"), (31, 220, 9, "cublasLt::splitKreduce_kernel"),
+        (32, 230, 9, "swizzle_scaling_factors_for_gemm"), (61, 240, 4, "gemm"),
+    ]  # fmt: skip
+    trace = traced([row[:3] for row in ran])
+    for row, event in zip(ran, trace["traceEvents"][2::2], strict=True):
+        event["name"] = row[3]
+    # words to a neighbour GPU are not the job's, and the last kernel is of no segment
+    part = products_of(trace, bounds((0, 20), (25, 40), (45, 60)))
     assert part[:2].tolist() == [0.8, 0.0]
     assert np.isnan(part[2])
     assert np.isnan(products_of({"traceEvents": []}, bounds((0, 20)))).all()

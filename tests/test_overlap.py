@@ -99,6 +99,34 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("call_ms", "factor"), [(500, 3.0), (333, 3.6), (280, 3.6), (600, 2.0), (900, 2.3)]
+)
+def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor):
+    """1,000 ms of additions beside the call: it has run 1,000 / factor of its own time then."""
+    beside = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
+    made = graph.build(parse(beside))
+    prices = dataclasses.replace(
+        costs.price(made, machine("h200")), meetings=np.full(1, call_ms * MS)
+    )
+    factors = read_rows([row(), row(kind="memory", call=factor)])
+    slower = overlap.replay(made, prices, factors, "x", 1)
+    expected = call_ms + 1000 * (1 - 1 / factor)
+    assert slower.prices.meetings[0] / MS == pytest.approx(expected, rel=2e-3)
+    assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [1.5, 1.9, 2.0, 3.6])
+def test_computing_on_several_streams_slows_a_call_once(factor):
+    side = "".join(f"- compute ns={1000 * MS} stream=s{n}\n" for n in range(2))
+    made = graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
+    prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
+    factors = read_rows([row(call=factor)])
+    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    assert slower.meetings[0] / MS == pytest.approx(100 * factor, rel=1e-3)
+
+
 def test_it_is_said():
     _, prices = found(BESIDE, 500, 1.5, 1.5)
     assert len(prices.used()) == 2
@@ -126,12 +154,14 @@ def test_random_worlds_only_get_slower_and_not_without_factors(seed):
     assert same.used() == prices.used()
 
 
-def test_the_nearest_size_counts():
-    rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=1 << 20, call=3.0)]
+def test_between_two_sizes_their_ratio_counts():
+    rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=128 << 4, call=3.0)]
     one = read_rows(rows)["all_reduce"]
-    assert one.factors(1, "gemm") == (1.2, 1.0)
+    assert one.factors(0, "gemm") == one.factors(128, "gemm") == (1.2, 1.0)
+    assert one.factors(128 << 2, "gemm") == (pytest.approx(1.1), pytest.approx(2.0))
+    assert one.factors(128 << 3, "gemm") == (pytest.approx(1.05), pytest.approx(2.5))
+    assert one.factors(128 << 4, "gemm") == one.factors(1 << 30, "gemm") == (1.0, 3.0)
     assert one.factors(1, "memory") == one.factors(1 << 30, "memory") == (1.4, 1.0)
-    assert one.factors(1 << 30, "gemm") == (1.0, 3.0)
     assert read_rows(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
     old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
     assert read_rows(old) == {}  # of an earlier release, whose clocks differed
@@ -159,12 +189,14 @@ def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
         (row(bytes=0), "of 0 bytes"),
         (row(kind="sleep"), "'sleep' is no kind of computing"),
         (row(kind=["gemm"]), "is no kind"),
+        ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
         ({"method": METHOD}, "compute"),
     ],
 )
 def test_factors_that_cannot_be(tmp_path, wrong, says):
     path = tmp_path / "c.json"
-    whole = {"format": 1, "source": "x", "collectives": [], "overlap": [wrong]}
+    rows = wrong if isinstance(wrong, list) else [wrong]
+    whole = {"format": 1, "source": "x", "collectives": [], "overlap": rows}
     path.write_text(json.dumps(whole))
     with pytest.raises(UsageError, match="no calibration of ours") as caught:
         read_calibration(path)

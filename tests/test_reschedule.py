@@ -9,6 +9,7 @@ from megatron_prism import graph, programs
 from megatron_prism.errors import ProgramError
 from megatron_prism.ops import CODE
 from megatron_prism.program_parse import parse
+from megatron_prism.program_text import dump
 from megatron_prism.replay import reschedule
 
 seams = pytest.importorskip("megatron_prism.plugin.seams_schedule")
@@ -91,6 +92,19 @@ def test_measured_times_of_the_last_equal_period_are_repeated():
     assert made.source["tokens_per_iteration"] == "600"
     fewer = reschedule.microbatches(parse(TEXT), 2)
     assert [op.ns for op in fewer.of(0)][1:-1] == [10, 20, 11, 21]
+
+
+def test_what_products_take_may_differ_from_period_to_period():
+    text = dump(seams.schedules(pp=2, microbatches=8))
+    lines, count = [], 0
+    for line in text.splitlines():
+        if " compute " in f"{line} ":
+            count += 1
+            line += f" ns={100 + count} products={count}"
+        lines.append(line)
+    assert count > 16
+    made = reschedule.microbatches(parse("\n".join(lines)), 12)
+    assert "12 microbatches instead of 8" in made.source["what-if"]
 
 
 def test_memory_keeps_its_peak():

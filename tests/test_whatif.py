@@ -1,6 +1,7 @@
 """What-ifs against worlds that are what is asked for: simulated, built anew, captured anew."""
 
 import dataclasses
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -79,6 +80,12 @@ def test_twice_slow_is_the_product_and_says_so():
     labels = [priced.sources[source[0]] for source in priced.compute_source]
     assert labels[0].startswith("measured")
     assert labels[1].startswith("assumed: x 3, of measured")
+
+
+def test_a_mark_says_nothing_but_its_note():
+    made = whatif.slow(random_programs(3), [0], 2)
+    (line,) = [line for line in dump(made).splitlines() if re.match(r"\S+ +mark ", line)]
+    assert set(re.findall(r"(\w+)=", line)) == {"note"}
 
 
 @pytest.mark.parametrize("factor", [0, -1, "fast", "1/0", float("nan"), float("inf")])

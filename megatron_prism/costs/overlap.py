@@ -11,6 +11,7 @@ the call.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,11 +36,15 @@ class Overlap:
     points: Mapping[str, tuple[tuple[int, float, float], ...]]
 
     def factors(self, num_bytes: int, kind: str) -> tuple[float, float]:
-        """(of computing, of the call) at the measured size that is nearest by ratio; of a kind that
-        was not measured those of the other."""
+        """(of computing, of the call), between two measured sizes by ratio, beyond them those of
+        the nearest; of a kind that was not measured those of the other."""
         known = self.points.get(kind) or next(iter(self.points.values()))
-        near = min(known, key=lambda p: abs(math.log(p[0] / max(1, num_bytes))))
-        return max(1.0, near[1]), max(1.0, near[2])
+        at = bisect.bisect_left(known, (num_bytes,))
+        low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
+        part = 0.0 if low == high else math.log(num_bytes / low[0]) / math.log(high[0] / low[0])
+        found = (a + part * (b - a) for a, b in zip(low[1:], high[1:], strict=True))
+        compute, call = (max(1.0, factor) for factor in found)
+        return compute, call
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
@@ -58,7 +63,10 @@ def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
             raise ValueError(f"{what}: no factors of an overlap")
         if float(row.get("rounds", enough)) < enough:
             continue
-        found.setdefault(str(row["op"]), {}).setdefault(row["kind"], {})[size] = pair
+        sizes = found.setdefault(str(row["op"]), {}).setdefault(row["kind"], {})
+        if sizes.setdefault(size, pair) != pair:
+            what = f"{row['op']} of {size} bytes beside {row['kind']}"
+            raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
     return {
         name: Overlap(
             {

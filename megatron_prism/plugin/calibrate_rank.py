@@ -47,9 +47,9 @@ class _Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda" if self.cuda else "cpu")
 
-    def samples_ns(self) -> Callable[[Callable[[], Any], int, Any], list[int]]:
-        """Measures (a call, how often, among which group): ns of each."""
-        return Behind() if self.cuda else lambda call, count, _: in_a_row(call, count)
+    def samples_ns(self) -> Callable[[str, Callable[[], Any], int, Any], list[int]]:
+        """Measures (a collective, its call, how often, among which group): ns of each."""
+        return Behind() if self.cuda else lambda _, call, count, __: in_a_row(call, count)
 
 
 def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tens
 def _fill(*tensors: torch.Tensor) -> None:
     """Numbers as a job has them: with zeros calls are up to 8 % quicker (H200, 2026-11-22).
 
-    So small that sums of sums of sums stay finite for some sixty calls among 16 ranks.
+    So small that sums of sums of sums stay finite for all calls of a row among 8 ranks.
     """
     for tensor in tensors:
         tensor.normal_(std=_SMALL)
@@ -121,7 +121,8 @@ def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]
                 tensors = _tensors(bench, n, size)
                 for name, call in _calls(bench, group, n, tensors).items():
                     _fill(*tensors)
-                    samples = measure(call, SAMPLES if size <= LARGE else FEW_SAMPLES, group)
+                    count = SAMPLES if size <= LARGE else FEW_SAMPLES
+                    samples = measure(name, call, count, group)
                     ns = round(statistics.median(samples))
                     row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
                     rows.append({**row, "samples": sorted(samples)})

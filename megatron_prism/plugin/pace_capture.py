@@ -19,7 +19,7 @@ from megatron_prism.selectors import format_ranks
 
 __all__ = ["capture_missing", "missing_ranks"]
 
-CAPTURE_STEPS = 12  # of a capture: two to warm up, nine that are recorded, the last ends them
+CAPTURE_STEPS = 12  # of a capture: two warm up, nine count, the last ends them
 
 
 def missing_ranks(folder: Path, world: Any) -> list[int]:

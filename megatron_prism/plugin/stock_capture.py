@@ -1,15 +1,15 @@
 """``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
 
 Records from the start of one train step to the start of the next, so that what comes between train
-steps (logging, timers, their barriers) is in the program too.  Of such iterations the last nine
-are recorded, of longer jobs up to ``KEPT`` of those after the fourth: the first is written down,
-the others only timed; the slice has the median time of each segment, and all times beside it.  A
-job of one or two steps has only its last recorded.  The slice is written when the job has trained.
+steps (logging, timers, their barriers) is in the program too.  The last nine such iterations count,
+of longer jobs up to ``KEPT`` of those after the fourth: the first is written down, the others only
+timed; the slice has the median time of each segment, and all times beside it.  A job of one or two
+steps has only its last recorded.  The slice is written when the job has trained.
 
 On a GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from
-kernels, and in two of seven others only the host is clocked (``slicer.clock``).  The device rests
-in these, and at its power limit it is up to 4 % quicker behind them: the iteration that follows is
-left out.
+kernels, and behind two timed ones, and then behind every four, the host alone is clocked in two
+(``slicer.clock``).  The device rests in these, and at its power limit it is 4 to 7 % quicker behind
+them: the iteration that follows is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_prism.subgroups import subgroups
 
 __all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
 
-KEPT = 65  # iterations at most: one written down, the others timed
+KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
 TIMING = "2"  # goes up when times of a GPU's slices come to mean something else; 2: ``launches``
 WARM = 5  # the first iteration that is recorded if the job is long enough
@@ -130,11 +130,12 @@ class StockCapture:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
             # of a job with evaluations the last iteration may have one
-            self._start(wanted - (3 if self._evaluates else 1) - number)
+            left = wanted - 1 - number
+            self._start(left - (2 if self._evaluates else 0), left)
 
-    def _start(self, left: int) -> None:
-        """Record the iteration that begins, ``left`` before the one that is traced; or only clock
-        the host in it; or neither."""
+    def _start(self, left: int, spare: int) -> None:
+        """Record the iteration that begins, or only clock the host in it, or neither; ``left``
+        iterations are to come until one is traced, ``spare`` until the last that could be."""
         cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
         if self._traced:  # which takes the host a second or two afterwards
             return
@@ -142,7 +143,7 @@ class StockCapture:
             self._recorder.clock.start()
             return
         cool, self._cool = self._cool, False
-        if cool and left > 0:
+        if cool and spare > 0:
             return
         if cuda and left <= 0 and timed > 0:
             self._tracer = Tracer()
@@ -154,8 +155,7 @@ class StockCapture:
     def _clock_next(self, left: int, timed: int) -> bool:
         """Whether the iteration is one of the two clocked ones behind two, six, ten ... others."""
         pairs, second = divmod(len(self._clocks), 2)
-        due = second or timed >= 2 + 4 * pairs
-        return bool(due) and left > (1 if self._cool else 2)
+        return (second > 0 or timed >= 2 + 4 * pairs) and left > (1 if self._cool else 3)
 
     def _install(self, proof: Any) -> None:
         import torch

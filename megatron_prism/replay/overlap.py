@@ -6,7 +6,8 @@ far.  So it takes overlap x (1 - 1 / factor) longer, which changes the timeline:
 correction alternate until the iteration settles.  A call is as slow as on its slowest member.
 Products and other kernels of a segment lose differently; the slice says how much of it is products.
 
-Only calls that move data count, not those that wait for a rank; several at once count each.
+Only calls that move data count, not those that wait for a rank; several at once count each, and
+of several segments beside a call each counts in part.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def replay(
         now = _corrected(found, prices, costs, source)
         times = maxplus.evaluate(found.dag, timeline.durations_of(found.dag, now))
         before, found = found, Timeline(graph, now, found.dag, *times, iterations)
-        if abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns:
+        moved = np.abs(now.meetings - before.prices.meetings).sum()
+        same = abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns
+        if same and moved <= SETTLED * now.meetings.sum():
             break
     return found
 
@@ -95,19 +98,24 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
         segments, calls = spans[is_compute], spans[~is_compute]
         calls = calls[lost.sum(axis=(0, 1))[calls["op"]] > 0]
         more, slower = np.zeros(len(segments)), np.zeros(len(calls))
+        ones = np.ones(len(segments))
         for part, (of_compute, of_call) in zip(
             _parts(program, segments["op"]), lost[:, :, calls["op"]], strict=True
         ):
             more += part * _covered(calls, segments, of_compute)
-            slower += of_call * _covered(segments, calls, part)
+            slower += of_call * _covered(segments, calls, part, shared=True)
         late = np.zeros(len(program), dtype=np.int64)
         late[segments["op"]] = np.rint(more)
         compute.append(prices.compute[index] + late)
         compute_source.append(_said(prices.compute_source[index], late > 0, source, sources))
         met = found.graph.rendezvous.of[index][calls["op"]]
-        # a call within a segment has its time at once, though the iteration does not change
-        left = 1 - slower / np.maximum(1, calls["end"] - calls["start"])
-        np.maximum.at(meetings, met, np.rint(prices.meetings[met] / left).astype(np.int64))
+        took = calls["end"] - calls["start"]
+        within = _covered(segments, calls, ones, shared=True) >= took - 1
+        alone = prices.meetings[met]
+        # within segments it is as much slower throughout: no need to come nearer pass by pass
+        whole = alone / (1 - np.where(within, slower / np.maximum(1, took), 0))
+        longer = np.where(within, whole, alone + slower)
+        np.maximum.at(meetings, met, np.rint(longer).astype(np.int64))
     return dataclasses.replace(
         prices,
         compute=tuple(compute),
@@ -118,14 +126,19 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
     )
 
 
-def _covered(under: np.ndarray, over: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Per span of ``over``: ns that spans of ``under`` cover of it, each times its weight."""
+def _covered(
+    under: np.ndarray, over: np.ndarray, weights: np.ndarray, shared: bool = False
+) -> np.ndarray:
+    """Per span of ``over``: ns that spans of ``under`` cover of it, each times its weight;
+    ``shared``: of several at once their mean."""
     if not len(under) or not len(over):
         return np.zeros(len(over))
     times = np.concatenate([under["start"], under["end"]])
     slopes = np.concatenate([weights, -weights])
     order = np.argsort(times, kind="stable")
     times, slope = times[order], np.cumsum(slopes[order])
+    if shared:
+        slope = slope / np.maximum(1, np.cumsum(np.where(order < len(under), 1, -1)))
     so_far = np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(times))))
     begin, end = (np.interp(over[key], times, so_far) for key in ("start", "end"))
     return np.asarray(end - begin)

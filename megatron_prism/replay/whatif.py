@@ -28,7 +28,7 @@ from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
 from megatron_prism.fault_plan import named_group
 from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import CODE, NAMES, OP
+from megatron_prism.ops import CODE, NAMES, OP, UNKNOWN
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
@@ -64,8 +64,7 @@ def used(programs: Programs) -> Programs:
 def _marked(program: Program, rank: int, note: str) -> Program:
     """The program with a mark as its last op."""
     row = np.zeros(1, dtype=OP)
-    for name in ("chunk", "microbatch", "root", "splits", "handle", "batch", "kernels", "num_in",
-                 "num_out", "ns", "flops", "traffic", "host", "lead", "products"):  # fmt: skip
+    for name in UNKNOWN:
         row[name] = -1
     strings = (*program.strings, note)
     row["name"], row["note"] = CODE["mark"], len(program.strings)

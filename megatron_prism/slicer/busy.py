@@ -22,7 +22,11 @@ __all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "products_of
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 # matrix products and attention: they need little of the memory's rate
-_PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|wgmma|sdpa|fmha|flash", re.IGNORECASE)
+_PRODUCTS = re.compile(
+    r"^(?!.*(splitkreduce|swizzle|preprocess|dot_do_o))"
+    r".*(gemm|nvjet|cutlass|cublas|xmma|wgmma|bmm|triton_tem|sdpa|fmha|flash)",
+    re.IGNORECASE | re.DOTALL,
+)
 _WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
@@ -67,8 +71,17 @@ class Launch(NamedTuple):
     name: str
 
 
-def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[tuple[int, int, Any]]]:
-    """(launches by correlation, [begin, end, correlation] of what the device did), as traced."""
+class Kernel(NamedTuple):
+    """ns of the trace, what launched it, and its name."""
+
+    begin: int
+    end: int
+    correlation: Any
+    name: str
+
+
+def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[Kernel]]:
+    """(launches by correlation, what the device did), as traced; words to neighbours left out."""
     launched, kernels = {}, []
     for event in trace["traceEvents"]:
         category, name = event.get("cat"), event.get("name", "")
@@ -77,20 +90,21 @@ def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[tuple[int, i
             launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
         elif category in _DEVICE and _WORDS not in name:
             begin = _ns(event["ts"])
-            kernels.append((begin, begin + _ns(event["dur"]), event["args"].get("correlation")))
+            end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
+            kernels.append(Kernel(begin, end, who, name))
     return launched, kernels
 
 
 def products_of(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     """float64 [segments]: which part of its kernels' time a segment's products and attention take;
     NaN of one without kernels.  ``bounds`` as for ``busy_ns``."""
-    begun, _ = read(trace)
+    begun, kernels = read(trace)
     limits = limits_of(trace, bounds)
     rows = np.array(
         [
-            (begun[c].at, _ns(event["dur"]), _PRODUCTS.search(event["name"]) is not None)
-            for event in trace["traceEvents"]
-            if event.get("cat") in _DEVICE and (c := event["args"].get("correlation")) in begun
+            (begun[k.correlation].at, k.end - k.begin, _PRODUCTS.match(k.name) is not None)
+            for k in kernels
+            if k.correlation in begun
         ],
         dtype=np.int64,
     ).reshape(-1, 3)
@@ -119,12 +133,12 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
     """
     launched, kernels = read(trace)
-    kernels.sort()
+    kernels.sort(key=lambda kernel: kernel[:2])
     rows = np.array(
-        [(b, e, launched[c].at) for b, e, c in kernels if c in launched], dtype=np.int64
+        [(b, e, launched[c].at) for b, e, c, _ in kernels if c in launched], dtype=np.int64
     )
-    whole = sum(e - b for b, e, _ in kernels)
-    strange = whole - sum(e - b for b, e, c in kernels if c in launched)
+    whole = sum(k.end - k.begin for k in kernels)
+    strange = whole - sum(k.end - k.begin for k in kernels if k.correlation in launched)
     nothing = 0 if whole and strange <= _STRANGE * whole else -1
     limits = limits_of(trace, bounds)
     found = np.zeros((3, len(bounds)), dtype=np.int64)

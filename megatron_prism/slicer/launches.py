@@ -72,7 +72,7 @@ def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Lau
         moved: np.ndarray = times - waited[np.searchsorted(when, times)]
         return moved
 
-    rows = sorted((begun[c].at, end - begin) for begin, end, c in kernels if c in begun)
+    rows = sorted((begun[c].at, end - begin) for begin, end, c, _ in kernels if c in begun)
     launched, takes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     segment = np.searchsorted(limits[:, 0], launched, side="right") - 1
     inside = segment >= 0
