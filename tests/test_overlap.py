@@ -177,7 +177,17 @@ def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
         found = read_calibration(path)
         assert stored[name]["overlap"]
         assert found.overlap == {}
-        assert found.source.endswith("measured in an earlier way and is left out")
+        assert "its overlap was measured in an earlier way and is left out" in found.source
+
+
+def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
+    path, host = tmp_path / "c.json", {"op": "all_reduce", "asynchronous": False, "ns": 90_000}
+    for more, said in (({}, "; its calls were measured back to back"), ({"method": 2}, "")):
+        path.write_text(
+            json.dumps({"format": 1, "source": "x", "collectives": [], "host": [host], **more})
+        )
+        assert read_calibration(path).source.startswith(f"x{said}")
+        assert ("back to back" in read_calibration(path).source) == bool(said)
 
 
 @pytest.mark.parametrize(

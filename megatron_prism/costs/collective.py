@@ -22,9 +22,10 @@ from megatron_prism.costs.machine import Machine
 from megatron_prism.costs.overlap import Overlap, read_rows
 from megatron_prism.errors import UsageError
 
-__all__ = ["Calibration", "Shape", "modelled", "read_calibration"]
+__all__ = ["METHOD", "Calibration", "Shape", "modelled", "read_calibration"]
 
 FORMAT = 1
+METHOD = 2  # of measuring calls on GPUs; 2: among computing, before: back to back
 _MOST = 1 << 50  # bytes or ns of a call; more is no measurement
 
 
@@ -115,6 +116,8 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         overlap = read_rows(rows)
         if rows and not overlap:
             source += "; its overlap was measured in an earlier way and is left out"
+        if _rows(stored, "host") and stored.get("method") != METHOD:  # of GPUs, by prism calibrate
+            source += "; its calls were measured back to back, up to 9 us too quick"
         return Calibration(table, source, *_host(_rows(stored, "host")), overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error

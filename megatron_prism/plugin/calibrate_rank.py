@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_prism.artefact import write_whole
+from megatron_prism.costs.collective import METHOD
 from megatron_prism.plugin.calibrate_calls import Behind, in_a_row
 from megatron_prism.plugin.calibrate_host import host_calls, middle
 from megatron_prism.plugin.calibrate_overlap import overlaps
@@ -158,6 +159,7 @@ def _calls_stage(bench: _Bench) -> dict[str, Any]:
     today = datetime.date.today()
     return {
         "format": FORMAT,
+        "method": METHOD,
         "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
         "collectives": rows,
         "overlap": [],
