@@ -164,6 +164,63 @@ def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
     assert calibrate_calls.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == [1]
 
 
+@pytest.fixture
+def behind(monkeypatch, tmp_path):
+    """``calibrate_calls.Behind`` on a CPU that keeps a GPU's time: a copy takes 40 us, a product 100
+    and 7 more for each before it, a call what the test says."""
+    clock = {"now": 0.0, "products": 0}
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock["now"]
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) / 1e3  # ms
+
+    class Copied(torch.Tensor):
+        def copy_(self, other):
+            clock["now"] += 40
+            return self
+
+    def compute(self):
+        clock["now"] += 100 + 7 * clock["products"]  # its clock falls
+        clock["products"] += 1
+
+    def on_cpu(made):
+        return lambda *size, **more: made(*size, **{**more, "device": "cpu"})
+
+    for name in ("randn", "zeros", "tensor"):
+        monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(calibrate_calls, "_PRODUCT", 8)
+    monkeypatch.setattr(calibrate_calls, "_COPIED", 8)
+    monkeypatch.setattr(calibrate_calls, "_HEAT_S", 0.0)
+    monkeypatch.setattr(calibrate_calls.Behind, "_compute", compute)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    made = calibrate_calls.Behind()
+    made._to = made._to.as_subclass(Copied)
+    yield made, clock
+    torch.distributed.destroy_process_group()
+
+
+def test_a_call_takes_what_a_span_with_it_takes_more(behind):
+    measure, clock = behind
+    times = iter(range(10, 1000))
+
+    def call():
+        clock["now"] += next(times)
+
+    assert measure("all_reduce", call, 5, None) == [14_000, 15_000, 16_000, 17_000, 18_000]
+    assert clock["products"] == 2 * (5 + 4)  # one before each span, the first four pairs left out
+    assert measure("send", lambda: None, 5, None) == [1]
+
+
 def test_a_calibration_is_written_a_row_a_line():
     stored = {"format": 1, "source": "x", "collectives": [{"op": "a", "samples": [1, 2]}, {}]}
     text = calibrate_rank._text(stored)
