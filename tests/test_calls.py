@@ -166,8 +166,8 @@ def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
 
 @pytest.fixture
 def behind(monkeypatch, tmp_path):
-    """``calibrate_calls.Behind`` on a CPU that keeps a GPU's time: a copy takes 40 us, a product 100
-    and 7 more for each before it, a call what the test says."""
+    """``calibrate_calls.Behind`` on a CPU that keeps a GPU's time: a copy takes 40 us, a product
+    100 and 7 more for each before it, a call what the test says."""
     clock = {"now": 0.0, "products": 0}
 
     class Event:
