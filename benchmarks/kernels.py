@@ -2,17 +2,25 @@
 
 ``python benchmarks/kernels.py REAL/kernels-0.json EMULATED/kernels-0.json`` (what ``turns.py
 --kernels`` keeps in its work folder) prints for every kind how many kernels ran and for how many
-ms, then the kernels whose sums differ most, and how long nothing ran.
+ms, how long nothing ran, quartiles of the calls with and without computing beside them, and the
+kernels whose sums differ most.  ``turns.py --json`` keeps the same of every rank (``summary``).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CALL_NS, LONG_US = 60_000, 50  # calls that move much; gaps that the host made
 
 Kernel = tuple[str, int, int, int]  # name, stream, start in ns, ns
 KINDS = (
@@ -48,6 +56,70 @@ def idle(kernels: Sequence[Kernel]) -> float:
     return gaps / 1e6
 
 
+def calls(kernels: Sequence[Kernel]) -> dict[str, list[float]]:
+    """Calls of 60 us and more, ``alone`` and (at least half of their time) ``beside`` computing:
+    [how many, quartiles in us]."""
+    edges, so_far = _computing(kernels)
+    found: dict[str, list[float]] = {"alone": [], "beside": []}
+    for name, _, start, ns in kernels:
+        if not _is_call(name) or ns < CALL_NS:
+            continue
+        begin, end = np.interp((start, start + ns), edges, so_far) if edges else (0, 0)
+        found["beside" if 2 * (end - begin) >= ns else "alone"].append(ns / 1e3)
+    return {
+        which: [len(us), *(round(float(q), 1) for q in np.percentile(us, [25, 50, 75]))]
+        for which, us in found.items()
+        if us
+    }
+
+
+def _computing(kernels: Sequence[Kernel]) -> tuple[list[int], list[int]]:
+    """(where the device begins and ends to compute, ns it has computed by then), ascending."""
+    edges: list[int] = []
+    for start, end in sorted((k[2], k[2] + k[3]) for k in kernels if not _is_call(k[0])):
+        if edges and start <= edges[-1]:
+            edges[-1] = max(edges[-1], end)
+        else:
+            edges += [start, end]
+    so_far = [0]
+    for number, (before, after) in enumerate(itertools.pairwise(edges)):
+        so_far.append(so_far[-1] + (after - before if number % 2 == 0 else 0))
+    return edges, so_far[: len(edges)]
+
+
+def gaps(kernels: Sequence[Kernel]) -> dict[str, dict[str, float]]:
+    """Where nothing ran, by what ran before and behind: how many times, for how many ms, the median
+    in us, and the ms of those longer than 50 us, which the host made."""
+    found: dict[str, list[float]] = defaultdict(list)
+    end, before = 0, ""
+    for name, _, start, ns in sorted(kernels, key=lambda kernel: kernel[2]):
+        what = "call" if _is_call(name) else "computing"
+        if before and start > end:
+            found[f"{before} to {what}"].append((start - end) / 1e3)
+        if start + ns > end:
+            end, before = start + ns, what
+    return {
+        which: {
+            "count": len(us),
+            "ms": round(sum(us) / 1e3, 2),
+            "median_us": round(statistics.median(us), 2),
+            "long_ms": round(sum(one for one in us if one > LONG_US) / 1e3, 2),
+        }
+        for which, us in sorted(found.items())
+    }
+
+
+def _is_call(name: str) -> bool:
+    return kind(name) == "collectives"
+
+
+def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    """What a results file keeps of a recorded turn: ms by kind, calls and gaps."""
+    own = [one for one in kernels if kind(one[0]) != "words"]
+    ms = {label: round(total, 2) for label, (_, total) in by_kind(sums(kernels)).items()}
+    return {"ms": {**ms, "idle": round(idle(own), 2)}, "calls": calls(own), "gaps": gaps(own)}
+
+
 def by_kind(found: dict[str, list[float]]) -> dict[str, list[float]]:
     """Sums of sums, by kind."""
     kinds: dict[str, list[float]] = {label: [0, 0.0] for label in [*dict(KINDS), "others"]}
@@ -63,6 +135,11 @@ def compare(real: Sequence[Kernel], other: Sequence[Kernel], most: int = 8) -> l
     pairs = [by_kind(side) for side in sides]
     lines = [_line(label, pairs[0][label], pairs[1][label]) for label in pairs[0]]
     lines.append(f"{'idle':>12}          {idle(real):10.2f}         {idle(other):10.2f} ms")
+    each = calls(real), calls(other)
+    for which in sorted({*each[0], *each[1]}):
+        sides_us = (side.get(which, [0, 0, 0, 0]) for side in each)
+        said = (f"{n:.0f} x {low:.0f}, {mid:.0f}, {high:.0f} us" for n, low, mid, high in sides_us)
+        lines.append(f"calls {which:>6}" + "".join(f"{text:>30}" for text in said))
     names = [name for name in {*sides[0], *sides[1]} if kind(name) != "collectives"]
     none = [0, 0.0]
     differs = {name: sides[1].get(name, none)[1] - sides[0].get(name, none)[1] for name in names}

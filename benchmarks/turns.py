@@ -49,10 +49,11 @@ from accuracy import BOUND_MAX, BOUND_MEAN, EVERY, WARM_UP, gpus_of, predict
 from groundtruth import NUM_RANKS
 from hybrid import HYBRID_MAX, HYBRID_MEAN, Hybrid
 from hybrid_checks import STRAGGLER
-from kernels import compare
+from kernels import compare, summary
 from turns_memory import nccl_of, said
 
 from megatron_prism.errors import PrismError
+from megatron_prism.slices import open_programs
 
 KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
@@ -225,8 +226,8 @@ def rounds(
     return begun and all(together(group, sitting.steps) for _ in range(count) for group in groups)
 
 
-def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> None:
-    """Phase 3: one turn more of everybody, recorded; what the device of each rank did."""
+def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> dict[str, list[dict[str, Any]]]:
+    """Phase 3: one turn more of everybody, recorded; what the device of each rank did, by group."""
     for group in groups.values():
         for runner in group:
             (runner.folder / "kernels").touch()
@@ -236,10 +237,24 @@ def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> None:
              for group in groups.values()]  # fmt: skip
     if len({len(side) for side in found}) > 1:
         print("kernels: not everybody recorded a turn", file=sys.stderr)
-        return
+        return {}
     for rank, (real, paced) in enumerate(zip(*found, strict=True)):
         print(f"kernels of rank {rank} in {sitting.steps} steps, real and paced")
         print("\n".join(compare(real, paced)))
+    return {name: [summary(one) for one in side] for name, side in zip(groups, found, strict=True)}
+
+
+def of_captures(folder: Path) -> list[dict[str, Any]]:
+    """What each slice has of an iteration: ms of its device and host, and of the timed ones."""
+    return [
+        {
+            "rank": one.rank,
+            "device_ms": round(float(one.ops["ns"].clip(0).sum()) / 1e6, 2),
+            "host_ms": round(float(one.ops["host"].clip(0).sum()) / 1e6, 2),
+            "timed_ms": (one.samples.sum(axis=1) / 1e6).round(1).tolist(),
+        }
+        for one in open_programs(folder).programs
+    ]
 
 
 def median(turns: Sequence[Sequence[float]]) -> float | None:
@@ -291,6 +306,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         shutil.copy(sitting.work / "calibration.json", slices)
         try:
             if row["captured"]:  # ranks without a slice would run somebody else's
+                row["captures"] = of_captures(slices)
                 row["predicted_ms"] = predict(slices, written)
         except (PrismError, OSError) as error:
             print(f"{config}: {error}", file=sys.stderr)
@@ -309,7 +325,7 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
             }
             row["nccl"] = nccl_of(sitting.work, config, sitting.num_ranks)
         if args.kernels and row["captured"]:
-            kernels(sitting, {name: groups[name] for name in ("real", "paced")})
+            row["kernels"] = kernels(sitting, {name: groups[name] for name in ("real", "paced")})
     finally:
         for part in (groups, *slow):
             _end(part)

@@ -50,3 +50,27 @@ def test_calls_of_nccl_are_held_against_ours(kernels, tmp_path, monkeypatch, cap
     monkeypatch.setattr("sys.argv", ["kernels.py", *map(str, files)])
     assert kernels.main() == 0
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_calls_beside_computing_and_gaps_are_told_apart(kernels):
+    us = 1_000
+    ran = [
+        ("nvjet", 7, 0, 100 * us), ("add", 8, 90 * us, 60 * us),  # computes until 150
+        ("ncclA", 9, 20 * us, 100 * us), ("ncclB", 9, 130 * us, 80 * us),  # a quarter beside
+        ("ncclC", 9, 300 * us, 10 * us), ("nvjet", 7, 316 * us, 4 * us),
+        ("ncclD", 9, 322 * us, 90 * us), ("Memcpy PtoP", 9, 420 * us, us),
+    ]  # fmt: skip
+    assert kernels.calls(ran) == {"alone": [2, 82.5, 85.0, 87.5], "beside": [1, 100, 100, 100]}
+    found = kernels.gaps([one for one in ran if "PtoP" not in one[0]])
+    assert found == {
+        "call to call": {"count": 1, "ms": 0.09, "median_us": 90.0, "long_ms": 0.09},
+        "call to computing": {"count": 1, "ms": 0.01, "median_us": 6.0, "long_ms": 0.0},
+        "computing to call": {"count": 1, "ms": 0.0, "median_us": 2.0, "long_ms": 0.0},
+    }
+    whole = kernels.summary(ran)
+    assert whole["gaps"] == found
+    assert whole["calls"] == kernels.calls(ran)
+    assert whole["ms"]["idle"] == 0.1
+    assert kernels.calls([("ncclE", 9, 0, 70 * us)]) == {"alone": [1, 70, 70, 70]}
+    lines = kernels.compare(ran, ran[:2])
+    assert any("beside" in line and "1 x 100, 100, 100 us" in line for line in lines)

@@ -1,5 +1,6 @@
 """Jobs that take turns: nobody makes a step before it may, and errors are of the right pairs."""
 
+import dataclasses
 import importlib
 import json
 import threading
@@ -7,7 +8,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+
+from megatron_prism import programs
+from megatron_prism.ops import Op
+from megatron_prism.program import Program
+from megatron_prism.programs import Programs
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -185,8 +192,21 @@ def test_kernels_of_a_job_that_failed_are_compared_with_nothing(modules, tmp_pat
     assert "not everybody" in said.err
     assert said.out == ""
     (tmp_path / "paced" / "kernels-0.json").write_text(kernel)
-    turns.kernels(turns.Turns, groups)
+    kept = turns.kernels(turns.Turns, groups)
+    assert [len(side) for side in kept.values()] == [1, 1]
+    assert set(kept["real"][0]) == {"ms", "calls", "gaps"}
     assert "kernels of rank 0" in capsys.readouterr().out
+
+
+def test_a_results_file_keeps_what_captures_took(modules, tmp_path):
+    turns, _ = modules
+    ops = [Op("compute", ns=3_000_000, host=2_000_000), Op("mark"), Op("compute", ns=1_000_000)]
+    timed = np.array([[3_100_000, 900_000], [2_900_000, 1_150_000]])
+    one = dataclasses.replace(Program.from_ops(0, ops), samples=timed)
+    programs.save(Programs.one_per_rank([one]), tmp_path / "w.prism")
+    assert turns.of_captures(tmp_path / "w.prism") == [
+        {"rank": 0, "device_ms": 4.0, "host_ms": 2.0, "timed_ms": [4.0, 4.0]}
+    ]
 
 
 def test_reserved_bytes_are_told_by_pool_and_stream(modules):
