@@ -135,7 +135,7 @@ def compare(real: Sequence[Kernel], other: Sequence[Kernel], most: int = 8) -> l
     pairs = [by_kind(side) for side in sides]
     lines = [_line(label, pairs[0][label], pairs[1][label]) for label in pairs[0]]
     lines.append(f"{'idle':>12}          {idle(real):10.2f}         {idle(other):10.2f} ms")
-    each = calls(real), calls(other)
+    each = [calls([one for one in side if kind(one[0]) != "words"]) for side in (real, other)]
     for which in sorted({*each[0], *each[1]}):
         sides_us = (side.get(which, [0, 0, 0, 0]) for side in each)
         said = (f"{n:.0f} x {low:.0f}, {mid:.0f}, {high:.0f} us" for n, low, mid, high in sides_us)

@@ -32,9 +32,10 @@ __all__ = [
     "warn_without_times",
 ]
 
-# characters that a terminal obeys, but for ends of lines, tabs and the colours of rich
-_CONTROL = re.compile(r"\r(?!\n)|(?!\x1b\[[0-9;]*m)[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-
+# what a terminal obeys, but for ends of lines and tabs: controls, and turns of direction
+_CONTROL = re.compile(
+    "\\r(?!\\n)|[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
+)
 _FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
@@ -49,27 +50,38 @@ def prepare() -> None:
             stream.reconfigure(errors="replace")
 
 
+def shown(text: str) -> str:
+    """The same text with its control characters as Python writes them."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 class _Visible:
     """A stream of text on which control characters are seen, not obeyed."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(_CONTROL.sub(lambda found: repr(found[0])[1:-1], text))
+        return self.stream.write(shown(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 @contextlib.contextmanager
 def visible() -> Iterator[None]:
-    """Labels of programs and dumps (groups, notes, files) cannot steer the terminal; on stderr only
-    if nothing draws progress there."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(cast(TextIO, _Visible(sys.stdout))))
-        if not sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))))
+    """Labels of programs and dumps (groups, notes, files) cannot steer the terminal.
+
+    A ``console`` writes past it, since rich moves the cursor, and takes texts as ``shown``.
+    """
+    with (
+        contextlib.redirect_stdout(cast(TextIO, _Visible(sys.stdout))),
+        contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))),
+    ):
         yield
 
 
@@ -95,12 +107,18 @@ def output_failed(error: OSError) -> int:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich Console that takes text as it is; wide when it is not a terminal."""
+    """A rich Console that takes text as it is, but ``shown``; wide when it is not a terminal."""
     from rich.console import Console
 
+    class Plain(Console):
+        def print(self, *objects: Any, **more: Any) -> None:
+            super().print(*(shown(x) if isinstance(x, str) else x for x in objects), **more)
+
     stream = sys.stderr if stderr else sys.stdout
+    file = stream.stream if isinstance(stream, _Visible) else None  # None: also what comes later
     width = None if stream.isatty() else PIPE_WIDTH
-    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=width)
+    plain = {"highlight": False, "markup": False, "soft_wrap": True}
+    made = Plain(stderr=stderr, file=file, width=width, **plain)
     made.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
     return made
 
@@ -117,7 +135,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.cells import cell_len
     from rich.table import Table
 
-    table, out, rows = Table(box=None, pad_edge=False), console(), list(rows)
+    table, out = Table(box=None, pad_edge=False), console()
+    rows = [[shown(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
     out.width = max(out.width, sum(widths[:-1]) + min(widths[-1], _FOLDED) + 2 * len(widths))
     for place, name in enumerate(head):

@@ -280,5 +280,39 @@ def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
     assert status != 0
     assert "G\\x1b]0;mine" in err
     with cli_output.visible():
-        print("\x1b[31mred\x1b[0m\tand\r\nnot\rover")
-    assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\tand\r\nnot\\rover\n"
+        sys.stderr.writelines(["a\tb\r\n", "not\rover \u202e\n"])
+        cli_output.console().print("\x1b[8mhidden", style="red")
+        cli_output.print_table(["a", "b"], [["\x1b[2J", "c"]])
+    out, err = capsys.readouterr()
+    assert err == "a\tb\r\nnot\\rover \\u202e\n"
+    assert "\\x1b[8mhidden" in out
+    assert "\\x1b[2J  c" in out
+    assert "\x1b" not in out
+
+
+def test_on_a_terminal_labels_are_seen_too_and_rich_moves_the_cursor(tmp_path):
+    """A pseudo-terminal, in which a console may write what moves the cursor and nobody else."""
+    code = (
+        "from megatron_prism import cli_output\n"
+        "import sys\n"
+        "with cli_output.visible():\n"
+        "    print('label \\x1b[2J')\n"
+        "    print('error \\x1b[2J', file=sys.stderr)\n"
+        "    with cli_output.progress('work') as at:\n"
+        "        at(0.5)\n"
+    )
+    master, slave = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **streams):
+        os.close(slave)
+        out = b""
+        try:
+            while data := os.read(master, 1 << 16):
+                out += data
+        except OSError:  # the other side is closed
+            os.close(master)
+    assert b"label \\x1b[2J" in out
+    assert b"error \\x1b[2J" in out
+    assert b"work" in out
+    assert b"\x1b[?25l" in out  # the progress hides the cursor

@@ -45,7 +45,7 @@ def test_products_of_a_segment_are_told_from_its_other_kernels():
         (0, 100, 50, "nvjet_sm90_tst_128x256"), (5, 152, 20, "Memcpy DtoD"),
         (10, 174, 30, "flash_fwd_kernel"), (11, 300, 500, "Memcpy PtoP (Device -> Device)"),
         (30, 210, 9, "vectorized_add"), (31, 220, 9, "cublasLt::splitKreduce_kernel"),
-        (32, 230, 9, "swizzle_scaling_factors_for_gemm"), (61, 240, 4, "gemm"),
+        (32, 230, 9, "swizzle_row_scaling_kernel<gemm>"), (61, 240, 4, "gemm"),
     ]  # fmt: skip
     trace = traced([row[:3] for row in ran])
     for row, event in zip(ran, trace["traceEvents"][2::2], strict=True):
@@ -56,6 +56,22 @@ def test_products_of_a_segment_are_told_from_its_other_kernels():
     assert np.isnan(part[2])
     assert np.isnan(products_of({"traceEvents": []}, bounds((0, 20)))).all()
     assert products_of(trace, []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("cutlass::Kernel<cutlass::gemm::kernel::GemmGrouped<ThreadblockSwizzle<8>>>", True),
+        ("cutlass::device_kernel<GemmUniversal<cute::Swizzle<3, 4, 3>>>", True),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", True),
+        ("flash_bwd_dot_do_o_kernel", False),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add>", False),
+    ],
+)
+def test_what_counts_as_products(name, product):
+    trace = traced([(0, 100, 50)])
+    trace["traceEvents"][2]["name"] = name
+    assert products_of(trace, bounds((0, 20))).tolist() == [float(product)]
 
 
 def test_kernels_behind_a_host_that_is_ahead_keep_their_gaps():

@@ -116,6 +116,17 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
     assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
 
 
+@pytest.mark.parametrize("factor", [2.98, 3.6, 5])
+def test_a_call_that_computing_nearly_covers(factor):
+    """Its first ms is alone: pass by pass it comes nearer to the end, and does come there."""
+    late = BESIDE.replace(f"ns={1000 * MS}", f"ns={4000 * MS} products=0 host={MS} lead={MS}")
+    made = graph.build(parse(late))
+    prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
+    factors = read_rows([row(), row(kind="memory", call=factor)])
+    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    assert slower.meetings[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("factor", [1.5, 1.9, 2.0, 3.6])
 def test_computing_on_several_streams_slows_a_call_once(factor):

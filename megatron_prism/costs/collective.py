@@ -117,7 +117,7 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         if rows and not overlap:
             source += "; its overlap was measured in an earlier way and is left out"
         if _rows(stored, "host") and stored.get("method") != METHOD:  # of GPUs, by prism calibrate
-            source += "; its calls were measured back to back, up to 9 us too quick"
+            source += "; its calls were measured back to back, which is too quick among computing"
         return Calibration(table, source, *_host(_rows(stored, "host")), overlap)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error

@@ -2,8 +2,7 @@
 
 In a job a call has computing before and behind it: its kernel starts later than behind another
 call, what it reads is no longer in the GPU's cache, and the clock is that of a GPU that computes.
-Measured behind products, calls took 3 to 8 us longer than back to back (2 x H200, 2026-11-23),
-which is half as long again for 1 MiB.
+It takes 2 to 9 us longer so than back to back (2 x H200, 2026-11-23).
 
 So one queue alternates two spans behind a product: two copies, and the same with the call between
 them.  What a span with the call takes more is the call's, launches included.  Copies are as long at
@@ -54,6 +53,9 @@ class Behind:
     def __call__(self, name: str, call: Call, count: int, group: Any) -> list[int]:
         """ns of up to ``count`` calls of a collective ``name``; all ranks of ``group`` must call
         this.  Times that are no more than the copies' own are left out."""
+        dist.all_reduce(self._word, group=group)
+        call()  # connections are made now
+        torch.cuda.synchronize()
         if time.monotonic() - self._used > _COOLS_S:
             self._heat()
         torch.cuda.synchronize()
@@ -94,10 +96,10 @@ class Behind:
 
 
 def of_all_ranks(name: str, spent: torch.Tensor, group: Any) -> list[int]:
-    """ns of each call, from what it took this rank (float [calls]); 1 if none took any time."""
+    """ns of each call that took any time, from what it took this rank (float [calls])."""
     op = dist.ReduceOp.MAX if name in ONE_WAY else dist.ReduceOp.MIN
     dist.all_reduce(spent, op=op, group=group)
-    return [round(ns) for ns in spent.tolist() if ns >= 1] or [1]
+    return [round(ns) for ns in spent.tolist() if ns >= 1]
 
 
 def in_a_row(call: Call, count: int) -> list[int]:

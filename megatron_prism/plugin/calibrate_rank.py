@@ -123,7 +123,8 @@ def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]
                 for name, call in _calls(bench, group, n, tensors).items():
                     _fill(*tensors)
                     count = SAMPLES if size <= LARGE else FEW_SAMPLES
-                    samples = measure(name, call, count, group)
+                    if not (samples := measure(name, call, count, group)):
+                        continue
                     ns = round(statistics.median(samples))
                     row = {"op": name, "ranks": n, "bytes": size, "ns": ns}
                     rows.append({**row, "samples": sorted(samples)})

@@ -28,7 +28,7 @@ from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["PASSES", "priced", "replay"]
 
-PASSES, SETTLED = 12, 1e-4  # of the iteration time
+PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN = 0.5  # of a segment: products
 
 

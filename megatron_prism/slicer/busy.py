@@ -23,7 +23,7 @@ _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
 # matrix products and attention: they need little of the memory's rate
 _PRODUCTS = re.compile(
-    r"^(?!.*(splitkreduce|swizzle|preprocess|dot_do_o))"
+    r"^(?!.*(splitkreduce|swizzle_|preprocess|dot_do_o))"
     r".*(gemm|nvjet|cutlass|cublas|xmma|wgmma|bmm|triton_tem|sdpa|fmha|flash)",
     re.IGNORECASE | re.DOTALL,
 )

@@ -23,7 +23,9 @@ def measure(tmp_path_factory):
 
 
 def test_a_call_that_does_nothing_takes_next_to_nothing(measure):
-    assert statistics.median(measure("all_reduce", lambda: None, 24, None)) < 2_000
+    found = measure("all_reduce", lambda: None, 24, None)
+    assert len(found) < 20  # about half of what is noise is above 0
+    assert max(found, default=0) < 2_000
 
 
 def test_copies_take_what_they_take_alone(measure):
