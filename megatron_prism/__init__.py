@@ -53,7 +53,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     virtual/                 a torch.distributed world whose other ranks are not there; pacing
     tiers/                   where local ranks run: cuda, cpu (real values), meta (shapes only)
     slicer/                  the recorder: what a running rank does becomes its program
-    plugin/                  the flags, Megatron's seams, starting a job, faults of running ranks
+    plugin/                  the flags, Megatron's seams, starting a job, faults of running ranks,
+                             what calls cost here (calibrate)
 
     cli.py                   the commands of ``prism`` (cli_*.py)
     _attach.py               how ``import torch`` finds us; pytest_plugin.py: how pytest does

@@ -27,9 +27,8 @@ from megatron_prism.cli_output import (
     prepare,
     print_json,
     print_table,
-    refused,
     visible,
-)  # fmt: skip
+)
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
@@ -215,7 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a full disk has a name
         return status
     except PrismError as error:
-        return refused(error)
+        print(f"prism: error: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("prism: interrupted", file=sys.stderr)
         return 130

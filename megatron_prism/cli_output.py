@@ -10,14 +10,13 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from megatron_prism.artefact import check_not_taken, check_writable
-from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.errors import UsageError, shown
 
 __all__ = [
     "check_outputs",
@@ -27,15 +26,10 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
-    "refused",
     "visible",
     "warn_without_times",
 ]
 
-# what a terminal obeys, but for ends of lines and tabs: controls, and turns of direction
-_CONTROL = re.compile(
-    "\\r(?!\\n)|[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
-)
 _FOLDED = 24  # columns that a cell folded over several lines has at least
 PIPE_WIDTH = 200  # columns where nobody looks at a terminal
 
@@ -48,11 +42,6 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-def shown(text: str) -> str:
-    """The same text with its control characters as Python writes them."""
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class _Visible:
@@ -83,13 +72,6 @@ def visible() -> Iterator[None]:
         contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))),
     ):
         yield
-
-
-def refused(error: PrismError) -> int:
-    """Say why, and how to go on; the exit status."""
-    with visible():
-        print(f"prism: error: {error}", file=sys.stderr)
-    return error.exit_code
 
 
 def output_failed(error: OSError) -> int:

@@ -15,10 +15,12 @@
 
 A message says what happened and where; ``fix`` says what to type next.  Both are shown to the user
 without a traceback, so they must be enough.  A bug of ours is no ``PrismError``: it keeps its
-traceback.
+traceback, and labels of programs and dumps that they quote cannot steer a terminal.
 """
 
 from __future__ import annotations
+
+import re
 
 __all__ = [
     "DumpError",
@@ -31,7 +33,18 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "WorldError",
+    "shown",
 ]
+
+# what a terminal obeys, but for ends of lines and tabs: controls, and turns of direction
+_CONTROL = re.compile(
+    "\\r(?!\\n)|[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]"
+)
+
+
+def shown(text: str) -> str:
+    """The same text with its control characters as Python writes them."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class PrismError(Exception):
@@ -50,7 +63,7 @@ class PrismError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        return self.message if self.fix is None else f"{self.message}\n  fix: {self.fix}"
+        return shown(self.message if self.fix is None else f"{self.message}\n  fix: {self.fix}")
 
 
 class UsageError(PrismError):

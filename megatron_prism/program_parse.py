@@ -18,7 +18,7 @@ from megatron_prism import units
 from megatron_prism.errors import PrismError, ProgramError
 from megatron_prism.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
 from megatron_prism.program import Builder
-from megatron_prism.program_text import VERSION
+from megatron_prism.program_text import TIMES, VERSION
 from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import World
@@ -275,7 +275,7 @@ class _Reader:
                 fix = f"use {', '.join(REDUCE[1:])}"
                 self.fail(word.start(), f"there is no reduction {value}", fix)
             return {key: value}
-        readers = dict.fromkeys(("ns", "host", "lead", "products"), units.parse_ns)
+        readers = dict.fromkeys(TIMES, units.parse_ns)
         readers["traffic"] = units.parse_bytes
         if key in readers:
             return {key: self._number(word, value, key, readers[key])}

@@ -33,9 +33,10 @@ from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import World
 
-__all__ = ["VERSION", "dump", "format_op"]
+__all__ = ["TIMES", "VERSION", "dump", "format_op"]
 
 VERSION = 1
+TIMES = ("ns", "host", "lead", "products")  # fields with a unit of time
 _DEFAULT = {f.name: f.default for f in fields(Op)}
 _NUMBERS = ("reduce", "peer", "root", "handle", "batch", "kernels", "flops", "stream", "shape")
 _WORLD = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
@@ -87,7 +88,7 @@ def format_op(op: Op) -> str:
             op.num_out != -1
         )
     words += [f"{k}={v}" for k in _NUMBERS if (v := getattr(op, k)) != _DEFAULT[k]]
-    for key in ("ns", "host", "lead", "products"):
+    for key in TIMES:
         if (ns := getattr(op, key)) >= 0:
             words.append(f"{key}={_exact(ns, {k: v for k, v in units.NS.items() if len(k) < 3})}")
     if op.traffic >= 0:

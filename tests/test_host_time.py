@@ -18,7 +18,7 @@ from megatron_prism.plugin.pace_calls import expected
 from megatron_prism.program_parse import parse
 from megatron_prism.replay import timeline
 from megatron_prism.report.parts import path_parts
-from megatron_prism.slicer.busy import busy_ns, device_ns, products_of
+from megatron_prism.slicer.busy import busy_ns, device_ns
 from megatron_prism.slicer.launches import Launches, launches
 
 US = 1000
@@ -51,11 +51,11 @@ def test_products_of_a_segment_are_told_from_its_other_kernels():
     for row, event in zip(ran, trace["traceEvents"][2::2], strict=True):
         event["name"] = row[3]
     # words to a neighbour GPU are not the job's, and the last kernel is of no segment
-    part = products_of(trace, bounds((0, 20), (25, 40), (45, 60)))
-    assert part[:2].tolist() == [0.8, 0.0]
-    assert np.isnan(part[2])
-    assert np.isnan(products_of({"traceEvents": []}, bounds((0, 20)))).all()
-    assert products_of(trace, []).shape == (0,)
+    found = launches(trace, bounds((0, 20), (25, 40), (45, 60)))
+    assert found.products.tolist() == [80 * US, 0, 0]
+    assert found.busy.tolist() == [100 * US, 27 * US, 0]
+    assert launches({"traceEvents": []}, bounds((0, 20))).products.tolist() == [0]
+    assert launches(trace, []).products.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_products_of_a_segment_are_told_from_its_other_kernels():
 def test_what_counts_as_products(name, product):
     trace = traced([(0, 100, 50)])
     trace["traceEvents"][2]["name"] = name
-    assert products_of(trace, bounds((0, 20))).tolist() == [float(product)]
+    assert launches(trace, bounds((0, 20))).products.tolist() == [50 * US * product]
 
 
 def test_kernels_behind_a_host_that_is_ahead_keep_their_gaps():
@@ -435,7 +435,8 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert found.hosts.tolist() == [107_000, 67_000]
     # a kernel before which the device has nothing to do, 50 of the 60 us on: not sooner than that
     inner = Launches(np.array([1, 1]), np.array([7_000, 53_000]), np.array([0, 10_000]),
-                     np.array([50_000, 60_000]), np.array([100_000, 400_000]))  # fmt: skip
+                     np.array([50_000, 60_000]), np.array([100_000, 400_000]),
+                     np.array([0, 300_000]))  # fmt: skip
     paused, _ = recordings.typical(
         [written, quick, quick, dataclasses.replace(traced, launches=inner)], own_ns=3_000
     )
@@ -443,8 +444,11 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     # the first waits for the host; the second does not, and tells how fast the clocks are
     assert program.ops["ns"].tolist() == [round(100_000 * 400 / 390), -1, 400_000]
     assert program.ops["products"].tolist() == [-1, -1, -1]
-    parts = dataclasses.replace(traced, products=np.array([np.nan, 0.75]))
-    told, _ = recordings.typical([written, quick, quick, parts], own_ns=3_000)
+    assert paused.ops["products"].tolist() == [0, -1, 300_000]
+    nothing = dataclasses.replace(inner, busy=np.array([0, 400_000]))
+    told, _ = recordings.typical(
+        [written, quick, quick, dataclasses.replace(traced, launches=nothing)], own_ns=3_000
+    )
     assert told.ops["products"].tolist() == [-1, -1, 300_000]
     # a delay that hits another segment in every iteration is in the sum, though in no median
     late = [Recording(0, None, times, names, [(0, 50_000 + more), (90_000, 150_000 + other)])

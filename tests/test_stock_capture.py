@@ -68,7 +68,6 @@ class Recorded:
     builder: object
     busy: object = None
     launches: object = None
-    products: object = None
     hosts: tuple = ()
 
 
@@ -76,8 +75,7 @@ class Recorded:
 def simulated(tmp_path, monkeypatch):
     """A job's capture: call with the tier, its train steps and those before an evaluation."""
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
-    monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: None)
-    monkeypatch.setattr(stock_capture, "products_of", lambda trace, hosts: f"of {trace}")
+    monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: f"of {trace}")
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(
@@ -173,7 +171,7 @@ def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
     ]  # fmt: skip
     assert capture._clocks == [1_006, 1_007]
     (traced,) = [one for one in capture.kept() if one.busy is not None]
-    assert traced.products == "of trace"
+    assert traced.launches == "of trace"
     capture, log = simulated("cuda", CAPTURE_STEPS, {6})
     assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
     assert log[-2:] == [(9, "traced"), (9, "probed")]  # an evaluation might come after the others

@@ -28,7 +28,7 @@ from megatron_prism.artefact import check_writable
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import links, model_flops
 from megatron_prism.program import Program
-from megatron_prism.slicer.busy import Tracer, busy_ns, products_of
+from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
 from megatron_prism.slices import AGE, SliceStore
 from megatron_prism.subgroups import subgroups
@@ -206,10 +206,7 @@ class StockCapture:
         self._own_ns = self._recorder.own_ns()
         hosts = recording.hosts
         return dataclasses.replace(
-            recording,
-            busy=busy_ns(trace, hosts),
-            launches=launches(trace, hosts),
-            products=products_of(trace, hosts),
+            recording, busy=busy_ns(trace, hosts), launches=launches(trace, hosts)
         )
 
     def _remove(self, proof: Any) -> None:

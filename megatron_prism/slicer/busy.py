@@ -8,7 +8,6 @@ the host did not keep up with is replaced by the gap that kernels have when it d
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,16 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "products_of", "read"]
+__all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "read"]
 
 _DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
-# matrix products and attention: they need little of the memory's rate
-_PRODUCTS = re.compile(
-    r"^(?!.*(splitkreduce|swizzle_|preprocess|dot_do_o))"
-    r".*(gemm|nvjet|cutlass|cublas|xmma|wgmma|bmm|triton_tem|sdpa|fmha|flash)",
-    re.IGNORECASE | re.DOTALL,
-)
 _WORDS = "PtoP"  # copies between GPUs, which keep links awake (``plugin/links.py``): not the job's
 _LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
 _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
@@ -93,29 +86,6 @@ def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[Kernel]]:
             end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
             kernels.append(Kernel(begin, end, who, name))
     return launched, kernels
-
-
-def products_of(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-    """float64 [segments]: which part of its kernels' time a segment's products and attention take;
-    NaN of one without kernels.  ``bounds`` as for ``busy_ns``."""
-    begun, kernels = read(trace)
-    limits = limits_of(trace, bounds)
-    rows = np.array(
-        [
-            (begun[k.correlation].at, k.end - k.begin, _PRODUCTS.match(k.name) is not None)
-            for k in kernels
-            if k.correlation in begun
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 3)
-    at = np.searchsorted(limits[:, 0], rows[:, 0], side="right") - 1
-    inside = at >= 0
-    inside[inside] = rows[inside, 0] < limits[at[inside], 1]
-    found = np.zeros((2, len(limits)))
-    for row, chosen in zip(found, (inside, inside & (rows[:, 2] > 0)), strict=True):
-        np.add.at(row, at[chosen], rows[chosen, 1])
-    with np.errstate(invalid="ignore"):
-        return found[1] / found[0]
 
 
 def limits_of(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:

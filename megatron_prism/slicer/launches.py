@@ -14,6 +14,7 @@ an estimate.  In : a traced iteration.  Out: ns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,12 @@ from megatron_prism.slicer.busy import limits_of, read
 
 __all__ = ["Launches", "launches"]
 
+# matrix products and attention: they need little of the memory's rate
+_PRODUCTS = re.compile(
+    r"^(?!.*(splitkreduce|swizzle_|preprocess|dot_do_o))"
+    r".*(gemm|nvjet|cutlass|cublas|xmma|wgmma|bmm|triton_tem|sdpa|fmha|flash)",
+    re.IGNORECASE | re.DOTALL,
+)
 _ROOM_NS = 100_000  # a launch that takes longer waits for room in the queue
 
 
@@ -36,6 +43,7 @@ class Launches:
     before  : int64 [kernels], ns that the segment's kernels before it take
     length  : int64 [segments], ns of the host; like ``after`` without waits for room in the queue
     busy    : int64 [segments], ns that its kernels take
+    products: int64 [segments], of these the ns of matrix products and attention
     """
 
     segment: np.ndarray
@@ -43,6 +51,7 @@ class Launches:
     before: np.ndarray
     length: np.ndarray
     busy: np.ndarray
+    products: np.ndarray
 
     def leads(self, own: np.ndarray, host: np.ndarray, ns: np.ndarray) -> np.ndarray:
         """float64 [segments]: L + R - ns on a host that takes ``host`` ns for each, and on a device
@@ -72,17 +81,21 @@ def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Lau
         moved: np.ndarray = times - waited[np.searchsorted(when, times)]
         return moved
 
-    rows = sorted((begun[c].at, end - begin) for begin, end, c, _ in kernels if c in begun)
-    launched, takes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    rows = sorted(
+        (begun[k.correlation].at, k.end - k.begin, _PRODUCTS.match(k.name) is not None)
+        for k in kernels
+        if k.correlation in begun
+    )
+    launched, takes, product = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     segment = np.searchsorted(limits[:, 0], launched, side="right") - 1
     inside = segment >= 0
     inside[inside] = launched[inside] < limits[segment[inside], 1]
     launched, takes, segment = launched[inside], takes[inside], segment[inside]
-    busy = np.zeros(len(limits), dtype=np.int64)
+    busy, products = np.zeros((2, len(limits)), dtype=np.int64)
     np.add.at(busy, segment, takes)
+    np.add.at(products, segment, takes * product[inside])
     so_far = np.cumsum(takes) - takes
     first = np.concatenate(([0], np.cumsum(busy)))[:-1]
     begins, ends = host(limits[:, 0]), host(limits[:, 1])
-    return Launches(
-        segment, host(launched) - begins[segment], so_far - first[segment], ends - begins, busy
-    )
+    after, before = host(launched) - begins[segment], so_far - first[segment]
+    return Launches(segment, after, before, ends - begins, busy, products)

@@ -31,7 +31,6 @@ class Recording:
     collected: ns of full garbage collections in ``hosts``
     busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
     launches: ``launches.launches`` of it; likewise
-    products: ``busy.products_of`` it; likewise
     """
 
     rank: int
@@ -42,7 +41,6 @@ class Recording:
     collected: int = 0
     busy: np.ndarray | None = None
     launches: Launches | None = None
-    products: np.ndarray | None = None
 
     def segments_ns(self) -> np.ndarray:
         """Duration of each segment, int64 [segments]."""
@@ -120,12 +118,12 @@ def _apart(
     lead = place * issued  # until the first launch
     if traced.launches is not None:
         lead = np.maximum(lead, traced.launches.leads(own, issued, ns))
+        known = traced.launches.busy > 0
+        part = traced.launches.products[known] / traced.launches.busy[known]
+        program.ops["products"][compute[known]] = np.rint(part * ns[known])
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
     program.ops["ns"][compute] = ns
-    if traced.products is not None:
-        known = ~np.isnan(traced.products)
-        program.ops["products"][compute[known]] = np.rint((traced.products * ns)[known])
     totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
     return replace(program, hosts=totals)
 
