@@ -16,12 +16,13 @@ import torch
 
 from megatron_prism.replay.release import Releases
 from megatron_prism.virtual.moves import KINDS
-from megatron_prism.virtual.pace_moves import ADDED
-from megatron_prism.virtual.pace_source import CLOCK, RING, SOURCE, TABLE
+from megatron_prism.virtual.pace_moves import ADDED, CHUNK_NS, COPY_NS
+from megatron_prism.virtual.pace_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 TIMEOUT = 1_000_000  # ns
+LIMITS = {"ring": RING, "launch": LAUNCH, "timeout": TIMEOUT, "patience": TIMEOUT}
 PRELUDE = r"""
 #include <cmath>
 #include <cstring>
@@ -77,7 +78,7 @@ class Call(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The kernels as functions; one thread does the work of a warp."""
-    source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
+    source = SOURCE % LIMITS
     source = re.sub(r'asm volatile\("mov.u64 .*?\);', "t = ticks += 10;", source)
     source = re.sub(r'asm\("cvt.rn.bf16.*?\);', "h = nearest(f);", source)
     source = re.sub(r'asm\("cvt.rn.f16.*?\);', "h = half(f);", source)
@@ -150,13 +151,36 @@ def test_calls_end_when_the_table_says(library):
     assert device.columns["stuck"][0] == 0
 
 
+@pytest.mark.parametrize("arrive", [False, True])
+def test_a_call_holds_its_stream_for_its_own_time_launch_included(library, arrive):
+    table = table_of([0], [0], (0,))
+    device = Device(library, table, 0)
+    begin = device.ticks.value
+    took = device.call(0, 0, arrive)
+    assert -LAUNCH <= device.columns["came"][0, 0] - begin < 100 - LAUNCH
+    assert 0 <= took - (table.own[0] - LAUNCH) < 1_000
+
+
+@pytest.mark.parametrize(("kind", "last"), [(0, COPY_NS), (ADDED + 1, 2 * CHUNK_NS)])
+def test_what_is_moved_last_is_there_when_the_call_ends(library, kind, last):
+    """A tile takes no time here, so the last one is there by as much earlier as it would take."""
+    table = table_of([0], [0], (0,))
+    table.own[0] = 60_000
+    device = Device(library, table, 0)
+    source, to = np.zeros(8_192, np.uint8), np.zeros(4_096, np.uint8)
+    places = ctypes.addressof(device.table), to.ctypes.data, source.ctypes.data
+    library.prism_call(Call(*places, 4_096, 4_096, fresh=1, kind=kind, scale=2 if kind else 1))
+    spare = device.columns["until"][0, 0] - device.columns["went"][0, 0]
+    assert last <= spare < last + 60_000 / (4_096 / 64)
+
+
 def test_a_local_rank_that_died_is_waited_for_once_an_iteration(library):
     """Its GPU holds nobody for longer than that, however many calls the others have issued."""
     both = table_of([0, 1] * 6, [j for j in range(6) for _ in range(2)], (0, 1))
     one = Device(library, both, 0)
     for iteration in range(2):
         times = [one.call(launch, iteration) for launch in range(6)]
-        assert TIMEOUT <= times[0] < TIMEOUT + 500_000
+        assert TIMEOUT - LAUNCH <= times[0] < TIMEOUT + 500_000
         assert max(times[1:]) < 500_000
         assert one.columns["gone"][0] == iteration + 1  # the host counts it as not paced
     assert one.columns["stuck"][0] == 1
@@ -235,7 +259,7 @@ def test_the_source_compiles_for_a_gpu(tmp_path):
     """NVRTC needs no GPU, and a kernel that does not compile would end every paced run."""
     pytest.importorskip("nvidia", reason="torch's CUDA libraries are not installed")
     nvrtc = _nvrtc()
-    source = SOURCE % {"ring": RING, "timeout": TIMEOUT, "patience": TIMEOUT}
+    source = SOURCE % LIMITS
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     made = nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"prism.cu", 0, None, None

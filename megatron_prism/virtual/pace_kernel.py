@@ -22,11 +22,13 @@ import torch
 from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.virtual.driver import Driver
 from megatron_prism.virtual.pace_shared import Shared, seats
-from megatron_prism.virtual.pace_source import CLOCK, RING, SHARED, SOURCE, TABLE
+from megatron_prism.virtual.pace_source import CLOCK, LAUNCH, RING, SHARED, SOURCE, TABLE
 
 __all__ = ["Launcher"]
 
-_LIMITS = {"ring": RING, "timeout": 60_000_000_000, "patience": 5_000_000_000}  # ns
+_LIMITS = {  # ns, but for the ring
+    "ring": RING, "launch": LAUNCH, "timeout": 60_000_000_000, "patience": 5_000_000_000
+}  # fmt: skip
 # What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
 # beside it on its SM.
 _SHARED_BYTES = 103_808

@@ -1,5 +1,6 @@
 """The pacing kernels on a real GPU: ends equal the table's, streams are held until then."""
 
+import statistics
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,7 +49,7 @@ def table_of(seed, count=40):
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
     from megatron_prism.virtual.pace_kernel import Launcher
-    from megatron_prism.virtual.pace_source import RING
+    from megatron_prism.virtual.pace_source import LAUNCH, RING
 
     table = table_of(seed)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
@@ -79,9 +80,9 @@ def test_ends_are_those_of_the_table(seed):
         arrivals = np.repeat(stamps["came"][slot], 2)
         ends = table.ends(arrivals, before)
         assert np.array_equal(stamps["end"][slot], ends)
-        # the next call on the stream comes after the end, and soon
+        # the next call on the stream comes after the end (but for its launch), and soon
         gaps = stamps["came"][slot][1:] - np.maximum.reduceat(ends, range(0, len(ends), 2))[:-1]
-        assert gaps.min() >= 0
+        assert gaps.min() >= -LAUNCH
         before.insert(0, ends)
     assert np.median(gaps) < 100_000
 
@@ -146,6 +147,43 @@ def test_the_kernel_adds_up_what_torch_would(dtype, odd):
         assert torch.equal(to[:size], total.to(dtype)), (size, chunks)
         assert not to[size:].any()
     assert launcher.stamps()["stuck"][0] == 0
+
+
+MOVED = {"nothing": (0, COPY, 1), "copied": (1 << 22, COPY, 1), "added": (1 << 21, ADDED + 1, 2)}
+
+
+@pytest.mark.parametrize("blocks", [1, 24])
+@pytest.mark.parametrize("what", MOVED)
+def test_a_call_between_others_takes_its_own_time(what, blocks):
+    """And not its launch besides, nor what moving takes at its end."""
+    size, kind, chunks = MOVED[what]
+    if size and blocks == 1:
+        pytest.skip("one block moves 4 MiB in longer than that")
+    own = 60_000
+    launcher, stream = alone(own), torch.cuda.current_stream().cuda_stream
+    source, to = (torch.zeros(1 << 22, dtype=torch.uint8, device="cuda") for _ in range(2))
+    move = Move(to.data_ptr(), source.data_ptr(), size, size, kind, chunks, 0, 0, 0, ())
+    iterations = iter(range(1000))
+
+    def span(within):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(30_000)
+        if within:
+            launcher.release(stream, 0, next(iterations), 0, True, blocks, move)
+        torch.cuda._sleep(30_000)
+        end.record()
+        return begin, end
+
+    torch.cuda._sleep(3_000_000)  # the host gets ahead
+    marks = [(span(False), span(True)) for _ in range(40)]
+    torch.cuda.synchronize()
+    without, within = (
+        [begin.elapsed_time(end) * 1e6 for begin, end in column[4:]]
+        for column in zip(*marks, strict=True)
+    )
+    took = statistics.median(b - a for a, b in zip(without, within, strict=True))
+    assert abs(took - own) < 1_500
 
 
 def test_what_is_moved_is_spread_over_the_call():
