@@ -16,7 +16,7 @@ import torch
 
 from megatron_prism.replay.release import Releases
 from megatron_prism.virtual.moves import KINDS
-from megatron_prism.virtual.pace_moves import ADDED, CHUNK_NS, COPY_NS
+from megatron_prism.virtual.pace_moves import ADDED, CHUNK_NS, COPY_NS, SUM_NS
 from megatron_prism.virtual.pace_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -161,7 +161,7 @@ def test_a_call_holds_its_stream_for_its_own_time_launch_included(library, arriv
     assert 0 <= took - (table.own[0] - LAUNCH) < 1_000
 
 
-@pytest.mark.parametrize(("kind", "last"), [(0, COPY_NS), (ADDED + 1, 2 * CHUNK_NS)])
+@pytest.mark.parametrize(("kind", "last"), [(0, COPY_NS), (ADDED + 1, SUM_NS + 2 * CHUNK_NS)])
 def test_what_is_moved_last_is_there_when_the_call_ends(library, kind, last):
     """A tile takes no time here, so the last one is there by as much earlier as it would take."""
     table = table_of([0], [0], (0,))

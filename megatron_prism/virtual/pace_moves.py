@@ -7,15 +7,16 @@ What is moved last is there when the call ends: it begins earlier by what one ti
 
 from __future__ import annotations
 
-__all__ = ["ADDED", "CHUNK_NS", "COPY_NS", "MOVES"]
+__all__ = ["ADDED", "CHUNK_NS", "COPY_NS", "MOVES", "SUM_NS"]
 
 ADDED = 16  # what is added to a kind of number whose chunks are added up
-# ns from the beginning of a tile until it is written: copied or rewritten, and per chunk that is
-# added up (1 x H200, 2026-11-23: .8 to 1.8, and 2.3 us)
-COPY_NS, CHUNK_NS = 1_800, 2_400
+# ns from the beginning of a tile until it is written: copied or rewritten (1 x H200, 2026-11-23:
+# .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: 2.7, 3.1, 5.2 us; 32 MiB 4.3 to 6.6)
+COPY_NS, SUM_NS, CHUNK_NS = 1_800, 4_000, 400
 
 MOVES = (
-    f"#define ADDED {ADDED}\n#define COPY {COPY_NS}LL\n#define CHUNK {CHUNK_NS}LL"
+    f"#define ADDED {ADDED}\n#define COPY {COPY_NS}LL\n"
+    + f"#define SUM {SUM_NS}LL\n#define CHUNK {CHUNK_NS}LL"
     + r"""
 struct alignas(16) Word16 { unsigned w[4]; };
 
@@ -84,7 +85,7 @@ template <typename W> static __device__ void move(const Call& c, i64 from, i64 u
   i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
   i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
   bool same = c.to == c.source && c.kind == 0, adds = c.kind >= ADDED;
-  double each = pace(until - from, tiles, adds ? c.scale * CHUNK : COPY);
+  double each = pace(until - from, tiles, adds ? SUM + c.scale * CHUNK : COPY);
   for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     hold(from + (i64)(each * tile));
     if (same && now() >= until) return;

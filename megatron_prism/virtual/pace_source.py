@@ -6,10 +6,10 @@ works out when the call ends, tells the calls after it, moves what the call move
 of %globaltimer, ns (32 ns a tick on H200).
 
 A call waits from its arrival until its peers are there, then runs for its own time (``own``); what
-it moves is spread evenly over that time.  ``own`` is what a call takes the stream, from whatever was
-before it to whatever comes next (``prism calibrate``), and so is a paced one: it comes LAUNCH before
-its kernel begins to run.  One warp of block 0 works the ends out, the other blocks
-wait for the last of them.
+it moves is spread evenly over that time.  ``own`` is what a call takes its stream, from the end of
+what was before it to the beginning of what comes next (``prism calibrate``).  So a call comes LAUNCH
+before its kernel begins to run.  One warp of block 0 works the ends out, the other blocks wait for
+the last of them.
 
 Several local ranks share ``end``, ``tag``, ``here``, ``seen`` and ``gone``, which are then host
 memory that all their devices see, in the time of the first one's device.  ``prism_ping`` measures
