@@ -7,7 +7,7 @@ of %globaltimer, ns (32 ns a tick on H200).
 
 A call waits from its arrival until its peers are there, then runs for its own time (``own``); what
 it moves is spread evenly over that time.  ``own`` is what a call takes its stream, from the end of
-what was before it to the beginning of what comes next (``prism calibrate``).  So a call comes LAUNCH
+what was before it to the beginning of what comes next (``prism calibrate``), so it comes LAUNCH
 before its kernel begins to run.  One warp of block 0 works the ends out, the other blocks wait for
 the last of them.
 
