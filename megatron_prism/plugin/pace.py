@@ -94,7 +94,7 @@ class Pace:
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         self.pacer.lags.append(launcher.lag())
-        self.links = links.awake(index, world.tally.calls, processes)
+        self.links = links.awake(index, world.tally.calls_to_others, processes)
         return self.pacer
 
     def summary(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class StockCapture:
         assert world is not None
         if self.tier.name == "cuda":
             self.links = links.awake(
-                torch.cuda.current_device(), world.tally.calls, self._num_processes
+                torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
         self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)

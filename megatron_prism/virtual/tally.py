@@ -53,9 +53,9 @@ class Tally:
         elif num_bytes < entry[2]:
             entry[2] = num_bytes
 
-    def calls(self) -> int:
-        """How many calls were counted so far; another thread may ask."""
-        return sum(entry[0] for entry in list(self._counts.values()))
+    def calls_to_others(self) -> int:
+        """How many calls with another member were counted so far; another thread may ask."""
+        return sum(entry[0] for (_, size, _), entry in list(self._counts.items()) if size > 1)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
