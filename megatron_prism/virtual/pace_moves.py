@@ -11,7 +11,8 @@ __all__ = ["ADDED", "CHUNK_NS", "COPY_NS", "MOVES", "SUM_NS"]
 
 ADDED = 16  # what is added to a kind of number whose chunks are added up
 # ns from the beginning of a tile until it is written: copied or rewritten (1 x H200, 2026-11-23:
-# .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: 2.7, 3.1, 5.2 us; 32 MiB 4.3 to 6.6)
+# .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: 2.7, 3.1, 5.2 us; 32 MiB 4.3 to 6.6,
+# word by word; what is added up now, two chunks at once, cannot take longer)
 COPY_NS, SUM_NS, CHUNK_NS = 1_800, 4_000, 400
 
 MOVES = (
@@ -46,37 +47,77 @@ template <typename W> static __device__ __forceinline__ W scaled(W word, int kin
   }
   return word;
 }
-// The sum of ``chunks`` words that are ``apart`` from each other, each number in fp32 (fp64) until
-// the last is added.
-template <typename W>
-static __device__ __forceinline__ W sum(const W* source, i64 apart, int chunks, int kind) {
-  const int halves = sizeof(W) / 2;
-  float all[halves + 1]; double wide[sizeof(W) / 8 + 1];
-  for (int k = 0; k < halves; ++k) all[k] = 0;
-  for (int k = 0; k < sizeof(W) / 8; ++k) wide[k] = 0;
-  W word;
-  unsigned short* h = (unsigned short*)&word; float* f = (float*)&word; double* d = (double*)&word;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    word = source[chunk * apart];
-    switch (kind) {
-      case 1: for (int k = 0; k < halves; ++k) all[k] += __uint_as_float(h[k] << 16); break;
-      case 2: for (int k = 0; k < halves; ++k) all[k] += of_half(h[k]); break;
-      case 3: for (int k = 0; k < sizeof(W) / 4; ++k) all[k] += f[k]; break;
-      case 4: for (int k = 0; k < sizeof(W) / 8; ++k) wide[k] += d[k]; break;
-    }
+// What numbers of a kind are added up in.
+struct Half { unsigned short bits; };
+struct Bfloat { unsigned short bits; };
+static __device__ float wide(Half h) { return of_half(h.bits); }
+static __device__ float wide(Bfloat h) { return __uint_as_float(h.bits << 16); }
+static __device__ float wide(float f) { return f; }
+static __device__ double wide(double d) { return d; }
+static __device__ void narrow(float f, Half& to) { to.bits = to_half(f); }
+static __device__ void narrow(float f, Bfloat& to) { to.bits = to_bfloat(f); }
+static __device__ void narrow(float f, float& to) { to = f; }
+static __device__ void narrow(double d, double& to) { to = d; }
+
+template <typename W> static __device__ __forceinline__ void fetch(
+    W (&held)[TILE], const W* source, i64 at, i64 words) {
+  #pragma unroll
+  for (int k = 0; k < TILE; ++k) {
+    i64 w = at + k * blockDim.x;
+    if (w < words) held[k] = source[w];
   }
-  switch (kind) {
-    case 1: for (int k = 0; k < halves; ++k) h[k] = to_bfloat(all[k]); break;
-    case 2: for (int k = 0; k < halves; ++k) h[k] = to_half(all[k]); break;
-    case 3: for (int k = 0; k < sizeof(W) / 4; ++k) f[k] = all[k]; break;
-    case 4: for (int k = 0; k < sizeof(W) / 8; ++k) d[k] = wide[k]; break;
-  }
-  return word;
 }
 // ns from tile to tile, if the last one takes ``last``.
 static __device__ double pace(i64 time, i64 tiles, i64 last) {
   if (last > time / 2) last = time / 2;
   return tiles ? (double)(time - last) / tiles : 0;
+}
+// Sums of words of as many chunks as ``scale`` says, tile by tile.  All words of two chunks are on
+// their way at once: one after the other they took 270 us beside a product, where NCCL takes 180.
+template <typename T, typename W> static __device__ void add_up(
+    const Call& c, i64 from, i64 until) {
+  const int count = sizeof(W) / sizeof(T);
+  const W* source = (const W*)c.source; W* to = (W*)c.to;
+  i64 words = c.size / sizeof(W), apart = c.period / sizeof(W);
+  i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
+  double each = pace(until - from, tiles, SUM + c.scale * CHUNK);
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    hold(from + (i64)(each * tile));
+    i64 at = tile * step + threadIdx.x;
+    decltype(wide(T())) all[TILE][count] = {};
+    W held[TILE] = {}, next[TILE] = {};
+    fetch(held, source, at, words);
+    for (int chunk = 1; chunk <= c.scale; ++chunk) {
+      if (chunk < c.scale) fetch(next, source + chunk * apart, at, words);
+      #pragma unroll
+      for (int k = 0; k < TILE; ++k) {
+        #pragma unroll
+        for (int n = 0; n < count; ++n) all[k][n] += wide(((const T*)&held[k])[n]);
+        held[k] = next[k];
+      }
+    }
+    #pragma unroll
+    for (int k = 0; k < TILE; ++k) {
+      W word;
+      #pragma unroll
+      for (int n = 0; n < count; ++n) narrow(all[k][n], ((T*)&word)[n]);
+      i64 w = at + k * blockDim.x;
+      if (w < words) to[w] = word;
+    }
+  }
+}
+// Number by number where words of 16 bytes do not ``fit``.
+template <typename T> static __device__ void add(const Call& c, i64 from, i64 until, bool fit) {
+  if (fit) add_up<T, Word16>(c, from, until);
+  else add_up<T, T>(c, from, until);
+}
+static __device__ void added(const Call& c, i64 from, i64 until, bool fit) {
+  switch (c.kind - ADDED) {
+    case 1: add<Bfloat>(c, from, until, fit); break;
+    case 2: add<Half>(c, from, until, fit); break;
+    case 3: add<float>(c, from, until, fit); break;
+    case 4: add<double>(c, from, until, fit); break;
+  }
 }
 // Tile by tile, each at its time: this thread's words of one tile are ``blockDim.x`` apart.
 // What changes nothing (rewriting, reading) is left when the call is over.
@@ -84,8 +125,8 @@ template <typename W> static __device__ void move(const Call& c, i64 from, i64 u
   const W* source = (const W*)c.source; W* to = (W*)c.to;
   i64 words = c.size / sizeof(W), period = c.period / sizeof(W);
   i64 step = (i64)blockDim.x * TILE, tiles = (words + step - 1) / step;
-  bool same = c.to == c.source && c.kind == 0, adds = c.kind >= ADDED;
-  double each = pace(until - from, tiles, adds ? SUM + c.scale * CHUNK : COPY);
+  bool same = c.to == c.source && c.kind == 0;
+  double each = pace(until - from, tiles, COPY);
   for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     hold(from + (i64)(each * tile));
     if (same && now() >= until) return;
@@ -94,23 +135,13 @@ template <typename W> static __device__ void move(const Call& c, i64 from, i64 u
     #pragma unroll
     for (int k = 0; k < TILE; ++k) {
       i64 w = at + k * blockDim.x;
-      if (w >= words) continue;
-      if (adds) held[k] = sum(source + w, period, c.scale, c.kind - ADDED);
-      else held[k] = source[period == words ? w : (unsigned)w %% (unsigned)period];
+      if (w < words) held[k] = source[period == words ? w : (unsigned)w %% (unsigned)period];
     }
     #pragma unroll
     for (int k = 0; k < TILE; ++k) {
       i64 w = at + k * blockDim.x;
-      if (w < words) to[w] = adds ? held[k] : scaled(held[k], c.kind, c.scale);
+      if (w < words) to[w] = scaled(held[k], c.kind, c.scale);
     }
-  }
-}
-// Where words of 16 bytes do not fit: number by number.
-static __device__ void added(const Call& c, i64 from, i64 until) {
-  switch (c.kind - ADDED) {
-    case 4: move<i64>(c, from, until); break;
-    case 3: move<int>(c, from, until); break;
-    default: move<short>(c, from, until);
   }
 }
 static __device__ void look(const Call& c, i64 from, i64 until) {

@@ -184,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(512) prism_call(Call c) {
   i64 from = t->from[slot], until = t->until[slot];
   if (until - begin > TIMEOUT) from = until = begin;  // nonsense that must not hold the job
   i64 odd = (i64)c.to | (i64)c.source | c.size | c.period;
-  if (odd %% 16 == 0) move<Word16>(c, from, until);
-  else if (c.kind >= ADDED) added(c, from, until);
+  if (c.kind >= ADDED) added(c, from, until, odd %% 16 == 0);
+  else if (odd %% 16 == 0) move<Word16>(c, from, until);
   else if (odd %% 8 == 0) move<i64>(c, from, until);
   else if (odd %% 4 == 0) move<int>(c, from, until);
   else if (odd %% 2 == 0) move<short>(c, from, until);
