@@ -33,6 +33,7 @@ from megatron_prism.errors import PrismError
 from megatron_prism.replay import overlap
 
 REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
+LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast
 LLAMA_7B = """
 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 32
 --ffn-hidden-size 11008 --seq-length 4096 --max-position-embeddings 4096
@@ -108,7 +109,7 @@ class Sitting:
 
     def job(self, config: str, steps: int) -> list[str]:
         """The script and its arguments."""
-        length = ["--train-iters", str(steps)]
+        length = ["--train-iters", str(steps), "--lr-decay-iters", str(LR_STEPS)]
         own = {**EVERY[self.num_ranks], **MORE}[config].split()
         return [self.script, *COMMON.split(), *own, *self.more, *length]
 

@@ -55,7 +55,7 @@ from turns_memory import nccl_of, said
 from megatron_prism.errors import PrismError
 from megatron_prism.slices import open_programs
 
-KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts")  # of a rank
+KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts", "paced")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us
 PATIENCE_S = 150.0  # for one turn, start-up included
 
@@ -101,7 +101,7 @@ class Runner:
         return [(b - a) / 1e6 for a, b in zip(starts, starts[1:], strict=False)]
 
     def memory(self) -> list[dict[str, Any]]:
-        """Peaks by rank, bytes, and each turn's watts."""
+        """Peaks by rank, bytes, each turn's watts, and which paced calls were late."""
         files = sorted(self.folder.glob("rank-*.json"))
         return [{k: json.loads(file.read_text()).get(k, 0) for k in KEPT} for file in files]
 

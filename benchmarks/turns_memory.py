@@ -1,5 +1,7 @@
 """Memory and power of ranks that took turns: the paced ones beside those of the real job.
 
+And how many of their calls were late.
+
 ``turns.py`` prints it.  Device memory is what the driver says that a process holds of its own GPU;
 the paced rank lacks NCCL's part, which its capture's summary says (modelled from communicators that
 were measured), so that is added.  Bytes in, percent and bytes out.
@@ -25,7 +27,8 @@ def nccl_of(work: Path, config: str, num_ranks: int) -> list[int | None]:
 
 
 def said(row: dict[str, Any]) -> list[str]:
-    """A line for each of the three levels, and for what the GPUs drew; none without rounds."""
+    """A line for each of the three levels, for what the GPUs drew and for calls that ended later
+    than their peers would have let them; none without rounds."""
     groups = row.get("groups") or {}
     real = [one for runner in groups.get("real", ()) for one in runner.get("memory", ())]
     paced = [one for runner in groups.get("paced", ()) for one in runner.get("memory", ())]
@@ -41,7 +44,16 @@ def said(row: dict[str, Any]) -> list[str]:
     what = "device, with NCCL's part (modelled)"
     lines.append(_line(what, device) if device else f"  {what}: not told by the driver")
     power = [[_watts(one) for one in side] for side in (real, paced)]
-    return [*lines, f"  power, last turn: real {', '.join(power[0])}; paced {', '.join(power[1])}"]
+    lines.append(f"  power, last turn: real {', '.join(power[0])}; paced {', '.join(power[1])}")
+    return [*lines, f"  late calls, last iteration: {', '.join(_late(one) for one in paced)}"]
+
+
+def _late(one: dict[str, Any]) -> str:
+    found = one.get("paced") or {}
+    if "late_us" not in found:
+        return "-"
+    late, whole = found["late_calls"], found["calls_paced"]
+    return f"{late} of {whole}, {found['late_us'] / 1e3:.2f} ms in all"
 
 
 def _watts(one: dict[str, Any]) -> str:

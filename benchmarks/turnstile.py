@@ -4,9 +4,9 @@
 waits for ``DIR/go`` and runs SCRIPT. ``go`` holds how many train steps may have begun. At every
 stop the device is idle; ``DIR/rank-N.json`` then holds how many steps were made, when each began
 (ns of the clock that all processes of a host share), the peaks so far, what is reserved now and
-what the driver says that the process holds of its own GPU and of others, in bytes, and the mean
-power of its GPU in every turn, in watts. ``turns.py`` is
-at the other end. The script is a stock one, or one under ``megatron_prism run``: what runs between
+what the driver says that the process holds of its own GPU and of others, in bytes, the mean power
+of its GPU in every turn, in watts, and of paced peers how many calls were late. ``turns.py`` is at
+the other end. The script is a stock one, or one under ``megatron_prism run``: what runs between
 two stops is untouched. With TURNS_HOST=1 in the environment the file also says what the host did in
 every step: calls of process groups, ns in them, ns of garbage collection, ns of processor time
 (clocks take about 1 us a call). A turn that begins while ``DIR/kernels`` exists is recorded:
@@ -171,6 +171,7 @@ class Turnstile:
             found["reserved_peak"] = torch.cuda.max_memory_reserved()
             found["segments"] = _segments(torch.cuda.memory_snapshot())
             found["device_bytes"] = _device_bytes()
+            found["paced"] = _paced()
         if host is not None:
             found["host"] = [*self.read, host]
             found["methods"] = {k: [len(v), sorted(v)[len(v) // 2]]
@@ -200,6 +201,20 @@ class Turnstile:
             module.train = whole
 
         after_import("megatron.training.training", at_training)
+
+
+def _paced() -> dict[str, Any]:
+    """How many calls of the last iteration were paced, and how many of them ended late, by how many
+    us; {} in a process whose peers are not paced."""
+    hybrid = sys.modules.get("megatron_prism.virtual.session")
+    world = hybrid.current() if hybrid is not None else None
+    pacer = world.recorder if world is not None else None
+    if not hasattr(pacer, "launcher"):
+        return {}
+    from megatron_prism.virtual import pace_report
+
+    found = pace_report.summary(pacer, pacer.launcher.stamps(), {})
+    return {k: found[k] for k in ("calls_paced", "late_calls", "late_us") if k in found}
 
 
 def _segments(snapshot: list[dict[str, Any]]) -> list[list[Any]]:

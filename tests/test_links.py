@@ -70,6 +70,20 @@ def test_a_rank_that_makes_no_calls_sends_nothing(devices):
     kept.stop()
 
 
+def test_calls_of_a_group_of_one_keep_no_link_awake():
+    """A rank without tensor parallelism broadcasts its batches in one, and adds up its loss."""
+    from megatron_prism.virtual.tally import Tally
+
+    tally = Tally()
+    for _ in range(5):
+        tally.add("TENSOR_MODEL_PARALLEL_GROUP", 1, "broadcast", 1 << 20)
+    assert tally.calls_to_others() == 0
+    tally.add("DATA_PARALLEL_GROUP", 2, "reduce_scatter", 1 << 20)
+    tally.add("DATA_PARALLEL_GROUP", 2, "reduce_scatter", 1 << 20)
+    tally.add("PIPELINE_MODEL_PARALLEL_GROUP", 4, "send", 1 << 20, 1)
+    assert tally.calls_to_others() == 3
+
+
 def test_words_go_on_behind_calls_that_never_pause(devices, monkeypatch):
     """The device is still at it when its host is through; and then they end."""
     looks = iter([*range(60), *[60] * 40])

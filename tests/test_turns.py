@@ -222,6 +222,21 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
     ]  # fmt: skip
 
 
+def test_a_paced_rank_says_at_each_stop_which_calls_were_late(modules, monkeypatch):
+    from megatron_prism.virtual import pace_report, session
+
+    stamps = {"came": 1}
+    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(recorder=object()))
+    assert modules[1]._paced() == {}  # a capture has a recorder, too
+    pacer = SimpleNamespace(launcher=SimpleNamespace(stamps=lambda: stamps))
+    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(recorder=pacer))
+    found = {"calls_paced": 3, "late_calls": 1, "late_us": 7.5, "groups": {}}
+    monkeypatch.setattr(pace_report, "summary", lambda *args: found if args[1] is stamps else None)
+    assert modules[1]._paced() == {"calls_paced": 3, "late_calls": 1, "late_us": 7.5}
+    monkeypatch.setattr(session, "current", lambda: None)
+    assert modules[1]._paced() == {}
+
+
 def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_path):
     turns, _ = modules
     summary = {"memory": {"nccl": 300}}
@@ -234,13 +249,15 @@ def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_
         return {"allocated_peak": peak, "reserved_peak": 2 * peak, "device_bytes": {"own": used}}
 
     real = [{"memory": [held(1000, 3000) | {"watts": [90.0, 690.4]}, held(500, 2000)]}]
-    paced = [{"memory": [held(999, 2730)]}, {"memory": [held(500, 1500)]}]
+    late = {"paced": {"calls_paced": 700, "late_calls": 131, "late_us": 12_345.6}}
+    paced = [{"memory": [held(999, 2730) | late]}, {"memory": [held(500, 1500)]}]
     row = {"nccl": nccl, "groups": {"real": real, "paced": paced}}
     wanted = [
         "  allocated peak, paced ranks: -1 B (-0.10 %), +0 B (+0.00 %)",
         "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
         "  device, with NCCL's part (modelled), paced ranks: +30 B (+1.00 %)",
         "  power, last turn: real 690 W, -; paced -, -",
+        "  late calls, last iteration: 131 of 700, 12.35 ms in all, -",
     ]
     assert turns.said(row) == wanted
     row["nccl"] = [None, None]
