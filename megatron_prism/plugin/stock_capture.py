@@ -37,7 +37,7 @@ __all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
 
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
-TIMING = "2"  # goes up when times of a GPU's slices come to mean something else; 2: ``launches``
+TIMING = "3"  # goes up when times of a GPU's slices mean something else; 3: links as in the job
 WARM = 5  # the first iteration that is recorded if the job is long enough
 
 
