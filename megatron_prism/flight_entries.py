@@ -11,6 +11,7 @@ import functools
 import operator
 import re
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from megatron_prism.collectives import TABLE
@@ -74,8 +75,10 @@ def _columns(raw: list[dict[Any, Any]]) -> tuple[Entry, ...]:
     return tuple(map(Entry._make, zip(*said, strict=True)))
 
 
-def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
     """With the state of its batch for what was issued in one (``batch_isend_irecv``, coalesced).
+
+    ended : groups in which, by their counters, everything that was issued is over
 
     torch never updates these records themselves: they stay "scheduled" for good, also among the
     outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
@@ -105,7 +108,7 @@ def of_batches(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     # only what is outstanding: batches that ended are left without the record that says so
     issued = Counter(e.launch for at, e in enumerate(made) if at not in closed and e.seq >= 0)
     batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
-    batched |= {made[at].group for at in closed if made[at].pair}
+    batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
     return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
 

@@ -214,13 +214,13 @@ def of_value(value: Any, rank: int) -> Dump:
         notes.append("calls of groups that were aborted and made again are left out")
     if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
         entries = tuple(sorted(entries, key=lambda e: e.record))
-    entries = of_batches(entries)
     names = _names_of_ids(status, groups, raw)
+    known = {names[i]: s for i, s in status.items() if i in names}
+    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued <= s.completed])
     if status and len(names) < len(status):
         notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
     if not status:
         notes.append("no pg_status")
-    known = {names[i]: s for i, s in status.items() if i in names}
     return Dump(rank, version, groups, known, entries, tuple(notes))
 
 

@@ -33,8 +33,10 @@ from megatron_prism.votes import Odd, mismatches
 __all__ = ["of_dumps", "of_graph"]
 
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
-_HOSTS = ("what hosts wait for outside NCCL (gloo, the store, files, data): if the job stands "
-          "still all the same, take its stacks: py-spy dump")  # fmt: skip
+_HOSTS = (
+    "what hosts wait for outside NCCL (gloo, the store, files, data) or while a communicator "
+    "is made: if the job stands still all the same, take its stacks: py-spy dump"
+)
 
 
 def of_dumps(found: DumpSet) -> Diagnosis:
@@ -256,8 +258,11 @@ class _Judge:
     def _idle(self) -> Diagnosis:
         state = self.state
         missing, lost = state.lacks(), state.missing
-        if lost or state.unreadable or state.hidden:
+        if off := not any(d.entries or d.status for d in state.dumps.values()):
+            self.evidence.append("no dump holds a call or a counter: the recorders were off")
+        elif lost or state.unreadable or state.hidden:
             self.evidence.append("no call is outstanding in the dumps that are there")
+        if off or lost or state.unreadable or state.hidden:
             return Diagnosis("undetermined", (), (), confidence="possible",
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
         return Diagnosis("healthy", missing=(*missing, _HOSTS))
@@ -279,8 +284,8 @@ class _Judge:
         first = self.first or next((e for waits, e in heads if not waits), None) or next(
             (e for _, e in heads), None)  # fmt: skip
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
-        unsure = not blamed - self.parted.new.keys() or verdict == "missing dump"  # or nobody
-        unsure |= self.doubt
+        unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
+        unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
         confidence = "possible" if unsure else "likely"
         if verdict in {"device stuck", "order"} | signature and not (state.missing or self.doubt):
             confidence = "certain"

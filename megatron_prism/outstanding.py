@@ -144,6 +144,11 @@ class State:
         calls = self.outstanding.get(rank)
         return calls[0] if calls else None
 
+    def issued(self, rank: int) -> list[Entry]:
+        """Its calls and messages that are recorded, without the records that close batches: these
+        have the number of a collective that came before them."""
+        return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
+
     def counts(self, rank: int) -> dict[str, int]:
         """Description -> collectives that ``rank`` has issued."""
         return self._counts[rank]
@@ -195,10 +200,10 @@ class State:
 
     def skipped(self, rank: int, entry: Entry) -> bool:
         """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
-        mine = {(e.desc, e.pair, e.seq) for e in self.dumps[rank].entries}
+        mine = {(e.desc, e.pair, e.seq) for e in self.issued(rank)}
         votes: Counter[bool] = Counter()
         for other in self.siblings[self.role.get(rank, 0)]:
-            keys = [(e.desc, e.pair, e.seq) for e in self.dumps[other].entries]
+            keys = [(e.desc, e.pair, e.seq) for e in self.issued(other)]
             wanted = (entry.desc, False, entry.seq)
             if other != rank and wanted in keys:
                 votes[any(key in mine for key in keys[keys.index(wanted) :])] += 1
@@ -270,6 +275,8 @@ class State:
         if self.missing:
             found.append(f"dumps of ranks {format_ranks(self.missing)}")
         found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
+        if not any(d.entries or d.status for d in dumps):
+            found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
         if mute := self.mute():
             found.append(f"counters of ranks {format_ranks(mute)}: their recorders were off or new")
         if self.hidden:

@@ -31,7 +31,7 @@ def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
         (why, others), head = state.waits(rank), state.head(rank)
         if head is None or not why or not (head.pair or why == "left no dump"):
             continue
-        lost = [r for r in others if r not in state.dumps]
+        lost = [r for r in others if r >= 0 and r not in state.dumps]
         # a file that was cut off is of a process that lived to write it
         lost = [r for r in lost if r not in state.unreadable] or lost
         if lost and not set(known) & set(lost):
@@ -158,12 +158,12 @@ def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
 
 
 def _passed(state: State, rank: int, desc: str) -> bool:
-    entries = state.dumps[rank].entries
+    entries = state.issued(rank)
     made = {(e.desc, e.seq) for e in entries if not e.pair}
     number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
     yes = no = 0
     for other in state.siblings[state.role.get(rank, 0)]:
-        theirs = state.dumps[other].entries
+        theirs = state.issued(other)
         at = next((i for i, e in enumerate(theirs)
                    if e.pair and (e.desc, e.seq) == (desc, number)), None)  # fmt: skip
         if other != rank and at is not None:

@@ -272,7 +272,8 @@ def test_a_group_that_was_made_later_is_no_restart():
     number = waits["process_group"][0]
     value["entries"] = [waits | {"pg_id": 0}]
     value["pg_config"] = {number: value["pg_config"][number]}
-    status = next(iter(value["pg_status"].values()))
+    status = dict(next(iter(value["pg_status"].values())))
+    status["last_completed_collective"] = status["last_enqueued_collective"] - 1
     value["pg_status"] = {"0": status, "1": dict(status)}
     found = flight_recorder.of_value(value, 8)
     assert len(found.entries) == 1
