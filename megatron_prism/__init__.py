@@ -37,6 +37,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       joint_calls.py           calls that need a closer look
       moments.py               are the dumps of one moment, and of one job
       sources.py               where waits end
+      outside.py               hosts that may wait outside NCCL
       diagnosis.py             the verdict as values, text and JSON
       watchdog.py              which watchdog fires first, and what it prints
       explain.py               whose single fault leaves exactly these dumps (overlay.py)

@@ -59,7 +59,8 @@ class Hit:
         at = f" at {self.site}" if self.site else ""
         if self.kind == "slow":
             return f"{self.fault}: rank {self.rank}, segments, first op {self.index} ({self.label})"
-        return f"{self.fault}: rank {self.rank}, op {self.index} ({self.label}), {call}{at}"
+        alone = " (in a group of one nobody waits for it)" if len(self.members) == 1 else ""
+        return f"{self.fault}: rank {self.rank}, op {self.index} ({self.label}), {call}{at}{alone}"
 
     def truth(self, where: str, iteration: int | None = None) -> str:
         """A line of ``--prism-fault-truth``; where: programs, or a virtual rank."""

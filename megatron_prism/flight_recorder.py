@@ -105,6 +105,8 @@ class HostileError(DumpError):
 
 def files(folder: Path) -> dict[int, Path]:
     """rank -> its file.  DumpError if there are none, or two of one rank."""
+    if folder.is_file():
+        raise DumpError(f"{folder} is a file", fix=f"name its folder: --dumps {folder.parent}")
     if not folder.is_dir():
         raise DumpError(f"there is no folder {folder}", fix=FIX)
     try:
@@ -122,7 +124,7 @@ def files(folder: Path) -> dict[int, Path]:
         rank, one, another = twice
         raise DumpError(
             f"{one.name} and {another.name} in {folder} are both of rank {rank}",
-            fix="keep the dumps of one hang per folder",
+            fix="keep the dumps of one hang per folder, each named after its global rank",
         )
     return found
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from megatron_prism import moments, sources, watchdog
-from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
+from megatron_prism import moments, outside, sources, watchdog
+from megatron_prism.diagnosis import Blamed, Diagnosis
 from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.guards import no_collector
 from megatron_prism.hang_graph import of_graph
@@ -113,7 +113,7 @@ class _Judge:
             return other
         gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
-        if waits := sources.with_the_dead(self.state, idle, gone):
+        if waits := outside.with_the_dead(self.state, idle, gone):
             self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
                                  f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
         found = gone | {r: b for r, b in found.items() if r not in waits}
@@ -144,14 +144,20 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
-        if idle and (text := sources.together(state, idle)):
+        ahead = outside.ahead(state, idle)
+        if idle and (text := outside.together(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)
         blamed = []
         for rank, (entry, why) in found.items():
+            if rank in ahead:
+                continue
             kind, what = "host stuck", "never came to"
             if rank not in idle and state.skipped(rank, entry):
                 kind, what, why = "skipped call", "skips", "its siblings made it before others"
+            if rank not in idle and len(state.siblings[state.role.get(rank, 0)]) == 2:
+                self.doubt = True
+                self.evidence.append(f"rank {rank} has one sibling: either of them may err")
             self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
             blamed.append(Blamed(rank, kind, f"{what} {call_text(entry)}; {why}"))
         return [b for b in blamed if b.rank not in self.parted.new] or blamed
@@ -269,16 +275,7 @@ class _Judge:
 
     def _result(self, verdict: str, culprits: list[Blamed], cycle: Iterable[int] = ()) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
-        victims, chain = [], []
-        for rank in sorted(state.outstanding):
-            head = state.head(rank)
-            if head is None or rank in blamed:
-                continue
-            why, others = state.waits(rank)
-            victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
-            if len(chain) < 10 and (rank in cycle or not blamed.isdisjoint(others)):
-                shown = format_ranks(sorted(others))
-                chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
+        victims, chain = sources.waiting(state, blamed, cycle)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for waits, e in heads if not waits), None) or next(
@@ -292,12 +289,12 @@ class _Judge:
         return Diagnosis(
             "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,
             tuple(sorted(culprits, key=lambda c: c.rank)),
-            tuple(victims),
+            victims,
             first.desc if first else "",
             first.op if first else "",
             first.seq if first else -1,
             confidence,
             tuple(self.evidence[:20]),
-            tuple(chain),
+            chain,
             self.state.lacks(),
         )

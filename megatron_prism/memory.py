@@ -280,7 +280,8 @@ def analyse(
         ranks = np.flatnonzero(same == index)
         top = peak(program)
         if top is None:
-            fix = "capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR"
+            fix = ("capture on tier meta: prism capture RECIPE prism.tier=meta -o DIR, or a stock "
+                   "job with --prism-tier meta")  # fmt: skip
             raise UsageError(f"rank {program.rank} recorded no allocations", fix=fix)
         heard = program.history.tolist() or _changes(program)
         least, most = (allocator.replay(heard, settings, ahead=n).peak_reserved

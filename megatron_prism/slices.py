@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import ProgramError, UsageError
+from megatron_prism.ops import IS_PAIR
 from megatron_prism.program import Program
 from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
@@ -149,6 +150,7 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                 f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
             )
     of = stand_in_for(first.world, [program.rank for program in captured])
+    _check_rings(first.world, captured, of)
     groups: dict[str, tuple[tuple[int, ...], ...]] = {}
     for one, path in zip(slices, paths, strict=True):
         for name, members in one.groups.items():
@@ -158,6 +160,30 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                     fix="delete it, and capture it again as the others",
                 )
     return Programs(first.world, tuple(captured), of, groups, first.source)
+
+
+def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
+    """ProgramError where one place of a context-parallel group stands for another, and they differ:
+    who sends around it without a group (roll_tensor of multi_token_prediction.py:195 @0.19.0) does
+    otherwise first, in the middle and last."""
+    if world.cp == 1:
+        return
+    ranks, axes = np.arange(world.size), ("tp", "dp", "pp")
+    places = np.stack([np.asarray(world._along(axis, ranks)) for axis in axes])
+    missing: set[int] = set()
+    for index, program in enumerate(captured):
+        if "default_pg" not in program.strings:
+            continue
+        ops, ring = program.ops, (places[:, program.rank] == places.T).all(axis=1)
+        pairs = IS_PAIR[ops["name"]] & (ops["group"] == program.strings.index("default_pg"))
+        if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
+            missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
+    if missing:
+        raise ProgramError(
+            "messages go around a context-parallel group (MTP): each of its places makes others, "
+            f"and those of ranks {format_ranks(sorted(missing))} have no slice",
+            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+        )
 
 
 def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
@@ -177,7 +203,8 @@ def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
         stages = sorted(set(places["pp"][found < 0].tolist()))
         raise ProgramError(
             f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted",
-            fix="capture again into the same folder: what is there is kept",
+            fix="capture again into the same folder (what is there is kept): of a stock job rank "
+            f"{', '.join(str(int(ranks[places['pp'] == stage][0])) for stage in stages)}",
         )
     return found
 

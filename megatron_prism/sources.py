@@ -6,15 +6,16 @@ and says why.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 
+from megatron_prism.diagnosis import Waiting
 from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 
 __all__ = ["age", "beside", "circle", "complete_late", "gone", "left_no_dump", "lone",
-           "never_started", "outrun", "together", "unposted", "with_the_dead"]  # fmt: skip
+           "never_started", "outrun", "unposted", "waiting"]  # fmt: skip
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
@@ -83,51 +84,6 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
             for other in others:
                 if other in state.dumps and not state.outstanding[other]:
                     yield other, head
-
-
-def together(state: State, idle: Collection[int]) -> str:
-    """Why hosts that wait for nobody in the dumps may wait for one of them all the same; "" if
-    nothing says so.
-
-    A communicator is created at its first call: its members wait there without a record.  And calls
-    outside NCCL (DeepEP, gloo, the store) leave none.
-    """
-    shown = format_ranks(sorted(idle))
-    groups = Counter(g.desc for g in state.groups.values())
-    for desc in sorted(desc for desc, count in groups.items() if count > 1):
-        if _lacking(state, desc, idle):
-            return (f"ranks {shown} may wait in the first call of a group that others have "
-                    f"({desc}), in which its communicator is created: that is not recorded, and "
-                    "any of its members may be the one who does not come")  # fmt: skip
-    whole = [g for g in state.groups.values() if set(g.ranks) <= set(idle)]
-    if not whole:
-        return ""
-    group = max(whole, key=lambda g: len(g.ranks))
-    return (f"ranks {shown} are all members of {group.desc}, or of several: they may wait for one "
-            "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
-
-
-def with_the_dead(state: State, idle: Collection[int], dead: Collection[int]) -> set[int]:
-    """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
-    which nobody else is.  One death explains them, and they need no fault of their own."""
-    whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
-    reached = set(dead)
-    while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
-        reached.update(*more)
-    return reached & set(idle)
-
-
-def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
-    """Whether others have a group of this description and some of ``idle`` do not have it yet."""
-    has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
-    without = [r for r in idle if r not in has]
-    roles = {state.role.get(r, 0) for r in without}
-    alike = [r for role in roles for r in state.siblings[role] if r not in idle]
-    if not without or not has:
-        return False
-    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
-        return len(without) > 1 and "EMBEDDING" not in desc
-    return 2 * sum(r in has for r in alike) > len(alike)
 
 
 def outrun(state: State, rank: int) -> bool:
@@ -259,6 +215,23 @@ def _all_wait_for(state: State, ranks: set[int]) -> bool:
         if not more:
             return all(r in reached for r, calls in state.outstanding.items() if calls)
         reached |= more
+
+
+def waiting(
+    state: State, blamed: Collection[int], cycle: Collection[int]
+) -> tuple[tuple[Waiting, ...], tuple[str, ...]]:
+    """All others that wait, and in words those of them who wait for ``blamed`` or in the circle."""
+    victims, chain = [], []
+    for rank in sorted(state.outstanding):
+        head = state.head(rank)
+        if head is None or rank in blamed:
+            continue
+        why, others = state.waits(rank)
+        victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
+        if len(chain) < 10 and (rank in cycle or not set(blamed).isdisjoint(others)):
+            shown = format_ranks(sorted(others))
+            chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
+    return tuple(victims), tuple(chain)
 
 
 def age(entry: Entry) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from megatron_prism.plugin import (
     seams,
     seams_embedding,
     seams_kernels,
+    seams_labels,
     seams_loss,
     seams_moe,
     seams_mtp,
@@ -282,7 +283,7 @@ SEAMS_META: tuple[Seam, ...] = (
 
 def seams_for(tier: str) -> tuple[Seam, ...]:
     """Every seam that a run on ``tier`` needs."""
-    chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_training.SEAMS
+    chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_labels.SEAMS + seams_training.SEAMS
     chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS + seams_loss.SEAMS
     chosen += seams_received.SEAMS + seams_mtp.SEAMS
     if tier != "cuda":

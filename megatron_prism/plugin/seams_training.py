@@ -18,45 +18,6 @@ from megatron_prism.virtual.session import current
 __all__ = ["SEAMS"]
 
 
-def _label_phases(module: ModuleType, context: Context) -> None:
-    """Tell the proof (and through it the memory tracker) which microbatch runs."""
-    proof = context.proof
-
-    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            labels = proof.forward_labels(kwargs.get("vp_stage"))
-            with proof.step(labels):
-                result = original(*args, **kwargs)
-            proof.remember_output(result[0], labels)
-            return result
-
-        return call
-
-    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(input_tensor: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-            with proof.step(proof.backward_labels(output)):
-                return original(input_tensor, output, *args, **kwargs)
-
-        return call
-
-    _wrap(module, "forward_step", forward)
-    _wrap(module, "backward_step", backward)
-
-    def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            proof.new_schedule(kwargs)
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in (
-        "forward_backward_no_pipelining",
-        "forward_backward_pipelining_without_interleaving",
-        "forward_backward_pipelining_with_interleaving",
-    ):
-        _wrap(module, name, schedule)
-
-
 def _token_count(module: ModuleType, context: Context) -> None:
     """The last stage counts the tokens; for a virtual one they are what the flags say.
 
@@ -268,13 +229,6 @@ SEAMS: tuple[Seam, ...] = (
         "in-process restart waits for processes that do not exist",
         "training/inprocess_restart.py:131 @0.19.0",
         _no_restarts,
-    ),
-    Seam(
-        "label-phases",
-        "megatron.core.pipeline_parallel.schedules",
-        "the summary says in which phase and microbatch a peak occurred",
-        "core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
-        _label_phases,
     ),
     Seam(
         "token-count",

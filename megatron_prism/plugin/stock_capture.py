@@ -100,6 +100,7 @@ class StockCapture:
         self._beside = self._next = False  # whether the iteration that is recorded has one
         self._evaluates = False  # some had
         self._tracer: Any = None
+        self._flops: dict[str, str] = {}  # of the iteration that is written down
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
@@ -150,6 +151,8 @@ class StockCapture:
         # where two in a row have an evaluation, all may have
         hopeless = len(self._others) > 1 and not self._recordings
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
+        if not self._quick:  # the next iteration's batch may be another
+            self._flops = model_flops.of_running_job()
         self._recorder.start(quick=self._quick)
 
     def _clock_next(self, left: int, timed: int) -> bool:
@@ -238,11 +241,11 @@ class StockCapture:
             raise UsageError(
                 "--prism-capture: nothing was recorded, the job ended after "
                 f"{len(proof.iterations)} train steps (the first ones of a long job warm it up)",
-                fix="a smaller --train-iters that it reaches, or leave --prism-capture out",
+                fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
             )
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
-        self.store.source.update(model_flops.of_running_job())
+        self.store.source.update(self._flops)
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 

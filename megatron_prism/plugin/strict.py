@@ -112,8 +112,11 @@ class Strict:
     ) -> None:  # fmt: skip
         programs = open_programs(path)
         if programs.world != world:
-            raise UsageError(f"--prism-world {path} is of {programs.world}, this job is {world}",
-                             fix="prism capture the same job")  # fmt: skip
+            size, same = programs.world.size, "capture the same job"
+            fix = same if size == world.size else f"--prism-world-size {size}, or {same}"
+            raise UsageError(
+                f"--prism-world {path} is of {programs.world}, this job is {world}", fix=fix
+            )
         self.healthy = self.faulty = ProgramPeers(programs, rank)
         self.rank, self.faults = rank, tuple(faults)
         numbers = {int(f.select["iter"]) for f in faults if "iter" in f.select}

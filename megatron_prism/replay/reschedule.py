@@ -43,6 +43,11 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
     there, world = count(programs), programs.world
     if wanted == there:
         return programs
+    if not there:
+        raise ProgramError(
+            "no op of the programs names a microbatch, so their number cannot be changed",
+            fix="capture the job with that many",
+        )
     period = world.pp if world.vpp and world.pp > 1 else 1
     found = [_Periods(program, period) for program in programs.programs]
     fewest = min(found, key=lambda one: one.runs)
@@ -73,7 +78,10 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
 def _captured(wanted: int, there: int) -> str:
     """What to type for a schedule that cannot be made out of another one."""
     times = f"{wanted // there}" if wanted % there == 0 else f"{wanted}/{there}"
-    return f"prism capture RECIPE -o DIR train.global_batch_size=N, {times} times what it is now"
+    return (
+        "prism capture RECIPE -o DIR train.global_batch_size=N, or the stock job with "
+        f"--global-batch-size N, {times} times what it is now"
+    )
 
 
 class _Periods:

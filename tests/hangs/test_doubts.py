@@ -1,0 +1,154 @@
+"""What dumps leave open is said: nobody innocent is named as if it were known."""
+
+import pickle
+
+import pytest
+from production import ACTIVE
+from test_reality import FULL, GIL, judged, said, values
+
+from megatron_prism import cli, flight_recorder, hang
+from megatron_prism.flight_dump import DumpSet
+
+NAMES = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP",
+         "pp": "PIPELINE_MODEL_PARALLEL_GROUP"}  # fmt: skip
+
+
+class Dump:
+    """What one rank's recorder holds; ``groups``: of its own, kind -> ranks."""
+
+    def __init__(self, groups):
+        self.names = {kind: f"{kind}{ranks[0]}" for kind, ranks in groups.items()}
+        self.groups, self.entries, self.made = groups, [], dict.fromkeys(groups, 0)
+        self.ended = dict(self.made)
+
+    def call(self, kind, what="all_reduce", done=False, size=8, count=1, **more):
+        """``count`` of them; a message names the other side, as torch does: ``send 0->1``."""
+        for _ in range(count):
+            self.made[kind] += 1
+            self.ended[kind] += done
+            pair = "->" in what or "<-" in what
+            self.entries.append({
+                "record_id": len(self.entries), "pg_id": list(self.groups).index(kind),
+                "process_group": (self.names[kind], NAMES[kind]), "is_p2p": pair,
+                "collective_seq_id": self.made[kind], "p2p_seq_id": self.made[kind] if pair else 0,
+                "profiling_name": f"nccl:{what}", "retired": done,
+                "state": "completed" if done else "scheduled", "timeout_ms": 600_000,
+                "input_sizes": [[size]], "output_sizes": [[size]], "input_dtypes": ["Float"],
+                "output_dtypes": ["Float"], "time_created_ns": 1000 + len(self.entries),
+            } | more)  # fmt: skip
+
+    def value(self):
+        status = {str(i): {"last_enqueued_collective": self.made[kind], "last_started_collective":
+                  -1, "last_completed_collective": self.ended[kind]}
+                  for i, kind in enumerate(self.groups)}  # fmt: skip
+        config = {self.names[kind]: {"name": self.names[kind], "desc": NAMES[kind],
+                  "ranks": str(list(ranks))} for kind, ranks in self.groups.items()}  # fmt: skip
+        return {"version": "2.10", "pg_config": config, "pg_status": status,
+                "entries": self.entries}  # fmt: skip
+
+
+def verdict(dumps):
+    return judged({rank: dump.value() for rank, dump in dumps.items()})
+
+
+def test_recorders_that_were_off_say_nothing(tmp_path, capsys):
+    for rank in range(4):
+        value = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}
+        (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(value))
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 3
+    out = capsys.readouterr().out
+    assert "HEALTHY" not in out
+    assert "the recorders were off" in out
+    assert "TORCH_FR_BUFFER_SIZE" in out
+
+
+def test_a_message_to_a_rank_that_is_not_known_names_nobody():
+    dumps = {r: Dump({"pp": (0, 1)}) for r in range(2)}
+    dumps[0].call("pp", "recv 0<-5")
+    named, found = verdict(dumps)
+    assert -1 not in named
+    assert "rank -1" not in str(found)
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["ended", "outstanding"])
+def test_a_message_alone_is_outstanding_only_where_its_groups_counters_say_so(left):
+    """torch leaves those of batches that ended among the outstanding ones."""
+    dump = Dump({"pp": (0, 1), "tp": (0, 2)})
+    dump.call("pp", "send 0->1")
+    dump.call("tp")
+    dump.ended["pp"] += left
+    found = flight_recorder.of_value(dump.value(), 0)
+    assert [e.op for e in found.entries] == (["all_reduce"] if left else ["send", "all_reduce"])
+
+
+def replicas(count=3):
+    """Two stages; stage 0 is ranks 0 to count - 1."""
+    first, last = tuple(range(count)), tuple(range(count, 2 * count))
+    return {r: Dump({"pp": (r % count, r % count + count), "dp": first if r < count else last})
+            for r in range(2 * count)}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [(512, 1024, 2048), (1024, 1024, 1024)])
+def test_messages_of_any_length_tell_nothing_about_the_next(lengths):
+    """Rank 2 sends 1,024 words where rank 5 expects 512: if all are alike, 5 errs."""
+    dumps = replicas()
+    for rank, dump in dumps.items():
+        stage = rank // 3
+        for turn in range(2):
+            size = lengths[(rank + turn) % 3]
+            dump.call("pp", "recv 1<-0" if stage else "send 0->1", done=True, size=size)
+    dumps[2].call("pp", "send 0->1", size=1024)
+    dumps[5].call("pp", "recv 1<-0", size=512)
+    for rank in (0, 1, 3, 4):
+        dumps[rank].call("dp")
+    named, found = verdict(dumps)
+    assert named == (set() if len(set(lengths)) > 1 else {5}), found
+
+
+def test_the_record_that_closes_a_batch_is_no_call_that_others_made():
+    """Its number is that of the last collective, so everybody seemed to have made it."""
+    dumps = replicas()
+    for rank, dump in dumps.items():
+        what = "recv 1<-0" if rank // 3 else "send 0->1"
+        for _ in range(2):
+            dump.call("pp", what, done=True)
+            dump.made["pp"] -= 1
+            dump.call("pp", "coalesced", done=True, input_sizes=[], output_sizes=[])
+        dump.made["pp"] -= 1
+    state = hang._Judge(hang.moments.part(DumpSet({
+        r: flight_recorder.of_value(d.value(), r) for r, d in dumps.items()
+    }))).state  # fmt: skip
+    assert {e.op for e in state.issued(0)} == {"send"}
+    assert "coalesced" in {e.op for e in state.dumps[0].entries}
+
+
+@pytest.mark.parametrize("how", [ACTIVE, FULL], ids=["outstanding only", "history"])
+def test_a_file_that_was_lost_names_its_rank_as_possible_only(how):
+    made = values(GIL, how)
+    for lost in sorted(set(made) - {10}):
+        named, found = judged({r: value for r, value in made.items() if r != lost})
+        assert named <= {10} or found.confidence == "possible", (lost, found)
+
+
+def test_one_of_two_ranks_may_err_as_well_as_the_other():
+    """Rank 1 makes a call twice; or rank 0 left it out."""
+    dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True)
+        dump.call("tp", count=rank)
+        dump.call("dp")
+    _, found = verdict(dumps)
+    assert found.confidence == "possible"
+    assert len(said(found, "has one sibling")) == 1
+
+
+def test_hosts_that_stand_together_further_on_may_wait_for_the_one_behind():
+    """A communicator's first call creates it, and leaves no record before all have come."""
+    dumps = {r: Dump({"tp": (r // 2 * 2, r // 2 * 2 + 1)}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True, count=7 if rank > 5 else 35)
+        dump.call("tp", count=rank % 2)
+    named, found = verdict(dumps)
+    assert named == {6}
+    assert found.confidence == "possible"
+    assert len(said(found, "ranks 0-4:2 wait for nobody either, further on than a sibling")) == 1
