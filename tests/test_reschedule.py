@@ -43,10 +43,16 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
     assert made.source["microbatches"] == str(wanted)
 
 
+def test_programs_that_name_no_microbatch_are_refused():
+    text = "prism-program 1\nworld size=1\nprogram ranks=0\n- compute ns=5\n"
+    with pytest.raises(ProgramError, match="no op of the programs names a microbatch"):
+        reschedule.microbatches(parse(text), 8)
+
+
 def test_what_does_not_repeat_is_refused():
     with pytest.raises(ProgramError, match="too few to make") as caught:
         reschedule.microbatches(seams.schedules(pp=4, microbatches=4), 16)
-    assert caught.value.fix.endswith("train.global_batch_size=N, 4 times what it is now")
+    assert caught.value.fix.endswith("--global-batch-size N, 4 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:  # and none of them is equal
         reschedule.microbatches(seams.schedules(pp=4, vpp=5, microbatches=8), 7)
     assert caught.value.fix.endswith("N, 12/8 times what it is now")

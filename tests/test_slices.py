@@ -45,6 +45,26 @@ def store_in(folder, ranks=(0, 4), source=SOURCE, world=WORLD):
     return store
 
 
+def test_a_ring_of_context_parallel_ranks_wants_a_slice_of_each_place(tmp_path):
+    """MTP's shift of tokens sends without a group, first, middle and last rank otherwise."""
+    world = World(16, tp=2, cp=2, pp=2)
+    others = [Op("compute", ns=1), Op("all_reduce", TP, "bf16", 4, 4, "sum")]
+
+    def stored(folder, ranks, peer):
+        store = SliceStore(tmp_path / folder, world, SOURCE)
+        store.prepare(False)
+        for rank in ranks:
+            ring = Op("send", "default_pg", "int64", num_in=1, peer=peer)
+            store.put(Program.from_ops(rank, [*others, ring] if rank < 8 else others))
+        return assemble(tmp_path / folder)
+
+    with pytest.raises(ProgramError, match="those of ranks 2 have no slice") as caught:
+        stored("a", [0, 8], peer=2)  # cp 1
+    assert "--prism-ranks 2 " in caught.value.fix
+    assert stored("b", [0, 2, 8], peer=2).program_of[2] == 1
+    assert stored("c", [0, 8], peer=8).program_of[2] == 0  # to the next stage
+
+
 # -- the store ------------------------------------------------------------------------------------
 def test_finished_slices_are_kept(tmp_path):
     store_in(tmp_path / "a" / "b", (0,))

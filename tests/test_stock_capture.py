@@ -134,6 +134,18 @@ def simulated(tmp_path, monkeypatch):
     return run
 
 
+def test_tokens_and_flops_are_those_of_the_iteration_that_is_written_down(simulated, monkeypatch):
+    """--step-batch-size-schedule: at the end the batch may be twice as large."""
+    batches = iter([8, 16, 32])
+    monkeypatch.setattr(
+        stock_capture.model_flops, "of_running_job", lambda: {"batch": next(batches)}
+    )
+    capture, log = simulated("cpu", 8)
+    assert [what for _, what in log].count("written") == 1
+    assert capture._flops == {"batch": 8}
+    assert next(batches) == 16  # nobody asked later
+
+
 def test_iterations_without_an_evaluation_are_preferred(simulated):
     def kept(evaluated):
         capture, _ = simulated("cpu", 8, evaluated)
