@@ -166,6 +166,20 @@ def test_where_several_ranks_could_have_done_it_none_is_named(kind, seed):
     assert len(ranks) == 2
 
 
+def test_a_fault_in_a_group_of_one_is_said_to_be_in_one():
+    text = """prism-program 1
+world size=2 pp=2
+group A 0;1
+program ranks=0,1
+- broadcast A bf16 n=4
+- all_reduce default_pg bf16 n=4 reduce=sum
+"""
+    (alone,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=1")]).hits
+    assert str(alone).endswith("(in a group of one nobody waits for it)")
+    (hit,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=2")]).hits
+    assert "nobody waits" not in str(hit)
+
+
 def test_between_two_ranks_the_programs_decide_also_where_a_group_is_still_unused():
     """pg_status says -1 of a group without a call, and counts from 1: one behind, not two."""
     text = """prism-program 1
@@ -188,20 +202,6 @@ program ranks=2,3
 
 # -- from programs --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_group_of_one_is_said_to_be_in_one():
-    text = """prism-program 1
-world size=2 pp=2
-group A 0;1
-program ranks=0,1
-- broadcast A bf16 n=4
-- all_reduce default_pg bf16 n=4 reduce=sum
-"""
-    (alone,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=1")]).hits
-    assert str(alone).endswith("(in a group of one nobody waits for it)")
-    (hit,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=2")]).hits
-    assert "nobody waits" not in str(hit)
-
-
 def test_programs_that_do_not_fit(name):
     programs = healthy(WORLD)
     ops = list(programs.of(5))
