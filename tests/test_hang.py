@@ -174,9 +174,9 @@ program ranks=0,1
 - broadcast A bf16 n=4
 - all_reduce default_pg bf16 n=4 reduce=sum
 """
-    (alone,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=1")]).hits
+    (alone,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=0")]).hits
     assert str(alone).endswith("(in a group of one nobody waits for it)")
-    (hit,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=2")]).hits
+    (hit,) = faults.plant(parse(text), [fault_plan.parse("drop@rank=0,nth=1")]).hits
     assert "nobody waits" not in str(hit)
 
 
