@@ -169,6 +169,10 @@ def test_figures_that_the_slices_do_not_hold_are_unknown():
     assert "of 989 TFLOP/s dense bf16" in found.mfu.basis
     unknown = dataclasses.replace(made, prices=dataclasses.replace(made.prices, peak=0.0))
     assert "no peak" in figures.figures(unknown).mfu.basis
+    made = replayed(dataclasses.replace(tiny(), source={**said, "tier": "cpu"}))
+    assert figures.figures(made).mfu.value is None
+    assert "unknown: the slices are of a CPU" in text.render(made)
+    assert "measured on a CPU" in text.render(made)
 
 
 def test_calls_are_means_over_the_ranks_that_make_them():

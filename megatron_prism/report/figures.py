@@ -228,6 +228,13 @@ def _classes(timeline: Timeline) -> list[ClassFigures]:
     return found
 
 
+def _no_mfu(model: bool, peak: bool) -> str:
+    """Why there is none."""
+    if model and peak:
+        return "the slices are of a CPU"
+    return "the slices do not say the model's flops" if peak else _NO_PEAK
+
+
 def _rates(timeline: Timeline) -> dict[str, Value]:
     """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
     graph, source = timeline.graph, timeline.graph.programs.source
@@ -257,6 +264,6 @@ def _rates(timeline: Timeline) -> dict[str, Value]:
             model / seconds / size / peak,
             f"of {peak / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
         )
-        if model and peak
-        else Value(None, "the slices do not say the model's flops" if peak else _NO_PEAK),
+        if model and peak and source.get("tier") != "cpu"
+        else Value(None, _no_mfu(bool(model), bool(peak))),
     }

@@ -68,6 +68,7 @@ def _basis(found: Figures) -> str:
     kinds = {}
     for source in found.sources:
         kind = source.text.partition(":")[0]
+        kind += " on a CPU" if source.text.endswith("(cpu)") else ""
         kinds[kind] = kinds.get(kind, 0) + source.path_ns
     total = sum(kinds.values())
     if not total:
