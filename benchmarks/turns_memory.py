@@ -53,7 +53,7 @@ def _late(one: dict[str, Any]) -> str:
     if "late_us" not in found:
         return "-"
     late, whole = found["late_calls"], found["calls_paced"]
-    return f"{late} of {whole}, {found['late_us'] / 1e3:.2f} ms in all"
+    return f"{late} of {whole} (all together {found['late_us'] / 1e3:.2f} ms)"
 
 
 def _watts(one: dict[str, Any]) -> str:

@@ -206,8 +206,8 @@ class Turnstile:
 def _paced() -> dict[str, Any]:
     """How many calls of the last iteration were paced, and how many of them ended late, by how many
     us; {} in a process whose peers are not paced."""
-    hybrid = sys.modules.get("megatron_prism.virtual.session")
-    world = hybrid.current() if hybrid is not None else None
+    session = sys.modules.get("megatron_prism.virtual.session")
+    world = session.current() if session is not None else None
     pacer = world.recorder if world is not None else None
     if not hasattr(pacer, "launcher"):
         return {}

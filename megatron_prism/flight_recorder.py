@@ -218,7 +218,7 @@ def of_value(value: Any, rank: int) -> Dump:
         entries = tuple(sorted(entries, key=lambda e: e.record))
     names = _names_of_ids(status, groups, raw)
     known = {names[i]: s for i, s in status.items() if i in names}
-    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued <= s.completed])
+    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
     if status and len(names) < len(status):
         notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
     if not status:

@@ -144,7 +144,7 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
-        ahead = outside.ahead(state, idle)
+        ahead = outside.ahead(state, idle - self.parted.new.keys())
         if idle and (text := outside.together(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)

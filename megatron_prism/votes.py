@@ -174,12 +174,15 @@ def _batched(state: State, rank: int, entry: Entry) -> bool:
 
 
 def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:
-    """Whether siblings' messages of that kind and direction look like this, or differ from one to
-    the next, as those of sequences of any length do."""
+    """Whether most siblings' messages of that kind and direction look like this; those that ended
+    tell whether all should look alike, as those of sequences of any length do not."""
     seen: Counter[object] = Counter()
+    ended = set[object]()
     kind = (entry.desc, entry.op, state.step(rank, entry))
     for other in state.siblings[state.role.get(rank, 0)]:
         for e in state.dumps[other].entries:
             if e.pair and e != entry and (e.desc, e.op, state.step(other, e)) == kind:
-                seen[sum(e.numbers[side]), e.dtypes[:1]] += 1
-    return len(seen) != 1 or size in seen
+                look = sum(e.numbers[side]), e.dtypes[:1]
+                seen[look] += 1
+                ended |= {look} if e.done else set()
+    return len(ended) > 1 or not seen or seen.most_common(1)[0][0] == size

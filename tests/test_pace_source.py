@@ -5,6 +5,7 @@ local rank that died, and that every byte is moved once.
 """
 
 import ctypes
+import mmap
 import re
 import shutil
 import subprocess
@@ -253,6 +254,24 @@ def test_chunks_are_added_up(library, dtype, count, odd, chunks):
     assert torch.equal(to[:count], expected.to(dtype))
     assert (out[:odd] == 7).all()
     assert (to[count:] == 7).all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_sums_read_nothing_behind_their_chunks(library, count):
+    """What is behind the source may not be read."""
+    page = mmap.PAGESIZE
+    area = mmap.mmap(-1, 2 * page)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + page), page, 0)
+    device = Device(library, table_of([0], [0], (0,)), 0)
+    part = 4 * count
+    out, source = np.ones(count, np.float32), at + page - 2 * part
+    try:
+        library.prism_call(Call(ctypes.addressof(device.table), out.ctypes.data, source, part,
+                                part, fresh=1, kind=ADDED + 3, scale=2))  # fmt: skip
+    finally:
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + page), page, 3)
+    assert not out.any()
 
 
 def test_the_source_compiles_for_a_gpu(tmp_path):

@@ -144,6 +144,10 @@ def test_tokens_and_flops_are_those_of_the_iteration_that_is_written_down(simula
     assert [what for _, what in log].count("written") == 1
     assert capture._flops == {"batch": 8}
     assert next(batches) == 16  # nobody asked later
+    batches = iter([8, 16, 32])
+    capture, log = simulated("cpu", 8, evaluated=range(1, 9))
+    assert [what for _, what in log].count("written") == 2  # and the first counts
+    assert capture._flops == {"batch": 8}
 
 
 def test_iterations_without_an_evaluation_are_preferred(simulated):

@@ -257,7 +257,7 @@ def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_
         "  reserved peak, paced ranks: -2 B (-0.10 %), +0 B (+0.00 %)",
         "  device, with NCCL's part (modelled), paced ranks: +30 B (+1.00 %)",
         "  power, last turn: real 690 W, -; paced -, -",
-        "  late calls, last iteration: 131 of 700, 12.35 ms in all, -",
+        "  late calls, last iteration: 131 of 700 (all together 12.35 ms), -",
     ]
     assert turns.said(row) == wanted
     row["nccl"] = [None, None]

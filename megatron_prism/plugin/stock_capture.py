@@ -100,7 +100,7 @@ class StockCapture:
         self._beside = self._next = False  # whether the iteration that is recorded has one
         self._evaluates = False  # some had
         self._tracer: Any = None
-        self._flops: dict[str, str] = {}  # of the iteration that is written down
+        self._now = self._flops = dict[str, str]()  # of what is written down, and of what counts
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
@@ -130,8 +130,7 @@ class StockCapture:
             if self._recorder is None:
                 self._install(proof)
             self._recorder.owned_by(*self.owners)
-            # of a job with evaluations the last iteration may have one
-            left = wanted - 1 - number
+            left = wanted - 1 - number  # where some are evaluated, the last may be
             self._start(left - (2 if self._evaluates else 0), left)
 
     def _start(self, left: int, spare: int) -> None:
@@ -148,11 +147,10 @@ class StockCapture:
             return
         if cuda and left <= 0 and timed > 0:
             self._tracer = Tracer()
-        # where two in a row have an evaluation, all may have
-        hopeless = len(self._others) > 1 and not self._recordings
+        hopeless = len(self._others) > 1 and not self._recordings  # all may have an evaluation
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
         if not self._quick:  # the next iteration's batch may be another
-            self._flops = model_flops.of_running_job()
+            self._now = model_flops.of_running_job()
         self._recorder.start(quick=self._quick)
 
     def _clock_next(self, left: int, timed: int) -> bool:
@@ -192,7 +190,9 @@ class StockCapture:
             recording = self._stopped()
             if self._beside:
                 self._others.append(recording)
+                self._flops = self._flops or self._now
             else:
+                self._flops = self._flops if self._quick else self._now
                 self._recordings.append(recording)
                 self._written = self._written or not self._quick
                 self._traced = recording.busy is not None

@@ -12,7 +12,7 @@ __all__ = ["ADDED", "CHUNK_NS", "COPY_NS", "MOVES", "SUM_NS"]
 ADDED = 16  # what is added to a kind of number whose chunks are added up
 # ns from the beginning of a tile until it is written: copied or rewritten (1 x H200, 2026-11-23:
 # .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: 2.7, 3.1, 5.2 us; 32 MiB 4.3 to 6.6,
-# word by word; what is added up now, two chunks at once, cannot take longer)
+# measured word by word, not yet with two chunks at once)
 COPY_NS, SUM_NS, CHUNK_NS = 1_800, 4_000, 400
 
 MOVES = (

@@ -6,8 +6,9 @@ import pytest
 from production import ACTIVE
 from test_reality import FULL, GIL, judged, said, values
 
-from megatron_prism import cli, flight_recorder, hang
+from megatron_prism import cli, flight_recorder
 from megatron_prism.flight_dump import DumpSet
+from megatron_prism.outstanding import State
 
 NAMES = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP",
          "pp": "PIPELINE_MODEL_PARALLEL_GROUP"}  # fmt: skip
@@ -17,7 +18,8 @@ class Dump:
     """What one rank's recorder holds; ``groups``: of its own, kind -> ranks."""
 
     def __init__(self, groups):
-        self.names = {kind: f"{kind}{ranks[0]}" for kind, ranks in groups.items()}
+        number = {"tp": 100, "dp": 200, "pp": 300}  # torch's names are numbers
+        self.names = {kind: str(number[kind] + ranks[0]) for kind, ranks in groups.items()}
         self.groups, self.entries, self.made = groups, [], dict.fromkeys(groups, 0)
         self.ended = dict(self.made)
 
@@ -81,6 +83,15 @@ def test_a_message_alone_is_outstanding_only_where_its_groups_counters_say_so(le
     assert [e.op for e in found.entries] == (["all_reduce"] if left else ["send", "all_reduce"])
 
 
+def test_counters_that_also_count_collectives_do_not_end_a_message():
+    """Rank 0 waits in its third message; 100 collectives of that group ended."""
+    dumps = {r: Dump({"pp": (0, 1)}) for r in range(2)}
+    dumps[0].call("pp", "recv 0<-1")
+    dumps[0].made["pp"], dumps[0].ended["pp"] = 3, 100
+    named, found = verdict(dumps)
+    assert 0 not in named, found
+
+
 def replicas(count=3):
     """Two stages; stage 0 is ranks 0 to count - 1."""
     first, last = tuple(range(count)), tuple(range(count, 2 * count))
@@ -109,17 +120,15 @@ def test_the_record_that_closes_a_batch_is_no_call_that_others_made():
     """Its number is that of the last collective, so everybody seemed to have made it."""
     dumps = replicas()
     for rank, dump in dumps.items():
-        what = "recv 1<-0" if rank // 3 else "send 0->1"
-        for _ in range(2):
-            dump.call("pp", what, done=True)
-            dump.made["pp"] -= 1
-            dump.call("pp", "coalesced", done=True, input_sizes=[], output_sizes=[])
-        dump.made["pp"] -= 1
-    state = hang._Judge(hang.moments.part(DumpSet({
-        r: flight_recorder.of_value(d.value(), r) for r, d in dumps.items()
-    }))).state  # fmt: skip
-    assert {e.op for e in state.issued(0)} == {"send"}
-    assert "coalesced" in {e.op for e in state.dumps[0].entries}
+        for turn in range(1 if rank == 2 else 2):
+            if turn:
+                dump.call("dp")
+            dump.call("pp", "recv 1<-0" if rank // 3 else "send 0->1", p2p_seq_id=turn + 1)
+            dump.call("pp", "coalesced", input_sizes=[], output_sizes=[], collective_seq_id=0)
+    made = {r: flight_recorder.of_value(dump.value(), r) for r, dump in dumps.items()}
+    state = State(DumpSet(made))
+    (call,) = (e for e in state.dumps[0].entries if not e.pair and e.op != "coalesced")
+    assert not state.skipped(2, call)
 
 
 @pytest.mark.parametrize("how", [ACTIVE, FULL], ids=["outstanding only", "history"])
@@ -140,6 +149,31 @@ def test_one_of_two_ranks_may_err_as_well_as_the_other():
     _, found = verdict(dumps)
     assert found.confidence == "possible"
     assert len(said(found, "has one sibling")) == 1
+
+
+def test_a_batch_that_two_ranks_got_wrong_is_still_theirs():
+    """A bad batch reaches every tensor-parallel rank of its replica."""
+    ranks = {"pp": lambda r: (r % 6, r % 6 + 6), "dp": lambda r: tuple(range(r % 2, 6, 2)),
+             "tp": lambda r: (r // 2 * 2, r // 2 * 2 + 1)}  # fmt: skip
+    dumps = {r: Dump({kind: of(r) for kind, of in ranks.items() if kind != "dp" or r < 6})
+             for r in range(12)}  # fmt: skip
+    for rank, dump in dumps.items():
+        what = "recv 1<-0" if rank > 5 else "send 0->1"
+        dump.call("pp", what, done=True, size=512, count=3)
+        dump.call("pp", what, size=1024 if rank in (4, 5) else 512)
+    named, found = verdict(dumps)
+    assert (named, found.confidence) == ({4, 5}, "certain"), found
+
+
+def test_who_was_started_anew_is_no_sibling_behind():
+    dumps = {r: Dump({"tp": (r // 2 * 2, r // 2 * 2 + 1)}) for r in range(8)}
+    for rank, dump in dumps.items():
+        if rank == 6:
+            continue
+        dump.call("tp", done=True, count=30)
+        dump.call("tp", count=rank % 2 or rank > 3)
+    named, _ = verdict(dumps)
+    assert {0, 2} <= named
 
 
 def test_hosts_that_stand_together_further_on_may_wait_for_the_one_behind():
