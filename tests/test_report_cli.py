@@ -223,7 +223,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         (["faster=:0"], "0 is no factor"),
         (["moved=abacus"], "there is no machine abacus"),
         (["microbatches=0"], "microbatches=32"),
-        (["microbatches=7"], "train.global_batch_size=N, 7/"),
+        (["microbatches=7"], "--global-batch-size N, 7/"),
         (["--html", "/proc/page.html"], "cannot write to /proc"),
         (["--html", "."], "is a folder"),
         (["--html", "same", "--trace", "same"], "two outputs"),
