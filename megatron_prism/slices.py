@@ -168,13 +168,13 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
     otherwise first, in the middle and last."""
     if world.cp == 1:
         return
-    ranks, axes = np.arange(world.size), ("tp", "dp", "pp")
-    places = np.stack([np.asarray(world._along(axis, ranks)) for axis in axes])
+    ranks, places = np.arange(world.size), _places(world)
     missing: set[int] = set()
     for index, program in enumerate(captured):
         if "default_pg" not in program.strings:
             continue
-        ops, ring = program.ops, (places[:, program.rank] == places.T).all(axis=1)
+        ops, alike = program.ops, (places[axis] for axis in ("tp", "dp", "pp"))
+        ring = np.logical_and.reduce([place == place[program.rank] for place in alike])
         pairs = IS_PAIR[ops["name"]] & (ops["group"] == program.strings.index("default_pg"))
         if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
             missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
@@ -189,8 +189,7 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
 def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
     """int32 [world]: which of the captured ranks (by index) stands for every rank."""
     captured = list(captured)
-    ranks = np.arange(world.size)
-    places = {axis: np.asarray(world._along(axis, ranks)) for axis in AXES}
+    ranks, places = np.arange(world.size), _places(world)
     best = np.full(world.size, -1, dtype=np.int32)
     found = np.full(world.size, -1, dtype=np.int32)
     for index, rank in enumerate(captured):
@@ -207,6 +206,12 @@ def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
             f"{', '.join(str(int(ranks[places['pp'] == stage][0])) for stage in stages)}",
         )
     return found
+
+
+def _places(world: World) -> dict[str, np.ndarray]:
+    """axis -> [world], where on it each rank is."""
+    ranks = np.arange(world.size)
+    return {axis: np.asarray(world._along(axis, ranks)) for axis in AXES}
 
 
 def open_programs(path: str | os.PathLike[str]) -> Programs:
