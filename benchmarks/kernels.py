@@ -1,9 +1,10 @@
 """Where two recorded turns of one rank spend the device's time, by kind of kernel.
 
-``python benchmarks/kernels.py REAL/kernels-0.json EMULATED/kernels-0.json`` (what ``turns.py
---kernels`` keeps in its work folder) prints for every kind how many kernels ran and for how many
-ms, how long nothing ran, quartiles of the calls with and without computing beside them, and the
-kernels whose sums differ most.  ``turns.py --json`` keeps the same of every rank (``summary``).
+``python benchmarks/kernels.py REAL/kernels-0.json EMULATED/kernels-0.json [STEPS]`` (what
+``turns.py --kernels`` keeps in its work folder) prints for every kind how many kernels ran and for
+how many ms, how long nothing ran, quartiles of the calls with and without computing beside them,
+with STEPS products by eighths of an iteration, and the kernels whose sums differ most.
+``turns.py --json`` keeps the same of every rank (``summary``).
 """
 
 from __future__ import annotations
@@ -73,6 +74,24 @@ def calls(kernels: Sequence[Kernel]) -> dict[str, list[float]]:
     }
 
 
+def products(kernels: Sequence[Kernel], steps: int, parts: int = 8) -> list[float]:
+    """ms of products by part of an iteration.
+
+    A product's part is its place among those of its name, so runs of other speeds compare; names
+    that do not run equally often in each of ``steps`` iterations are left out.
+    """
+    named: dict[str, list[int]] = defaultdict(list)
+    for name, _, _, ns in sorted(kernels, key=lambda kernel: kernel[2]):
+        named[name].append(ns)
+    found = [0.0] * parts
+    for name, each in named.items():
+        a_step, left = divmod(len(each), steps)
+        if kind(name) == "products" and not left:
+            for number, ns in enumerate(each):
+                found[number % a_step * parts // a_step] += ns / 1e6 / steps
+    return [round(ms, 2) for ms in found]
+
+
 def _computing(kernels: Sequence[Kernel]) -> tuple[list[int], list[int]]:
     """(where the device begins and ends to compute, ns it has computed by then), ascending."""
     edges: list[int] = []
@@ -113,11 +132,12 @@ def _is_call(name: str) -> bool:
     return kind(name) == "collectives"
 
 
-def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """What a results file keeps of a recorded turn: ms by kind, calls and gaps."""
+def summary(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
+    """What a results file keeps of a recorded turn: ms by kind, calls, gaps, products."""
     own = [one for one in kernels if kind(one[0]) != "words"]
     ms = {label: round(total, 2) for label, (_, total) in by_kind(sums(kernels)).items()}
-    return {"ms": {**ms, "idle": round(idle(own), 2)}, "calls": calls(own), "gaps": gaps(own)}
+    return {"ms": {**ms, "idle": round(idle(own), 2)}, "calls": calls(own), "gaps": gaps(own),
+            "products_by_eighths_ms": products(own, steps)}  # fmt: skip
 
 
 def by_kind(found: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -129,7 +149,9 @@ def by_kind(found: dict[str, list[float]]) -> dict[str, list[float]]:
     return kinds
 
 
-def compare(real: Sequence[Kernel], other: Sequence[Kernel], most: int = 8) -> list[str]:
+def compare(
+    real: Sequence[Kernel], other: Sequence[Kernel], steps: int = 0, most: int = 8
+) -> list[str]:
     """Lines to print; kernels of both runs are matched by their names."""
     sides = sums(real), sums(other)
     pairs = [by_kind(side) for side in sides]
@@ -140,6 +162,10 @@ def compare(real: Sequence[Kernel], other: Sequence[Kernel], most: int = 8) -> l
         sides_us = (side.get(which, [0, 0, 0, 0]) for side in each)
         said = (f"{n:.0f} x {low:.0f}, {mid:.0f}, {high:.0f} us" for n, low, mid, high in sides_us)
         lines.append(f"calls {which:>6}" + "".join(f"{text:>30}" for text in said))
+    if steps:
+        pairs_ms = zip(products(real, steps), products(other, steps), strict=True)
+        ratios = ", ".join(f"{b / a:.3f}" if a else "-" for a, b in pairs_ms)
+        lines.append(f"products by eighths of an iteration, other/real: {ratios}")
     names = [name for name in {*sides[0], *sides[1]} if kind(name) != "collectives"]
     none = [0, 0.0]
     differs = {name: sides[1].get(name, none)[1] - sides[0].get(name, none)[1] for name in names}
@@ -155,11 +181,11 @@ def _line(label: str, real: Sequence[float], other: Sequence[float]) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4):
         print(__doc__, file=sys.stderr)
         return 2
-    real, other = (json.loads(Path(name).read_text()) for name in sys.argv[1:])
-    print("\n".join(compare(real, other)))
+    real, other = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
+    print("\n".join(compare(real, other, int(sys.argv[3]) if sys.argv[3:] else 0)))
     return 0
 
 

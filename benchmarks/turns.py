@@ -240,8 +240,9 @@ def kernels(sitting: Turns, groups: dict[str, list[Runner]]) -> dict[str, list[d
         return {}
     for rank, (real, paced) in enumerate(zip(*found, strict=True)):
         print(f"kernels of rank {rank} in {sitting.steps} steps, real and paced")
-        print("\n".join(compare(real, paced)))
-    return {name: [summary(one) for one in side] for name, side in zip(groups, found, strict=True)}
+        print("\n".join(compare(real, paced, sitting.steps)))
+    return {name: [summary(one, sitting.steps) for one in side]
+            for name, side in zip(groups, found, strict=True)}  # fmt: skip
 
 
 def of_captures(folder: Path) -> list[dict[str, Any]]:

@@ -67,10 +67,24 @@ def test_calls_beside_computing_and_gaps_are_told_apart(kernels):
         "call to computing": {"count": 1, "ms": 0.01, "median_us": 6.0, "long_ms": 0.0},
         "computing to call": {"count": 1, "ms": 0.0, "median_us": 2.0, "long_ms": 0.0},
     }
-    whole = kernels.summary(ran)
+    whole = kernels.summary(ran, 1)
     assert whole["gaps"] == found
     assert whole["calls"] == kernels.calls(ran)
     assert whole["ms"]["idle"] == 0.1
     assert kernels.calls([("ncclE", 9, 0, 70 * us)]) == {"alone": [1, 70, 70, 70]}
     lines = kernels.compare(ran, ran[:2])
     assert any("beside" in line and "1 x 100, 100, 100 us" in line for line in lines)
+
+
+def test_products_are_told_apart_by_their_place_in_an_iteration(kernels):
+    ms = 1_000_000
+    steps = [[1, 2, 3, 4], [3, 2, 1, 4]]  # of one product, four times an iteration
+    ran = [("gemmA", 7, 100 * ms * (4 * i + k), value * ms)
+           for i, each in enumerate(steps) for k, value in enumerate(each)]  # fmt: skip
+    ran += [("gemmB", 7, 5 * ms, ms), ("add", 7, 6 * ms, ms), ("add", 7, 999 * ms, ms)]
+    assert kernels.products(ran[::-1], 2, 4) == [2.0, 2.0, 2.0, 4.0]  # gemmB ran once: left out
+    assert kernels.products(ran, 2, 2) == [4.0, 6.0]
+    slower = [(name, stream, start, 2 * ns) for name, stream, start, ns in ran]
+    (line,) = (one for one in kernels.compare(ran, slower, 2) if "eighths" in one)
+    assert line.endswith("2.000, -, 2.000, -, 2.000, -, 2.000, -")
+    assert not any("eighths" in one for one in kernels.compare(ran, slower))

@@ -194,7 +194,7 @@ def test_kernels_of_a_job_that_failed_are_compared_with_nothing(modules, tmp_pat
     (tmp_path / "paced" / "kernels-0.json").write_text(kernel)
     kept = turns.kernels(turns.Turns, groups)
     assert [len(side) for side in kept.values()] == [1, 1]
-    assert set(kept["real"][0]) == {"ms", "calls", "gaps"}
+    assert set(kept["real"][0]) == {"ms", "calls", "gaps", "products_by_eighths_ms"}
     assert "kernels of rank 0" in capsys.readouterr().out
 
 
