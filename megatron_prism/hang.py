@@ -104,8 +104,7 @@ class _Judge:
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
     def _stuck(self, odds: list[Odd]) -> list[Blamed]:
         found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
-        dead = self._gone(bool(found))
-        lost = len(self.state.missing)
+        dead, lost = self._gone(bool(found)), len(self.state.missing)
         # files are lost, not their ranks alone: who left one and contradicts its siblings says more
         by_file = dead and not found and lost > _LOST
         if by_file and (other := self._ordered(odds) or self._odd(odds)):
@@ -122,7 +121,8 @@ class _Judge:
     def _devices(self) -> Iterable[Blamed]:
         """Complete-late: the others saw the end of a call that needs everybody."""
         for rank, entry, last in sources.complete_late(self.state):
-            why = f"{call_text(entry)} ended on the others (up to #{last}), not on it"
+            why = (f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device,"
+                   " its watchdog or the link to it")  # fmt: skip
             self._note(entry, f"rank {rank}: {why}")
             yield Blamed(rank, "device stuck", why)
 
@@ -200,7 +200,8 @@ class _Judge:
 
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
-        odd, about = order_conflicts(self.state, queued)
+        free = odds or not sources.held(self.state)
+        odd, about = order_conflicts(self.state, queued) if free else ({}, None)
         among = {r for o in odds for r in o.among}
         if about is None or not odd or (among and among.isdisjoint(odd)):
             return []
@@ -218,8 +219,7 @@ class _Judge:
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
-        found = sources.never_started(self.state)
-        for rank, entry in found.items():
+        for rank, entry in (found := sources.never_started(self.state)).items():
             self._note(entry, f"the device of rank {rank} never started {call_text(entry)}")
         return [Blamed(r, "device stuck", f"never started {call_text(e)}")
                 for r, e in found.items()]  # fmt: skip
@@ -283,8 +283,10 @@ class _Judge:
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
         unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
+        # several at once: the network, or dumps of a job that went on while they were written
+        unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1
         confidence = "possible" if unsure else "likely"
-        if verdict in {"device stuck", "order"} | signature and not (state.missing or self.doubt):
+        if verdict in signature | {"order"} and not (state.missing or self.doubt):
             confidence = "certain"
         return Diagnosis(
             "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,

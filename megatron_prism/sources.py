@@ -14,7 +14,7 @@ from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["age", "beside", "circle", "complete_late", "gone", "left_no_dump", "lone",
+__all__ = ["age", "beside", "circle", "complete_late", "gone", "held", "left_no_dump", "lone",
            "never_started", "outrun", "unposted", "waiting"]  # fmt: skip
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -174,6 +174,18 @@ def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:
             joint = [e for e in calls if e.op not in _ROOTED]
             if joint:
                 yield rank, joint[0], last
+
+
+def held(state: State) -> bool:
+    """Whether some collective has everybody and nobody leaves it: a device, or the network.
+
+    Who issues calls in another order leaves a circle of waits, or somebody who has not come.
+    """
+    for rank in state.outstanding:
+        head = state.head(rank)
+        if head is not None and not head.pair and not state.waits(rank)[1]:
+            return all(r in state.dumps for r in state.groups[head.group].ranks)
+    return False
 
 
 def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:

@@ -18,6 +18,9 @@ from megatron_prism.outstanding import State
 __all__ = ["Odd", "mismatches"]
 
 
+_LAST = 6  # calls before one, by which siblings are at the same place
+
+
 @dataclass(frozen=True)
 class Odd:
     """A call in which ranks differ.
@@ -73,16 +76,32 @@ def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
 def _elsewhere(
     state: State, like: Entry, here: set[int], known: set[tuple[object, ...]]
 ) -> Iterator[tuple[object, ...]]:
-    """What siblings of the ranks ``here`` call at this place of their own groups."""
-    roles = {state.role.get(rank, 0) for rank in here}
-    for role in roles:
+    """What siblings of the ranks ``here`` call at this place of their own groups: those whose calls
+    before it are alike, since numbers say nothing where siblings make calls of their own."""
+    mine = [_before(state, rank, like) for rank in sorted(here)]
+    for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
             if rank in here:
+                continue
+            if not any(_fit(_before(state, rank, like), one) for one in mine):
                 continue
             entries = [e for e in state.dumps[rank].entries if e.desc == like.desc
                        and e.seq == like.seq and not e.pair and e.op != "coalesced"]  # fmt: skip
             if entries and (found := signature(entries)) in known:
                 yield found
+
+
+def _before(state: State, rank: int, like: Entry) -> list[tuple[object, ...]]:
+    """Its last calls before ``like`` in its own group of that description."""
+    return [signature([e]) for e in state.dumps[rank].entries
+            if e.desc == like.desc and not e.pair and e.op != "coalesced"
+            and like.seq - _LAST <= e.seq < like.seq]  # fmt: skip
+
+
+def _fit(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
+    """Whether the last calls of both are alike, as far as both are known."""
+    common = min(len(one), len(other))
+    return one[len(one) - common :] == other[len(other) - common :]
 
 
 def _kind(a: tuple[object, ...], b: tuple[object, ...]) -> str:
