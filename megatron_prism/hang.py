@@ -240,14 +240,13 @@ class _Judge:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
         else:
-            self.evidence += ["every member entered the call and none left it: a device, the "
-                              "network or NCCL"]  # fmt: skip
+            self.evidence.append("every member entered the call and none left it: a device, the "
+                                 "network or NCCL")  # fmt: skip
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
     def _few(self, cycle: list[int]) -> list[Blamed]:
-        """The one rank that left out a message, by what its siblings did; else those of a circle
-        who wait where most members never come."""
+        """Who left out a message, by what siblings did; else who waits where most never come."""
         if (found := sources.lone(self.state, cycle)) is None:
             return []
         self.first, ranks, kind, text = found
@@ -278,15 +277,14 @@ class _Judge:
         victims, chain = sources.waiting(state, blamed, cycle)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
-        first = self.first or next((e for waits, e in heads if not waits), None) or next(
-            (e for _, e in heads), None)  # fmt: skip
+        first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)
         signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
         unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
-        # several at once: the network, or dumps of a job that went on while they were written
-        unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1
+        unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1  # or their links
         confidence = "possible" if unsure else "likely"
-        if verdict in signature | {"order"} and not (state.missing or self.doubt):
+        sure = verdict in signature or verdict == "order" and state.history
+        if sure and not (state.missing or self.doubt):
             confidence = "certain"
         return Diagnosis(
             "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,

@@ -269,6 +269,11 @@ class State:
         waits = {other for rank in self.outstanding for other in self.waits(rank)[1]}
         return waits - {rank for rank in self.dumps if self.outstanding[rank]}
 
+    @cached_property
+    def history(self) -> bool:
+        """Whether dumps hold calls that ended, too."""
+        return any(e.done for dump in self.dumps.values() for e in dump.entries)
+
     def lacks(self) -> tuple[str, ...]:
         """What the dumps do not hold, and which variable to set next time."""
         found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
@@ -283,7 +288,7 @@ class State:
             found.append(f"outstanding messages of ranks {format_ranks(sorted(self.hidden))}: next "
                          "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
         found += sorted({note for dump in dumps for note in dump.notes})
-        if not any(e.done for d in dumps for e in d.entries):
+        if not self.history:
             found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
                          "(Megatron: --flight-recorder-include-only-active)")  # fmt: skip
         if not any(e.site for d in dumps for e in d.entries):

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.ops import IS_PAIR
+from megatron_prism.ops import CODE, IS_PAIR
 from megatron_prism.program import Program
 from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
@@ -159,6 +159,7 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                     f"{path} has other groups {name} than the slices before it",
                     fix="delete it, and capture it again as the others",
                 )
+    _check_gathers(first.world, captured, of, groups)
     return Programs(first.world, tuple(captured), of, groups, first.source)
 
 
@@ -184,6 +185,44 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
             f"and those of ranks {format_ranks(sorted(missing))} have no slice",
             fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
         )
+
+
+def _check_gathers(
+    world: World, captured: Sequence[Program], of: np.ndarray, groups: Groups
+) -> None:
+    """ProgramError where one rank stands for another that gives a gather more or less: whole
+    parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
+    take other memory and other times."""
+    missing, found = set[int](), ""
+    given = [_gathers(program) for program in captured]
+    for program, calls in zip(captured, given, strict=True):
+        for name, rows in calls.items():
+            lists = (ranks for ranks in groups.get(name, ()) if program.rank in ranks)
+            known = world.groups(program.rank, megatron=(0, 19)) if name not in groups else {}
+            members = next(lists, known.get(name, ()))
+            for number, (_, sizes) in enumerate(rows):
+                for rank, size in zip(members, sizes, strict=False):
+                    theirs = given[of[rank]].get(name, [])
+                    if number >= len(theirs) or theirs[number][0] != size:
+                        found = name
+                        missing.add(rank)
+    missing -= {program.rank for program in captured}
+    if missing:
+        raise ProgramError(
+            f"gathers of {found} take more from some ranks than from others (whole parameters "
+            f"belong to single ranks, as with dist_muon): ranks {format_ranks(sorted(missing))} "
+            "differ from those that stand for them",
+            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+        )
+
+
+def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    """Group -> (elements of this rank, of every member) of its uneven gathers, in their order."""
+    ops, found = program.ops, dict[str, list[tuple[int, tuple[int, ...]]]]()
+    for row in ops[(ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)]:
+        entry = int(row["num_in"]), program.splits[row["splits"]][1]
+        found.setdefault(program.strings[row["group"]], []).append(entry)
+    return found
 
 
 def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:

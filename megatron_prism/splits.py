@@ -1,4 +1,5 @@
-"""Does every member of an all-to-all send what the others expect?  Row by row, pair by pair.
+"""Does every member of an all-to-all, or of an uneven gather, send what the others expect?  Row by
+row, pair by pair.
 
 In : programs and classes whose FIFOs agree.  Out: (group, entry, (sender, receiver), sentence) for
 the first disagreement of each entry.  Only groups in which some call has explicit splits are
@@ -13,11 +14,13 @@ import numpy as np
 
 from megatron_prism.classes import Classes
 from megatron_prism.membership import Membership
-from megatron_prism.ops import IS_COLLECTIVE
+from megatron_prism.ops import CODE, IS_COLLECTIVE
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
 __all__ = ["check_splits"]
+
+_GATHER = CODE["all_gather"]
 
 
 def check_splits(
@@ -57,9 +60,11 @@ class _Fifo:
     def broken(self, number: int) -> str | None:
         """In words, why the splits cannot be those of the tensor; None if they can."""
         row = self.program.ops[self.indices[number]]
+        gathers = row["name"] == _GATHER
         for side, name in enumerate(("num_in", "num_out") if row["splits"] >= 0 else ()):
-            total, whole = int(row[name]), sum(self.program.splits[row["splits"]][side])
-            if total >= 0 and (total % whole if whole else total):
+            total, rows = int(row[name]), self.program.splits[row["splits"]][side]
+            whole = rows[0] if gathers and side == 0 and rows else sum(rows)
+            if total >= 0 and (total != whole if gathers or not whole else total % whole):
                 what = ("sends", "receives")[side]
                 return f"{what} {total} elements and gives {whole} rows of them to its members"
         return None
@@ -70,6 +75,8 @@ class _Fifo:
         if row["splits"] < 0:
             return None
         rows = np.array(self.program.splits[row["splits"]][side], dtype=np.int64)
+        if row["name"] == _GATHER:  # elements, and everybody gets the same
+            return rows
         total = int(row["num_in"] if side == 0 else row["num_out"])
         whole = int(rows.sum())
         return rows * (total // whole) if whole else rows

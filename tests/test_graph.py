@@ -359,6 +359,26 @@ def test_calls_that_every_rank_makes_alike_and_wrongly(line, kind, says):
     assert "<-- here" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        ((4, 6), ""),
+        ((4, 5), "rank 1 sends 5 elements to rank 0, which expects 6"),
+        ((4, 7), "rank 1 sends 7 elements and gives 6 rows of them"),
+    ],
+)
+def test_a_gather_may_take_more_from_some_ranks(shares, says):
+    """dist_muon's was a wrong shape, in a job that trains."""
+    lines = "".join(
+        f"\nprogram ranks={rank}\n- all_gather default_pg bf16 in={own} out=10 "
+        f"to={min(own, 6)},{min(own, 6)} from=4,6"
+        for rank, own in enumerate(shares)
+    )
+    found = graph.build(parse(f"prism-program 1\nworld size=2{lines}")).check()
+    assert [one.kind for one in found] == ["splits"] * bool(says)
+    assert says in "".join(one.likely for one in found)
+
+
 def test_a_call_needs_a_group():
     text = "prism-program 1\nworld size=2\nprogram ranks=0-1\n- all_reduce bf16 n=4 reduce=sum"
     with pytest.raises(ProgramError, match="a call without a group"):

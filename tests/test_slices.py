@@ -65,6 +65,26 @@ def test_a_ring_of_context_parallel_ranks_wants_a_slice_of_each_place(tmp_path):
     assert stored("c", [0, 8], peer=8).program_of[2] == 0  # to the next stage
 
 
+def test_a_gather_of_uneven_shares_wants_a_slice_of_each_rank_that_differs(tmp_path):
+    """dist_muon: whole parameters belong to single ranks, whose optimizers differ with them."""
+    world, shares = World(4), (4, 6, 4, 7)
+
+    def stored(folder, ranks):
+        store = SliceStore(tmp_path / folder, world, SOURCE)
+        store.prepare(False)
+        for rank in ranks:
+            own = shares[rank]
+            gather = Op("all_gather", "DATA_PARALLEL_GROUP", "bf16", own, 21,
+                        splits=((own,) * 4, shares))  # fmt: skip
+            store.put(Program.from_ops(rank, [gather]))
+        return assemble(tmp_path / folder)
+
+    with pytest.raises(ProgramError, match="ranks 1,3 differ") as caught:
+        stored("a", [0])
+    assert "--prism-ranks 1 " in caught.value.fix
+    assert stored("b", [0, 1, 3]).program_of[2] == 0
+
+
 # -- the store ------------------------------------------------------------------------------------
 def test_finished_slices_are_kept(tmp_path):
     store_in(tmp_path / "a" / "b", (0,))

@@ -259,6 +259,21 @@ def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated,
     assert heard == [False]
 
 
+@pytest.mark.parametrize("wanted", [1, 2, 4])
+def test_an_evaluation_itself_is_not_recorded(simulated, monkeypatch, wanted):
+    """It was, up to twelve times an iteration, where no step came behind it."""
+    capture, log = simulated("cpu", wanted)
+    before = len(log)
+    assert capture._recorder.active == (wanted <= 2)
+    for _ in range(2):  # of validation, of the test set
+        capture.beside(False, begun=True)
+        assert not capture._recorder.active
+    assert len(capture.kept()) == {1: 1, 2: 1, 4: 2}[wanted]
+    assert len(log) == before
+    capture.before(wanted + 1, wanted + 9, None)
+    assert not capture._beside
+
+
 def test_a_job_that_ends_before_anything_is_recorded_is_told_so(tmp_path):
     """--skip-train, or --exit-duration-in-mins: Megatron says in nothing how many steps that is."""
     capture = StockCapture(options(tmp_path / "new"), TIER, {})

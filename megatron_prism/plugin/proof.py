@@ -126,12 +126,14 @@ class Proof:
             yield
         self.labels = before  # not after an error, which these labels then explain
 
-    def beside(self, gathered: bool) -> None:
+    def beside(self, gathered: bool, begun: bool) -> None:
         """What comes until the next train step is an evaluation, or another thing that not every
-        iteration has.  ``gathered``: it gathers the parameters that the next step would."""
-        for listener in (self.capture, self.guard):
-            if listener is not None:
-                listener.beside(gathered)
+        iteration has.  ``gathered``: it gathers the parameters that the next step would;
+        ``begun``: it is here."""
+        if self.capture is not None:
+            self.capture.beside(gathered, begun)
+        if self.guard is not None:
+            self.guard.beside(gathered)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

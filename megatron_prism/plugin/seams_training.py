@@ -98,9 +98,9 @@ def _prove(module: ModuleType, context: Context) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     proof = context.proof
 
-    def beside() -> None:
+    def beside(begun: bool = True) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
-        proof.beside(bool(getattr(_get_args(), "overlap_param_gather", False)))
+        proof.beside(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
 
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _prove(module: ModuleType, context: Context) -> None:
                 result = original(*args, **kwargs)
                 proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
             if _followed_by_more(_get_args()):
-                beside()
+                beside(begun=False)
             return result
 
         return call
@@ -152,6 +152,7 @@ def _prove(module: ModuleType, context: Context) -> None:
     _wrap(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
     _wrap(module, "evaluate", evaluate)
     _wrap(module, "disable_forward_pre_hook", gathers)  # before evaluations and checkpoints
+    _wrap(module, "save_checkpoint_and_time", gathers)
     _wrap(module, "pretrain", whole)
 
 

@@ -39,6 +39,8 @@ KEPT = 65  # iterations at most: one written down, the others timed, clocked or 
 FEW = 9  # of a short job, though the first ones are still warming up
 TIMING = "3"  # goes up when times of a GPU's slices mean something else; 3: links as in the job
 WARM = 5  # the first iteration that is recorded if the job is long enough
+_DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
+_running: list[StockCapture] = []
 
 
 def first_recorded(wanted: int) -> int:
@@ -67,17 +69,11 @@ def check_free(folder: Path, rank: int, force: bool) -> None:
     check_writable(folder, "--prism-capture DIR")
 
 
-_running: list[StockCapture] = []
-
-
 def disturbed() -> None:
     """For whoever made this process wait: the iteration that is recorded now is left out, as one
     with an evaluation is, as long as there are others."""
     for capture in _running:
         capture.beside(gathered=False)
-
-
-_DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 
 
 class StockCapture:
@@ -97,10 +93,10 @@ class StockCapture:
         self._recorder: Any = None
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
-        self._beside = self._next = False  # whether the iteration that is recorded has one
-        self._evaluates = False  # some had
+        # whether the iteration that is recorded has one, the next one will, some had
+        self._beside = self._next = self._evaluates = False
         self._tracer: Any = None
-        self._now = self._flops = dict[str, str]()  # of what is written down, and of what counts
+        self._now = self._flops = dict[str, str]()  # of what is written down, of what counts
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
@@ -176,11 +172,14 @@ class StockCapture:
         _running.append(self)
         world.recorder = proof.recorder = self._recorder
 
-    def beside(self, gathered: bool) -> None:
-        """An evaluation follows: iterations without one are preferred, and without one before that
-        took something off them."""
+    def beside(self, gathered: bool, begun: bool = False) -> None:
+        """An evaluation follows (``begun``: is here, and not recorded): iterations without one are
+        preferred, and without one before that took something off them."""
         self._beside = self._recorder is not None
-        self._next, self._evaluates = gathered, True
+        self._evaluates = True
+        if begun and self._beside:
+            self._keep()
+        self._next = gathered
 
     def _keep(self) -> None:
         if self._recorder.clock.running:

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_prism.classes import memberships, partition
 from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.membership import WORLD_GROUP
-from megatron_prism.ops import CODE, IS_PAIR
+from megatron_prism.ops import CODE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 from megatron_prism.replay.whatif import assumed, used
@@ -142,9 +142,9 @@ class _Resizer:
         name = int(row["name"])
         if IS_PAIR[name]:
             row["peer"] = self._peer(int(row["peer"]), group)
-        elif name == CODE["all_to_all"]:
+        elif name == CODE["all_to_all"] or row["splits"] >= 0:
             raise ProgramError(
-                f"who sends how much in an all_to_all of {group} with {after} ranks is not known",
+                f"who sends how much in an {NAMES[name]} of {group} with {after} ranks is unknown",
                 fix="capture a world of that size",
             )
         elif name in (CODE["all_gather"], CODE["gather"]) and row["num_out"] > 0:

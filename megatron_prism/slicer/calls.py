@@ -93,6 +93,8 @@ def details(group: Any, op: str, args: Sequence[Any], kwargs: Any) -> dict[str, 
         fields["peer"] = _nearest(peer - group.rank(), group.size())
     if op == "all_to_all":
         fields["splits"] = _splits(group, args)
+    elif op == "all_gather":
+        fields["splits"] = _uneven(args)
     return fields
 
 
@@ -109,6 +111,16 @@ def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int
     if len(args) < 4 or not known or not (len(args[2]) and len(args[3])):
         return None
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
+
+
+def _uneven(args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(elements to, elements from) every member of a gather into tensors of several sizes, as where
+    whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0): all know them."""
+    lists, shards = args[0], args[1]
+    if torch.is_tensor(lists) or len(lists) != 1 or torch.is_tensor(lists[0]):
+        return None
+    sizes = tuple(out.numel() for out in lists[0])
+    return ((shards[0].numel(),) * len(sizes), sizes) if len(set(sizes)) > 1 else None
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:

@@ -11,14 +11,14 @@ from megatron_prism.flight_dump import DumpSet
 from megatron_prism.outstanding import State
 
 NAMES = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP",
-         "pp": "PIPELINE_MODEL_PARALLEL_GROUP"}  # fmt: skip
+         "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP"}  # fmt: skip
 
 
 class Dump:
     """What one rank's recorder holds; ``groups``: of its own, kind -> ranks."""
 
     def __init__(self, groups):
-        number = {"tp": 100, "dp": 200, "pp": 300}  # torch's names are numbers
+        number = {"tp": 100, "dp": 200, "pp": 300, "mp": 400}  # torch's names are numbers
         self.names = {kind: str(number[kind] + ranks[0]) for kind, ranks in groups.items()}
         self.groups, self.entries, self.made = groups, [], dict.fromkeys(groups, 0)
         self.ended = dict(self.made)
@@ -186,3 +186,69 @@ def test_hosts_that_stand_together_further_on_may_wait_for_the_one_behind():
     assert named == {6}
     assert found.confidence == "possible"
     assert len(said(found, "ranks 0-4:2 wait for nobody either, further on than a sibling")) == 1
+
+
+def four_pairs():
+    """Four pairs of tp ranks; the last one has more microbatches than the others."""
+    return {r: Dump({"tp": (r - r % 2, r - r % 2 + 1), "dp": tuple(range(r % 2, 8, 2))})
+            for r in range(8)}  # fmt: skip
+
+
+@pytest.mark.parametrize("history", [True, False], ids=["history", "outstanding"])
+def test_where_a_call_has_everybody_and_nobody_leaves_it_no_order_is_to_blame(history):
+    """Ranks 6 and 7, which had rightly made more calls than their siblings, were certain."""
+    dumps = four_pairs()
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True)
+        dump.call("tp", count=6 if rank > 5 else 4, done=True)
+        dump.call("tp" if rank > 5 else "dp")  # a kernel of 6 or 7 does not end
+        if not history:
+            dump.entries = [e for e in dump.entries if not e["retired"]]
+    named, found = verdict(dumps)
+    assert named == set()
+    assert found.verdict == "undetermined"
+    assert "every member entered the call and none left it" in str(found.evidence)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_siblings_vote_only_where_their_calls_before_it_are_alike(shifted):
+    """Rank 0 was certain, by numbers that siblings with a call more had given to other calls."""
+    dumps = four_pairs()
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True)
+        if rank < 2:
+            dump.call("tp", count=4, done=True)
+            dump.call("tp", ("all_gather", "_reduce_scatter_base")[rank])
+        else:
+            dump.call("tp", count=3 if shifted else 4, done=True)
+            dump.call("tp", "all_gather", count=1 if shifted else 0, done=True)
+            dump.call("tp", "_reduce_scatter_base", done=True)
+            dump.call("dp")
+    named, found = verdict(dumps)
+    assert named == (set() if shifted else {0})
+    assert found.verdict == "mismatch" or shifted
+
+
+@pytest.mark.parametrize(("late", "confidence"), [((3,), "likely"), ((3, 5), "possible")])
+def test_a_call_that_ended_elsewhere_is_not_certainly_a_device(late, confidence):
+    """It may be the link: where the network of a node broke in a call, others were certain."""
+    dumps = {r: Dump({"mp": tuple(range(r - r % 4, r - r % 4 + 4))}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("mp", done=True)
+        dump.call("mp", done=rank not in late)
+        dump.call("mp")
+    named, found = verdict(dumps)
+    assert (named, found.confidence) == (set(late), confidence)
+    assert "or the link to it" in str(found.evidence)
+
+
+def test_calls_of_a_whole_model_need_everybody():
+    """A dump that an earlier attempt left was a rank whose device stands still."""
+    dumps = {r: Dump({"mp": (0, 1, 2, 3)}) for r in range(4)}
+    for rank, dump in dumps.items():
+        dump.call("mp", count=1 if rank == 3 else 5, done=True)
+        dump.call("mp")
+        dump.entries = dump.entries[-1:]
+    named, found = verdict(dumps)
+    assert named == set()
+    assert "the dump of rank 3 is of an earlier moment" in str(found.evidence)
