@@ -78,7 +78,7 @@ def products(kernels: Sequence[Kernel], steps: int, parts: int = 8) -> list[floa
     """ms of products by part of an iteration.
 
     A product's part is its place among those of its name, so runs of other speeds compare; names
-    that do not run equally often in each of ``steps`` iterations are left out.
+    whose number is no multiple of ``steps`` iterations are left out.
     """
     named: dict[str, list[int]] = defaultdict(list)
     for name, _, _, ns in sorted(kernels, key=lambda kernel: kernel[2]):

@@ -31,7 +31,7 @@ _ROOTLESS = (
     "EXPERT_",
     "DATA_PARALLEL",
     "INTRA_",
-    "MODEL_PARALLEL",  # norms; tensor-parallel ones broadcast batches
+    "MODEL_PARALLEL",  # not the tensor-parallel ones, which broadcast batches
 )  # groups in which Megatron's iterations are joint
 _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
 _AHEAD = 32

@@ -50,6 +50,7 @@ __all__ = [
     "PHASES",
     "PHASE_NAMES",
     "REDUCE",
+    "SHARED",
     "SLOWER",
     "TEXTS",
     "UNKNOWN",
@@ -69,6 +70,7 @@ IS_COLLECTIVE = np.array([any(r.name == n and r.kind == "group" for r in TABLE) 
 # letters of the text form; W is a weight gradient computed apart from its backward
 PHASES = {"": "-", "forward": "F", "backward": "B", "weight": "W", "optimizer": "O", "sync": "G"}
 PHASE_NAMES = tuple(PHASES)
+SHARED = "DATA_PARALLEL"  # in the names of groups whose members share parameters out
 DTYPES = {
     "": 0,
     "bf16": 2,

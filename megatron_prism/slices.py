@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 from megatron_prism import programs
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.ops import CODE, IS_PAIR
+from megatron_prism.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.program import Program
 from megatron_prism.program_parse import parse
 from megatron_prism.programs import Programs
@@ -30,6 +31,7 @@ __all__ = ["AGE", "SliceStore", "assemble", "open_programs", "stand_in_for"]
 WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
+_SHOWN = 64  # ranks of a message
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
@@ -195,23 +197,28 @@ def _check_gathers(
     take other memory and other times."""
     missing, found = set[int](), ""
     given = [_gathers(program) for program in captured]
+    own = defaultdict[tuple[str, int], np.ndarray](lambda: np.full(len(captured), -1))
+    for index, calls in enumerate(given):
+        for name, rows in calls.items():
+            for number, (size, _) in enumerate(rows):
+                own[name, number][index] = size
+    held = np.isin(np.arange(world.size), [program.rank for program in captured])
     for program, calls in zip(captured, given, strict=True):
         for name, rows in calls.items():
             lists = (ranks for ranks in groups.get(name, ()) if program.rank in ranks)
             known = world.groups(program.rank, megatron=(0, 19)) if name not in groups else {}
-            members = next(lists, known.get(name, ()))
+            members = np.array(next(lists, known.get(name, ())), dtype=np.int64)
             for number, (_, sizes) in enumerate(rows):
-                for rank, size in zip(members, sizes, strict=False):
-                    theirs = given[of[rank]].get(name, [])
-                    if number >= len(theirs) or theirs[number][0] != size:
-                        found = name
-                        missing.add(rank)
-    missing -= {program.rank for program in captured}
+                if len(sizes) == len(members):
+                    differ = members[(own[name, number][of[members]] != sizes) & ~held[members]]
+                    missing.update(differ.tolist())
+                    found = name if len(differ) else found
     if missing:
+        ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
         raise ProgramError(
             f"gathers of {found} take more from some ranks than from others (whole parameters "
-            f"belong to single ranks, as with dist_muon): ranks {format_ranks(sorted(missing))} "
-            "differ from those that stand for them",
+            f"belong to single ranks, as with dist_muon): {len(missing)} ranks ({ranks}) differ "
+            "from those that stand for them",
             fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
         )
 
@@ -220,6 +227,8 @@ def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
     """Group -> (elements of this rank, of every member) of its uneven gathers, in their order."""
     ops, found = program.ops, dict[str, list[tuple[int, tuple[int, ...]]]]()
     for row in ops[(ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)]:
+        if SHARED not in program.strings[row["group"]]:
+            continue
         entry = int(row["num_in"]), program.splits[row["splits"]][1]
         found.setdefault(program.strings[row["group"]], []).append(entry)
     return found

@@ -7,7 +7,7 @@ that decide.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,16 +44,38 @@ class Odd:
 
 def mismatches(state: State) -> list[Odd]:
     """The first call of every group in which its members differ; earliest first."""
-    found = []
+    found, made = [], _Made(state)
     for calls in suspects(state):
-        odd = next(filter(None, (_compare(state, call) for call in calls)), None)
+        odd = next(filter(None, (_compare(made, call) for call in calls)), None)
         if odd is not None:
             found.append(odd)
     found += _messages(state)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
-def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
+class _Made:
+    """What ranks called: (description, sequence) -> entries; looked up once for each."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._found: dict[int, dict[tuple[str, int], list[Entry]]] = {}
+
+    def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
+        if rank not in self._found:
+            self._found[rank] = defaultdict(list)
+            for e in self.state.dumps[rank].entries:
+                if not e.pair and e.op != "coalesced":
+                    self._found[rank][e.desc, e.seq].append(e)
+        return self._found[rank].get((desc, seq), [])
+
+    def before(self, rank: int, like: Entry) -> list[tuple[str, ...]]:
+        """The operations of its last calls before ``like`` in its group of that description."""
+        numbers = range(like.seq - _LAST, like.seq)
+        return [tuple(e.op for e in self.at(rank, like.desc, n)) for n in numbers]
+
+
+def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
+    state = made.state
     signatures = {rank: signature(entries) for rank, entries in calls.items()}
     votes = Counter(signatures.values())
     if len(votes) == 1:
@@ -61,7 +83,7 @@ def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
     usual, count = votes.most_common(1)[0]
     if 2 * count <= len(calls):  # no majority here: ask the siblings
         first = next(iter(calls.values()))[0]
-        votes += Counter(_elsewhere(state, first, set(calls), set(votes)))
+        votes += Counter(_elsewhere(made, first, set(calls), set(votes)))
         usual, count = votes.most_common(1)[0]
         if [n for _, n in votes.most_common(2)] == [count, count]:
             texts = {r: _text(e) for r, e in calls.items()}
@@ -74,34 +96,24 @@ def _compare(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
 
 
 def _elsewhere(
-    state: State, like: Entry, here: set[int], known: set[tuple[object, ...]]
+    made: _Made, like: Entry, here: set[int], known: set[tuple[object, ...]]
 ) -> Iterator[tuple[object, ...]]:
     """What siblings of the ranks ``here`` call at this place of their own groups: those whose calls
     before it are alike, since numbers say nothing where siblings make calls of their own."""
-    mine = [_before(state, rank, like) for rank in sorted(here)]
+    state = made.state
+    mine = [made.before(rank, like) for rank in sorted(here)]
     for role in {state.role.get(rank, 0) for rank in here}:
         for rank in state.siblings[role]:
-            if rank in here:
-                continue
-            if not any(_fit(_before(state, rank, like), one) for one in mine):
-                continue
-            entries = [e for e in state.dumps[rank].entries if e.desc == like.desc
-                       and e.seq == like.seq and not e.pair and e.op != "coalesced"]  # fmt: skip
+            entries = [] if rank in here else made.at(rank, like.desc, like.seq)
             if entries and (found := signature(entries)) in known:
-                yield found
+                before = made.before(rank, like)
+                if any(_fit(before, one) for one in mine):
+                    yield found
 
 
-def _before(state: State, rank: int, like: Entry) -> list[tuple[object, ...]]:
-    """Its last calls before ``like`` in its own group of that description."""
-    return [signature([e]) for e in state.dumps[rank].entries
-            if e.desc == like.desc and not e.pair and e.op != "coalesced"
-            and like.seq - _LAST <= e.seq < like.seq]  # fmt: skip
-
-
-def _fit(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
-    """Whether the last calls of both are alike, as far as both are known."""
-    common = min(len(one), len(other))
-    return one[len(one) - common :] == other[len(other) - common :]
+def _fit(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
+    """Whether the same was called, as far as both are known."""
+    return all(a == b for a, b in zip(one, other, strict=True) if a and b)
 
 
 def _kind(a: tuple[object, ...], b: tuple[object, ...]) -> str:

@@ -76,6 +76,7 @@ def simulated(tmp_path, monkeypatch):
     """A job's capture: call with the tier, its train steps and those before an evaluation."""
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
     monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: f"of {trace}")
+    monkeypatch.setattr(stock_capture.model_flops, "of_running_job", dict)
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(

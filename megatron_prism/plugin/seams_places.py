@@ -29,6 +29,8 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
+            gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
+            context.proof.beside(gathered, begun=True)
             if context.all_local():
                 with context.proof.part("checkpoint"):
                     return original(iteration, *args, **kwargs)

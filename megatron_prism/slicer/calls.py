@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from megatron_prism.ops import SHARED
 from megatron_prism.virtual.answers import reduce_op_name
 from megatron_prism.virtual.arguments import arguments
 
@@ -94,7 +95,7 @@ def details(group: Any, op: str, args: Sequence[Any], kwargs: Any) -> dict[str, 
     if op == "all_to_all":
         fields["splits"] = _splits(group, args)
     elif op == "all_gather":
-        fields["splits"] = _uneven(args)
+        fields["splits"] = _uneven(group, args)
     return fields
 
 
@@ -113,10 +114,13 @@ def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
 
 
-def _uneven(args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(elements to, elements from) every member of a gather into tensors of several sizes, as where
-    whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0): all know them."""
+def _uneven(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(elements to, elements from) every member of a gather into tensors of several sizes, where
+    all know them: whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0).
+    Of experts' tokens (mappings.py:153 @0.19.0) mirrored peers have as many as we have."""
     lists, shards = args[0], args[1]
+    if not (group.all_local or SHARED in group.desc):
+        return None
     if torch.is_tensor(lists) or len(lists) != 1 or torch.is_tensor(lists[0]):
         return None
     sizes = tuple(out.numel() for out in lists[0])

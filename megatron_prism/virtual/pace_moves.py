@@ -11,8 +11,8 @@ __all__ = ["ADDED", "CHUNK_NS", "COPY_NS", "MOVES", "SUM_NS"]
 
 ADDED = 16  # what is added to a kind of number whose chunks are added up
 # ns from the beginning of a tile until it is written: copied or rewritten (1 x H200, 2026-11-23:
-# .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: .9, 1.4, 2.3 us; of 32 MiB: 1.8, 2.8,
-# 4.2; two of 64 MiB beside a product: 2.6)
+# .8 to 1.8 us), and added up (2, 4, 8 chunks of 4 MiB in all: .9, 1.3, 2.3 us; of 32 MiB: 1.8, 2.8,
+# 4.4; two of 64 MiB beside a product: 2.6)
 COPY_NS, SUM_NS, CHUNK_NS = 1_800, 1_200, 400
 
 MOVES = (

@@ -47,8 +47,10 @@ Fail = Callable[..., None]
 
 
 def _count(op: Op) -> int:
-    if op.name in ("all_to_all", "barrier") or op.splits:  # compared pair by pair
+    if op.name in ("all_to_all", "barrier"):
         return 0
+    if op.splits:  # shares of members differ, their sum does not
+        return op.num_out
     return op.num_out if op.name in _BY_OUTPUT else op.num_in
 
 
@@ -77,6 +79,8 @@ def nccl_lets_through(mine: Op, theirs: Op | None) -> bool:
     (another operation, reduction, root, splits) counts as a hang.
     """
     if theirs is None or {text.partition(":")[0] for text in differences(mine, theirs)} - _BYTES:
+        return False
+    if mine.splits or theirs.splits:
         return False
     here, there = (_count(op) * DTYPES.get(op.dtype, 0) for op in (mine, theirs))
     return here == there or max(here, there) <= _FEW and -(-here // 8) == -(-there // 8)
@@ -232,16 +236,26 @@ class Neighbours:
         number = self.counts[key]
         self.counts[key] += 1
         said = {"op": call.name, "dtype": call.dtype, "in": call.num_in, "out": call.num_out,
-                "reduce": call.reduce, "root": call.root, "site": site}  # fmt: skip
+                "reduce": call.reduce, "root": call.root, "site": site,
+                "splits": call.splits}  # fmt: skip
         base = f"rendezvous/{key}/{number}/"
         self.store.set(base + str(self.rank), json.dumps(said))
         self.store.set(f"rendezvous/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
         deadline = time.monotonic() + self.patience_s
         for other in locals_:
             if other != self.rank:
-                self._meet(call, number, base, other, deadline)
+                places = locals_[self.rank], locals_[other]
+                self._meet(call, number, base, other, deadline, places)
 
-    def _meet(self, call: Op, number: int, base: str, other: int, deadline: float) -> None:
+    def _meet(
+        self,
+        call: Op,
+        number: int,
+        base: str,
+        other: int,
+        deadline: float,
+        places: tuple[int, int],
+    ) -> None:
         left = max(0.1, deadline - time.monotonic())
         try:
             self.store.wait([base + str(other)], timedelta(seconds=left))
@@ -252,9 +266,14 @@ class Neighbours:
             self.fail("missing", call, number, None, [f"{why} ({type(error).__name__})"], other)
             return
         theirs = json.loads(self.store.get(base + str(other)))
+        splits = theirs["splits"] and (tuple(theirs["splits"][0]), tuple(theirs["splits"][1]))
         there = Op(theirs["op"], call.group, theirs["dtype"], theirs["in"], theirs["out"],
-                   theirs["reduce"], root=theirs["root"], site=theirs["site"])  # fmt: skip
-        if found := differences(call, there):
+                   theirs["reduce"], root=theirs["root"], site=theirs["site"],
+                   splits=splits)  # fmt: skip
+        found = differences(call, there)
+        if not found and splits and call.splits and call.name != "all_to_all":
+            found = _splits(call, there, *places) or _splits(there, call, *places[::-1])
+        if found:
             self.fail(
                 _kind(found), call, number, there, [*found, *self._stacks(base, other)], other
             )

@@ -210,17 +210,18 @@ def test_where_a_call_has_everybody_and_nobody_leaves_it_no_order_is_to_blame(hi
     assert "every member entered the call and none left it" in str(found.evidence)
 
 
+@pytest.mark.parametrize("varying", [False, True], ids=["", "any sizes"])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_siblings_vote_only_where_their_calls_before_it_are_alike(shifted):
+def test_siblings_vote_only_where_their_calls_before_it_are_alike(shifted, varying):
     """Rank 0 was certain, by numbers that siblings with a call more had given to other calls."""
     dumps = four_pairs()
     for rank, dump in dumps.items():
         dump.call("dp", done=True)
         if rank < 2:
-            dump.call("tp", count=4, done=True)
+            dump.call("tp", count=4, done=True, size=8 + varying * (rank // 2))
             dump.call("tp", ("all_gather", "_reduce_scatter_base")[rank])
         else:
-            dump.call("tp", count=3 if shifted else 4, done=True)
+            dump.call("tp", count=3 if shifted else 4, done=True, size=8 + varying * (rank // 2))
             dump.call("tp", "all_gather", count=1 if shifted else 0, done=True)
             dump.call("tp", "_reduce_scatter_base", done=True)
             dump.call("dp")

@@ -401,6 +401,23 @@ def test_neighbours_compare_before_they_call():
     assert said[2][4][-2:] == ["rank 0 stands at", "  c.py:3 g"]
 
 
+@pytest.mark.parametrize(("share", "says"), [(6, []), (7, ["splits: 7 rows sent, 6 expected"])])
+def test_neighbours_may_give_a_gather_more_than_others(share, says):
+    """dist_muon's was a wrong shape, with its numbers."""
+    store, said = dist.HashStore(), []
+    shares = [(4, (4, 4, 6)), (4, (4, 4, 6)), (share, (4, 4, 6))]
+    calls = [
+        Op("all_gather", TP, "bf16", own, 14, splits=((own,) * 3, all_)) for own, all_ in shares
+    ]
+    ranks = [Neighbours(store, r, lambda *a: said.append(a), 0.1) for r in range(3)]
+    for rank in (2, 0, 1):
+        ranks[rank].check(calls[rank], "k", {0: 0, 1: 1, 2: 2}, "a.py:1")
+    met = [call for call in said if call[0] != "missing"]
+    assert all(call[0] == "splits" for call in met)
+    assert bool(met) == bool(says)
+    assert not nccl_lets_through(calls[0], calls[2])
+
+
 # -- flags ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "says"),
