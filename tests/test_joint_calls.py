@@ -21,7 +21,7 @@ def one_by_one(state):
                 calls.setdefault(e.group, {}).setdefault(e.seq, {}).setdefault(rank, []).append(e)
     found = []
     for by_seq in calls.values():
-        odds = [votes._compare(state, by_seq[seq]) for seq in sorted(by_seq)]
+        odds = [votes._compare(votes._Made(state), by_seq[seq]) for seq in sorted(by_seq)]
         found += [odd for odd in odds if odd is not None][:1]
     found += votes._messages(state)
     return sorted(found, key=lambda odd: odd.entry.created_ns)

@@ -144,7 +144,7 @@ class _Resizer:
             row["peer"] = self._peer(int(row["peer"]), group)
         elif name == CODE["all_to_all"] or row["splits"] >= 0:
             raise ProgramError(
-                f"who sends how much in an {NAMES[name]} of {group} with {after} ranks is unknown",
+                f"who sends what in an {NAMES[name]} of {group} with {after} ranks is not known",
                 fix="capture a world of that size",
             )
         elif name in (CODE["all_gather"], CODE["gather"]) and row["num_out"] > 0:
