@@ -2,7 +2,7 @@
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
-[--pairs] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
+[--again] [--pairs] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -13,7 +13,8 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
 1. a turn of the real job, all of the captures (each rank alone), another turn of the real job: what
    the replay of these slices is held against (``--rounds 0 --beside 105 --alone-steps 47`` is what
    ``tails_reality.py`` wants).  With ``--between N`` captures and the real job alternate after N
-   steps, so that both see the host drift; iterations in which captures stop are left out;
+   steps, so that both see the host drift; iterations in which captures stop are left out.  With
+   ``--again`` every rank is then captured once more, at the pace of these first slices;
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, with ``--pairs`` of
    two local ranks each that have paced peers, and, with ``--factors``, of every rank but 1 beside
    a virtual rank 1 that is slower, and of the real job slowed so, and with ``--draw`` of every
@@ -151,11 +152,13 @@ class Turns(Hybrid):
         return self.runner(name, launcher, words, len(ranks), CUDA_VISIBLE_DEVICES=gpus,
                            TURNS_PLACE=str(ranks[0]))  # fmt: skip
 
-    def captures(self, config: str, steps: int) -> list[Runner]:
-        """Every rank alone, to be captured."""
-        flags = ["--prism-capture", str(self.work / f"{config}-slices")]
-        ranks = range(self.num_ranks)
-        return [self.emulated(f"{config}-capture", [r], config, steps, *flags) for r in ranks]
+    def captures(self, config: str, folder: Path, first: Path | None = None) -> list[Runner]:
+        """Every rank alone, to be captured into ``folder``, at the pace of ``first`` if given."""
+        flags, name = ["--prism-capture", str(folder)], f"{config}-capture"
+        if first is not None:
+            flags, name = [*flags, "--prism-pace", str(first)], f"{config}-again"
+        ranks, steps = range(self.num_ranks), self.alone_steps
+        return [self.emulated(name, [rank], config, steps, *flags) for rank in ranks]
 
     def paced_ranks(self, config: str, name: str, ranks: Sequence[int], *more: str,
                     local: int = 1) -> list[Runner]:  # fmt: skip
@@ -185,9 +188,8 @@ def together(runners: Sequence[Runner], steps: int, skipped: int = 1) -> bool:
     return fine
 
 
-def captured(sitting: Turns, config: str, real: Runner) -> bool:
+def captured(sitting: Turns, real: Runner, runners: Sequence[Runner]) -> bool:
     """Phase 1: the captures, between two turns of the real job."""
-    runners = sitting.captures(config, sitting.alone_steps)
     try:
         for runner in (real, *runners):
             runner.open(0)
@@ -284,6 +286,29 @@ def beside(sitting: Turns, config: str, factor: str) -> dict[str, list[Runner]]:
     }
 
 
+def replayed(
+    sitting: Turns, config: str, real: Runner, folder: Path, first: Path | None = None
+) -> dict[str, Any]:
+    """Slices in ``folder``, captured in turns with the real job, and their replay beside it."""
+    real.turns = []
+    row: dict[str, Any] = {"captured": captured(
+        sitting, real, sitting.captures(config, folder, first)
+    )}  # fmt: skip
+    row["real_ms"] = median(real.turns)
+    row["spread_percent"] = spread(real.turns)
+    row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
+    folder.mkdir(exist_ok=True)
+    written = sitting.calibrate()
+    shutil.copy(sitting.work / "calibration.json", folder)
+    try:
+        if row["captured"]:  # ranks without a slice would run somebody else's
+            row["captures"] = of_captures(folder)
+            row["predicted_ms"] = predict(folder, written)
+    except (PrismError, OSError) as error:
+        print(f"{config}: {error}", file=sys.stderr)
+    return row
+
+
 def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, Any]:
     """One configuration."""
     begin = time.time()
@@ -297,20 +322,14 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
         groups["drawn"] = sitting.paced_ranks(config, "drawn", ranks, "--prism-draw", args.draw)
     slow = [beside(sitting, config, factor) for factor in filter(None, args.factors.split(","))]
     try:
-        row["captured"] = captured(sitting, config, real)
-        row["real_ms"] = median(real.turns)
-        row["spread_percent"] = spread(real.turns)
-        row["iterations_ms"] = [ms for turn in real.turns for ms in turn]
         slices = sitting.work / f"{config}-slices"
-        slices.mkdir(exist_ok=True)
-        written = sitting.calibrate()
-        shutil.copy(sitting.work / "calibration.json", slices)
-        try:
-            if row["captured"]:  # ranks without a slice would run somebody else's
-                row["captures"] = of_captures(slices)
-                row["predicted_ms"] = predict(slices, written)
-        except (PrismError, OSError) as error:
-            print(f"{config}: {error}", file=sys.stderr)
+        if args.again:
+            first = sitting.work / f"{config}-first"
+            row["first"] = replayed(sitting, config, real, first)
+            again = row["first"]["captured"]
+            row |= replayed(sitting, config, real, slices, first) if again else row["first"]
+        else:
+            row |= replayed(sitting, config, real, slices)
         learned = real.steps if args.learn is None else args.learn
         real.turns = []
         asked = args.rounds if row["captured"] else 0  # ranks without slices would wait for nothing
@@ -349,6 +368,10 @@ def table(rows: Sequence[dict[str, Any]]) -> int:
         asked = max(asked, 1 + bool(row.get("groups")) + has_slow)
         error = percent(row.get("predicted_ms"), row.get("real_ms"))
         replays += [] if error is None else [error]
+        if "first" in row:
+            ms, base = row["first"].get("predicted_ms"), row["first"]["real_ms"]
+            print(f"{row['config']}: real beside the first captures {_ms(base)}, "
+                  f"replayed {_ms(ms)} ({_percent(percent(ms, base))})")  # fmt: skip
         print(f"{row['config']}: real beside captures {_ms(row.get('real_ms'))}, "
               f"replayed {_ms(row.get('predicted_ms'))} ({_percent(error)})")  # fmt: skip
         turns = {k: [one["turns_ms"] for one in v] for k, v in row.get("groups", {}).items()}
@@ -409,6 +432,7 @@ def main() -> int:
     parser.add_argument("--between", type=int, default=0, help="alternate in the captures, too")
     parser.add_argument("--alone-steps", type=int, default=11, help="of a capture")
     parser.add_argument("--learn", type=int, help="steps of paced ranks before their rounds")
+    parser.add_argument("--again", action="store_true", help="capture again, at the job's pace")
     parser.add_argument("--pairs", action="store_true", help="pairs of local ranks, too")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")

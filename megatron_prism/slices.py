@@ -26,11 +26,21 @@ from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["AGE", "SliceStore", "assemble", "open_programs", "stand_in_for"]
+__all__ = [
+    "AGE",
+    "AT_ONCE",
+    "PACED",
+    "PEERS",
+    "SliceStore",
+    "assemble",
+    "open_programs",
+    "stand_in_for",
+]
 
 WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
+PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
 _SHOWN = 64  # ranks of a message
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
@@ -95,10 +105,11 @@ class SliceStore:
 
     def differences(self, found: Programs) -> list[str]:
         """In which words ``found`` is of another job than this one."""
+        there = {PEERS: AT_ONCE, **found.source}
         differ = [
-            _AGED if key == AGE else f"{key} {found.source.get(key, 'unknown')}, not {value}"
-            for key, value in self.source.items()
-            if found.source.get(key) != value
+            _AGED if key == AGE else f"{key} {there.get(key, 'unknown')}, not {value}"
+            for key, value in {PEERS: AT_ONCE, **self.source}.items()
+            if there.get(key) != value
         ]
         if found.world != self.world:
             differ.insert(0, f"a world of {found.world}, not {self.world}")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_prism.errors import ProgramError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import stock_capture
+from megatron_prism.plugin import slice_source, stock_capture
 from megatron_prism.plugin.pace_capture import CAPTURE_STEPS
 from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
 from megatron_prism.program import Program
@@ -227,7 +227,7 @@ def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
 
 
 def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
-    now = stock_capture.source_of("--seq 1", "0.19.2", "cuda", "H200")
+    now = slice_source.source_of("--seq 1", "0.19.2", "cuda", "H200")
     before = {key: value for key, value in now.items() if key != "timing"}
     store = SliceStore(tmp_path, World(8), before)
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
@@ -239,7 +239,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
             SliceStore(tmp_path, World(8), source).put(program)
         with pytest.raises(ProgramError, match="some are of another release"):
             open_programs(tmp_path)
-    assert "timing" not in stock_capture.source_of("--seq 1", "0.19.2", "meta", "")
+    assert "timing" not in slice_source.source_of("--seq 1", "0.19.2", "meta", "")
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):

@@ -101,10 +101,8 @@ def test_captures_alternate_with_the_real_job_and_all_must_succeed(modules, stat
     heard = []
     real = Stepping("real", heard)
     ranks = [Stepping(0, heard), Stepping(1, heard, status)]
-    sitting = SimpleNamespace(
-        captures=lambda config, steps: ranks, alone_steps=11, beside=4, between=between
-    )
-    assert turns.captured(sitting, "pp2", real) == (status == 0)
+    sitting = SimpleNamespace(alone_steps=11, beside=4, between=between)
+    assert turns.captured(sitting, real, ranks) == (status == 0)
     order = [(name, steps) for name, steps in heard if name in ("real", 0) and steps != "end"]
     first = turns.WARM_UP + 4
     alternate = [(0, 5), ("real", first + 5), (0, 10), ("real", first + 10)] if between else []

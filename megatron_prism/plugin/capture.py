@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_prism import programs
 from megatron_prism.plugin import job, job_report, model_flops
-from megatron_prism.plugin.stock_capture import versions
+from megatron_prism.plugin.slice_source import versions
 from megatron_prism.programs import Programs
 from megatron_prism.recipe_schema import Recipe
 from megatron_prism.slices import SliceStore, assemble

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_prism.errors import HangError
 from megatron_prism.fault_plan import Call
 from megatron_prism.ops import Op
-from megatron_prism.plugin import stock_capture
+from megatron_prism.plugin import slice_source
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.plugin.injector import Injector
 from megatron_prism.plugin.strict import Strict, disagreement
@@ -90,7 +90,7 @@ class Guard:
         """Say it if the programs are of another command line, now and in every verdict: then it may
         be the programs that are wrong, and not a rank."""
         there = self.strict and self.strict.healthy.programs.source.get("arguments")
-        if there and there != stock_capture.digest(arguments):
+        if there and there != slice_source.digest(arguments):
             self._other = [f"{self.asked.programs} was captured with other arguments than this job"]
             sys.stderr.write(f"prism: warning: {self._other[0]}\n")
 

@@ -153,10 +153,10 @@ def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> Non
         return
     import torch
 
-    from megatron_prism.plugin import stock_capture
+    from megatron_prism.plugin import slice_source, stock_capture
 
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = stock_capture.source_of(_job_arguments(), version, tier.name, device)
+    source = slice_source.source_of(_job_arguments(), version, tier.name, device, options.pace)
     proof.capture = capture = stock_capture.StockCapture(options, tier, source)
 
     def keep() -> None:

@@ -22,7 +22,7 @@ from megatron_prism.costs.machine import Machine, machine, machines, named_in
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import draw, links
 from megatron_prism.plugin.pace_calls import calls_of, expected
-from megatron_prism.plugin.stock_capture import source_of
+from megatron_prism.plugin.slice_source import source_of
 from megatron_prism.programs import Programs
 from megatron_prism.replay import overlap, timeline, whatif
 from megatron_prism.replay.release import Releases, kept
@@ -161,10 +161,17 @@ def check(options: Any) -> None:
             f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
             fix="prism replay predicts iteration times without a GPU",
         )
-    if options.capture is not None:
+    if options.capture is not None and (options.slow or options.draw):
+        flag = "--prism-draw" if options.draw else "--prism-slow"
         raise UsageError(
-            "--prism-capture measures a rank alone, --prism-pace lets it wait for others",
-            fix="drop one of the two: --prism-pace captures what is missing by itself",
+            f"--prism-capture keeps what the healthy job does, and {flag} makes another of it",
+            fix=f"capture without {flag}; prism replay --slow and prism predict change it later",
+        )
+    if options.capture is not None and options.capture.absolute() == options.pace.absolute():
+        raise UsageError(
+            f"--prism-capture and --prism-pace name one folder, {options.pace}: slices recorded "
+            "among paced ranks are other slices",
+            fix="--prism-capture ANOTHER, and replay that one",
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
     if here < options.num_processes:
@@ -226,6 +233,7 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
             fix="name a folder that does not exist, and what is missing is captured here",
         )
     wanted = {key: value for key, value in source.items() if key != "device"}
+    wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
     if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
         raise UsageError(
             f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",

@@ -14,10 +14,7 @@ them: the iteration that follows is left out.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +27,13 @@ from megatron_prism.plugin import links, model_flops
 from megatron_prism.program import Program
 from megatron_prism.slicer.busy import Tracer, busy_ns
 from megatron_prism.slicer.launches import launches
-from megatron_prism.slices import AGE, SliceStore
+from megatron_prism.slices import SliceStore
 from megatron_prism.subgroups import subgroups
 
-__all__ = ["KEPT", "StockCapture", "check_free", "disturbed", "versions"]
+__all__ = ["KEPT", "StockCapture", "check_free", "disturbed"]
 
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
-TIMING = "3"  # goes up when times of a GPU's slices mean something else; 3: links as in the job
 WARM = 5  # the first iteration that is recorded if the job is long enough
 _DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
 _running: list[StockCapture] = []
@@ -158,16 +154,20 @@ class StockCapture:
         import torch
 
         from megatron_prism.slicer import watch
+        from megatron_prism.slicer.paced import PacedRecorder
         from megatron_prism.slicer.recorder import Recorder
         from megatron_prism.virtual.session import current
 
         world = current()
         assert world is not None
-        if self.tier.name == "cuda":
+        if proof.pacer is not None:
+            self._recorder = PacedRecorder(self.rank, self.tier.name, proof.pacer)
+        else:
+            self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        if self.tier.name == "cuda" and proof.pacer is None:  # pacing has its own
             self.links = links.awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
-        self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         watch.install(self._recorder)
         _running.append(self)
         world.recorder = proof.recorder = self._recorder
@@ -221,7 +221,7 @@ class StockCapture:
         if self.tier.live is not None:
             self.tier.live.history = None  # a long job would fill memory
         if (world := current()) is not None:
-            world.recorder = None
+            world.recorder = proof.pacer
 
     def kept(self) -> list[Any]:
         """The recordings that count, of which one at least was written down."""
@@ -272,28 +272,3 @@ def _cut_groups(world: Any, program: Program) -> dict[str, tuple[tuple[int, ...]
             groups = subgroups(world, name, ranks)
             found.update({name: groups} if groups is not None else {})
     return found
-
-
-def versions() -> dict[str, str]:
-    """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
-    found = {"torch": importlib.metadata.version("torch")}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
-    return found
-
-
-def digest(arguments: str) -> str:
-    """What a folder of slices keeps of the job's command line."""
-    return hashlib.sha1(arguments.encode()).hexdigest()[:16]
-
-
-def source_of(arguments: str, megatron: str, tier: str, device: str) -> dict[str, str]:
-    """What decides the content of a stock job's slices."""
-    found = {
-        "arguments": digest(arguments),
-        "megatron_core": megatron.partition(" ")[0],
-        **versions(),
-        "tier": tier,
-        "device": device,
-    }
-    return {**found, AGE: TIMING} if tier == "cuda" else found

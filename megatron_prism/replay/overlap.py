@@ -5,6 +5,7 @@ for how long each segment had calls of its rank beside it; during that time it g
 far.  So it takes overlap x (1 - 1 / factor) longer, which changes the timeline: replay and
 correction alternate until the iteration settles.  A call is as slow as on its slowest member.
 Products and other kernels of a segment lose differently; the slice says how much of it is products.
+Segments that were recorded among paced ranks had the job's calls beside them: they lose no more.
 
 Only calls that move data count, not those that wait for a rank; several at once count each, and
 of several segments beside a call each counts in part.
@@ -25,6 +26,7 @@ from megatron_prism.ops import CODE
 from megatron_prism.program import Program
 from megatron_prism.replay import maxplus, timeline
 from megatron_prism.replay.timeline import Timeline
+from megatron_prism.slices import PACED, PEERS
 
 __all__ = ["PASSES", "priced", "replay"]
 
@@ -43,6 +45,9 @@ def replay(
     if not factors:
         return timeline.replay(graph, prices, iterations)
     costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
+    if graph.programs.source.get(PEERS) == PACED:
+        for lost in costs:
+            lost[:, 0] = 0
     found = timeline.replay(graph, prices, iterations)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source)

@@ -44,11 +44,14 @@ class Tracked(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        return self._work.wait() if timeout is None else self._work.wait(timeout)
+        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._recorder.wait_issued()
+        return bool(done)
 
     def synchronize(self) -> None:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
         self._work.synchronize()
+        self._recorder.wait_issued()
 
     block_current_stream = synchronize
 

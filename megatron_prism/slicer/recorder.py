@@ -240,6 +240,9 @@ class Recorder:
             return
         self._note("wait", handle=handle)
 
+    def wait_issued(self) -> None:
+        """The device now waits for what ``waited`` told of; here it is there already."""
+
     def _note(self, name: str, stream: Any = None, **fields: Any) -> None:
         """An op that takes no time itself."""
         self._enter()

@@ -61,7 +61,8 @@ def _wrap_cuda(recorder: Recorder) -> None:
     stream, event, tensor = torch.cuda.Stream, torch.cuda.Event, torch.Tensor
 
     _wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
-    _wrap(event, "wait", lambda self, stream=None: recorder.event_waited(id(self), stream))
+    waits = lambda self, stream=None: recorder.event_waited(id(self), stream)  # noqa: E731
+    _wrap(event, "wait", waits, recorder.wait_issued)
     resumed = recorder.host_resumed
     _wrap(event, "synchronize", lambda self: recorder.host_waited("event"), resumed)
     _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from megatron_prism import fault_plan
 from megatron_prism.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.ops import Op
-from megatron_prism.plugin import flags, stock_capture
+from megatron_prism.plugin import flags, slice_source
 from megatron_prism.plugin.guard import Guard
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.plugin.strict import ProgramPeers
@@ -187,7 +187,7 @@ def test_programs_of_another_command_line_are_named(job, capsys):
     """The verdict called a rank odd that ran another sequence length, and not the old programs."""
     guard, group = job()
     guard.compare_arguments("--seq-length 32")  # programs by hand say nothing of a command line
-    guard.strict.healthy.programs.source["arguments"] = stock_capture.digest("--seq-length 32")
+    guard.strict.healthy.programs.source["arguments"] = slice_source.digest("--seq-length 32")
     guard.compare_arguments("--seq-length 32")
     assert capsys.readouterr().err == ""
     guard.compare_arguments("--seq-length 16")

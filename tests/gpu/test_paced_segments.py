@@ -1,0 +1,83 @@
+"""Segments of a rank that is recorded among paced ranks, on a real GPU: no wait is in them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prism.replay.release import Releases
+from megatron_prism.slicer import watch
+from megatron_prism.slicer.paced import PacedRecorder
+from megatron_prism.virtual.pacing import Call, Pacer
+from megatron_prism.virtual.streams import Streams
+from megatron_prism.virtual.work import Done
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+OWN_NS = 20_000_000  # of the call
+GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
+
+
+@pytest.fixture
+def recorder():
+    from megatron_prism.virtual.pace_kernel import Launcher
+
+    one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    table = Releases(
+        (0,), one, one, one, np.array([OWN_NS]), 0, np.zeros(2, np.int64), none, none, none
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    launcher = Launcher(table, [[0]], device)
+    pacer = Pacer([Call("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
+    made = PacedRecorder(0, "cuda", pacer)
+    watch.install(made)
+    yield made
+    watch.remove()
+
+
+def ask(recorder):
+    opts, answer = SimpleNamespace(asyncOp=True), lambda group, tensors, opts: Done(tensors)
+    tensors = [torch.zeros(8, device="cuda")]
+    return recorder.record(GROUP, "all_reduce", answer, (tensors, opts), {})
+
+
+def direct(recorder, other):
+    ask(recorder).wait()
+
+
+def batched(recorder, other):
+    with recorder.batch():
+        work = ask(recorder)
+    work.wait()
+
+
+def on_a_side_stream(recorder, other):
+    event, main = torch.cuda.Event(), torch.cuda.current_stream()
+    with torch.cuda.stream(other):
+        ask(recorder).wait()
+        event.record()
+    main.wait_event(event)
+
+
+@pytest.mark.parametrize("call", [direct, batched, on_a_side_stream])
+def test_a_segment_begins_behind_the_wait(recorder, call):
+    torch.cuda.set_sync_debug_mode("default")
+    other = torch.cuda.Stream()
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        recorder.pacer.begin()
+        super(torch.cuda.Event, begin).record(torch.cuda.current_stream())
+        recorder.start()
+        torch.cuda._sleep(1_000_000)
+        call(recorder, other)
+        torch.cuda._sleep(1_000_000)
+        found = recorder.stop()
+        super(torch.cuda.Event, end).record(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+    assert begin.elapsed_time(end) * 1e6 > OWN_NS
+    assert found.segments_ns().max() < OWN_NS / 4
+    assert (found.segments_ns() > 300_000).sum() == 2  # the two that compute
