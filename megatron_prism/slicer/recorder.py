@@ -30,8 +30,6 @@ from megatron_prism.virtual.work import Done
 
 __all__ = ["Recorder"]
 
-_PROBES = 200  # calls that show what recording one costs
-
 
 class Recorder:
     """Collects the program of one rank.
@@ -79,11 +77,11 @@ class Recorder:
             self.meter.memory = self._memory
         self._open()
 
-    def own_ns(self) -> int:
+    def own_ns(self, probes: int = 200) -> int:
         """What recording adds to the host's time for a segment behind a call; CUDA only."""
         done = Done()
         self.start(quick=True)
-        for _ in range(_PROBES):
+        for _ in range(probes):
             self.record(None, "barrier", lambda group: done, (), {})
         hosts = self.stop().hosts[1:-1]
         return round(statistics.median(end - begin for begin, end in hosts))
@@ -93,8 +91,7 @@ class Recorder:
         self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
 
     def owned_by(self, models: Any, optimizer: Any) -> None:
-        """Whose memory it is: the rank's model chunks and its optimizer.  From here on storages are
-        noted, so that what an iteration leaves to the next has a place too."""
+        """Whose memory it is; from here on also of what an iteration leaves to the next."""
         self.owners.remove()
         self.owners = Owners(models, optimizer)
         if self.meter is not None:
@@ -158,10 +155,13 @@ class Recorder:
             self._times.append(time.perf_counter_ns() - self._since)
         self._add("compute", ns=0)
 
-    def cut(self) -> None:
-        """End a segment and begin another: a label or the stream changes."""
-        if self.active and not self._inside:
+    def cut(self, change: Callable[[], Any] = lambda: None) -> None:
+        """End a segment, ``change`` the stream or a label, and begin another."""
+        heard = self.active and not self._inside
+        if heard:
             self._close()
+        change()
+        if heard:
             self._open()
 
     def _add(self, name: str, on: Any = None, **fields: Any) -> None:
@@ -230,8 +230,8 @@ class Recorder:
             self._leave()
 
     def waited(self, handle: int, code: Any) -> None:
-        """The current stream waits for ``handle``.  torch's own wait means the call was not async:
-        then the op loses its handle instead."""
+        """The current stream waits for ``handle``; torch's own wait ends a call that is not async,
+        which loses its handle."""
         if not self.active or self._inside:
             return
         if code.co_filename == c10d.__file__ and code.co_name != "wait":

@@ -46,9 +46,8 @@ class Recording:
         """Duration of each segment, int64 [segments]."""
         if self.times and isinstance(self.times[0], tuple):
             self.times[-1][1].synchronize()
-            return np.array(
-                [round(begin.elapsed_time(end) * 1e6) for begin, end in self.times], dtype=np.int64
-            )
+            found = [round(begin.elapsed_time(end) * 1e6) for begin, end in self.times]
+            return np.array(found, dtype=np.int64)
         return np.array(self.times, dtype=np.int64)
 
     def program(self) -> Program:

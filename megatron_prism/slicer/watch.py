@@ -68,16 +68,25 @@ def _wrap_cuda(recorder: Recorder) -> None:
     _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)
     for name in _READS:
         _wrap(tensor, name, _read(recorder, name), resumed)
-    synchronize = torch.cuda.synchronize
+    _wrap_functions(recorder)
+
+
+def _wrap_functions(recorder: Recorder) -> None:
+    synchronize, set_stream = torch.cuda.synchronize, torch.cuda.set_stream
 
     def synchronized(device: Any = None) -> None:
         told = recorder.host_waited("device")
         synchronize(device)
         if told:
-            resumed()
+            recorder.host_resumed()
 
-    torch.cuda.synchronize = synchronized
+    def switched(stream: Any) -> None:
+        # a segment that began on one stream and ended on another would be the time between streams
+        recorder.cut(lambda: set_stream(stream))
+
+    torch.cuda.synchronize, torch.cuda.set_stream = synchronized, switched
     _undo.append(lambda: setattr(torch.cuda, "synchronize", synchronize))
+    _undo.append(lambda: setattr(torch.cuda, "set_stream", set_stream))
 
 
 def _read(recorder: Recorder, name: str) -> Callable[..., bool]:
