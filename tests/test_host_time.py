@@ -20,6 +20,7 @@ from megatron_prism.replay import timeline
 from megatron_prism.report.parts import path_parts
 from megatron_prism.slicer.busy import busy_ns, device_ns
 from megatron_prism.slicer.launches import Launches, launches
+from megatron_prism.slicer.recordings import Recording
 
 US = 1000
 
@@ -145,6 +146,55 @@ def test_what_an_idle_device_waits_for_the_first_launch_is_no_kernels_time():
     elapsed = np.array([1030, 1030]) * US
     found = device_ns(elapsed[None], np.array([[1000, 1000], [20, 20], [1, 0]]) * [[US], [US], [1]])
     assert found.tolist() == [1010 * US, 1030 * US]
+
+
+def test_a_wait_for_the_host_within_a_segment_is_no_kernels_time():
+    busy = np.stack([np.array([45.6, 20.6, 51.1]) * 1000 * US, *np.zeros((2, 3))])
+    each = np.array([[46.3, 22.2, 51.6], [46.2, 22.0, 51.6]]) * 1000 * US
+    waits = np.array([[0.7, 1.5, 0.2], [0.6, 1.4, 0.2]]) * 1000 * US
+    # the third hardly waits: its clocks are half a percent slower than those of the trace
+    found = device_ns(each, busy, waits) / (1000 * US)
+    assert found.tolist() == pytest.approx([45.6 * 51.4 / 51.1, 20.6 * 51.4 / 51.1, 51.4])
+    # without knowing they would be the forward's kernels at the backward's pace, and its own
+    assert device_ns(each, busy)[0] / (1000 * US) == pytest.approx(46.25, rel=1e-3)
+    none = np.zeros_like(each)
+    assert device_ns(each, busy, none).tolist() == device_ns(each, busy).tolist()
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_a_device_that_is_far_behind_its_host_waits_for_nobody(events):
+    """A forward as long for the host as for the device, a backward, and what is issued by then."""
+    hosts = [(0, 20_000), (20_100, 37_000), (37_100, 43_000)]
+    takes = [21_000, 46_000, 51_000]
+    if events:
+        begins = [Moment(0), Moment(21_100), Moment(67_100)]
+        times = [(a, Moment(a.ns + t)) for a, t in zip(begins, takes, strict=True)]
+    else:
+        times = takes
+    behind = Recording(0, None, times, [], [(a + DATE, b + DATE) for a, b in hosts]).behind_ns()
+    assert behind.tolist() == pytest.approx([0, 900 + 100 * events, 29_900 + 100 * events], abs=1)
+    one = np.array([0, 1, 2])
+    found = Launches(one, np.full(3, 1_700), np.zeros(3), np.array([20_000, 17_000, 6_000]),
+                     np.array(takes), np.zeros(3))  # fmt: skip
+    host = np.array([b - a for a, b in hosts])
+    waits = found.waits(np.zeros(3), host, behind)
+    assert waits.tolist() == pytest.approx([1_700, 16_900 / 10 - 900 - 100 * events, 0], abs=5)
+
+
+DATE = 1_795_281_652_691_879_424  # the host's clock has one
+
+
+class Moment:
+    """An event that ran at ``ns`` of the device's clock."""
+
+    def __init__(self, ns):
+        self.ns = ns
+
+    def elapsed_time(self, other):
+        return float(np.float32((other.ns - self.ns) / 1e6))
+
+    def synchronize(self):
+        pass
 
 
 def test_clocks_that_dip_are_in_every_iteration_and_in_no_segments_median():
@@ -378,6 +428,9 @@ class Heard:
 
     event_waited = event_recorded
 
+    def wait_issued(self):
+        pass
+
 
 def test_only_reads_of_device_tensors_reset_the_hosts_clock():
     import torch
@@ -405,7 +458,7 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
 
     class Mark:
         def elapsed_time(self, other):
-            return 0.4
+            return 0.0 if other is self else 0.4
 
         def synchronize(self):
             pass
@@ -418,7 +471,7 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     for name in ("compute", "all_reduce", "compute"):
         builder.add(name)
     names = ["compute", "all_reduce", "compute"]
-    times, hosts = [(Mark(), Mark())] * 2, [(0, 50_000), (90_000, 150_000)]
+    times, hosts = [(Mark(), Mark()), (Mark(), Mark())], [(0, 50_000), (90_000, 150_000)]
     written = Recording(0, builder, times, names, hosts)
     quick = Recording(0, None, times, names, hosts)
     traced = Recording(

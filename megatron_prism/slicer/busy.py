@@ -26,6 +26,7 @@ _IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else
 _GAP_NS = 1_000  # between two kernels, where no two of the trace tell
 _STRANGE = 0.01  # of the kernels' time, of which nobody knows who launched it
 _LATE = 0.05  # a segment that takes so much longer than its kernels waits for the host
+_SURE = 0.01  # of a segment: what it may wait for the host so that its own time is its kernels'
 
 
 class Tracer:
@@ -142,28 +143,36 @@ def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.n
     return found
 
 
-def device_ns(each: np.ndarray, traced: np.ndarray) -> np.ndarray:
+def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = None) -> np.ndarray:
     """int64 [segments]: what each takes if the host is always ahead.
 
     each   : [iterations, segments] between the CUDA events around each, where nothing was traced
     traced : by ``busy_ns``
+    waits  : [iterations, segments] of that, for which the device waited for its host; None: known
+             of no segment but where an idle device waited for its first launch
 
-    A segment that takes hardly longer than its kernels keeps its own time, which is that of the
-    clocks of an undisturbed iteration, without the moment in which an idle device waited for its
-    first launch; the kernels of the others are brought to those clocks.  A segment without kernels
-    takes the device nothing: what passed between its events was the host's time, counted there.
+    A segment that takes hardly longer than its kernels, and hardly waits, keeps its own time, which
+    is that of the clocks of an undisturbed iteration; the kernels of the others are brought to
+    those clocks.  (Behind a forward that takes its host as long, a backward of 46 ms begins with
+    waits of 0.6 ms.)  A segment without kernels takes the device nothing: what passed between its
+    events was the host's time, counted there.
 
     Of every segment the median counts.  Clocks dip for some ten milliseconds (a GPU at its power
     limit): no segment's median has that, but every iteration has, so all are brought to the median
     of what those that keep up take together.
     """
-    busy = traced[0]
-    elapsed = middle = np.median(each, axis=0)
-    elapsed = elapsed - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * elapsed), 0)
-    ahead = (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
+    busy, whole = traced[0], np.median(each, axis=0)
+    if waits is None:
+        elapsed = whole - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * whole), 0)
+        sure, middle = np.ones(len(busy), dtype=bool), whole
+    else:
+        each = np.maximum(each - waits, 0)
+        sure = np.median(waits, axis=0) <= _SURE * whole
+        elapsed = middle = np.where(busy < 0, whole, np.median(each, axis=0))
+    ahead = sure & (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
     ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
     known = elapsed[ahead].sum() > _LATE * elapsed.sum()
-    late = np.minimum(elapsed, busy * (ratio if known else 1.0))
+    late = np.minimum(whole, busy * (ratio if known else 1.0))
     dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if known else 1.0
     return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
 

@@ -64,6 +64,11 @@ class Launches:
         np.maximum.at(found, at, come - done)
         return found
 
+    def waits(self, own: np.ndarray, host: np.ndarray, behind: np.ndarray) -> np.ndarray:
+        """float64 [segments]: for how long the device waits for its host within each, if the host
+        takes ``host`` ns for it and the device comes to it ``behind`` ns after the host."""
+        return np.maximum(self.leads(own, host, self.busy) - behind, 0)
+
 
 def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Launches:
     """Of a trace as Kineto exports it; ``bounds``: the host's clock around each segment, as in

@@ -19,6 +19,8 @@ from megatron_prism.slicer.launches import Launches
 
 __all__ = ["Recording", "stamp", "typical"]
 
+_AT_ONCE = 0.99  # of all segments: their host was not taken away while it noted its time
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -49,6 +51,22 @@ class Recording:
             found = [round(begin.elapsed_time(end) * 1e6) for begin, end in self.times]
             return np.array(found, dtype=np.int64)
         return np.array(self.times, dtype=np.int64)
+
+    def behind_ns(self) -> np.ndarray:
+        """float64 [segments]: how long after its host the device came to each.  Somewhere in an
+        iteration it follows at once; without events it is as early as can be everywhere."""
+        issued = np.array([begin - self.hosts[0][0] for begin, _ in self.hosts], dtype=float)
+        if self.times and isinstance(self.times[0], tuple):
+            self.times[-1][0].synchronize()
+            first = self.times[0][0]
+            came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in self.times])
+            came += np.quantile(issued - came, _AT_ONCE, method="higher")
+            return np.maximum(came - issued, 0)
+        came, free = issued.copy(), 0.0
+        for i, takes in enumerate(self.times):
+            came[i] = max(free, issued[i])
+            free = came[i] + takes
+        return came - issued
 
     def program(self) -> Program:
         """The program with this iteration's own times."""
@@ -113,12 +131,16 @@ def _apart(
     # the trace slows the host down, so of a launch only the place in its segment counts
     length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
     place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
-    ns = device_ns(program.samples, busy)
+    found, waits = traced.launches, None
+    if found is not None:
+        behind = [recording.behind_ns() for recording in quick]
+        waits = np.stack([found.waits(own, *pair) for pair in zip(each, behind, strict=True)])
+    ns = device_ns(program.samples, busy, waits)
     lead = place * issued  # until the first launch
-    if traced.launches is not None:
-        lead = np.maximum(lead, traced.launches.leads(own, issued, ns))
-        known = traced.launches.busy > 0
-        part = traced.launches.products[known] / traced.launches.busy[known]
+    if found is not None:
+        lead = np.maximum(lead, found.leads(own, issued, ns))
+        known = found.busy > 0
+        part = found.products[known] / found.busy[known]
         program.ops["products"][compute[known]] = np.rint(part * ns[known])
     program.ops["host"][compute] = issued
     program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
