@@ -99,6 +99,18 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
 
+def test_computing_that_was_recorded_beside_calls_loses_no_more():
+    made = graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
+    factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
+    plain = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 500 * MS))
+    alone = overlap.replay(made, plain, factors, "x", 1).prices
+    source = {**made.programs.source, "peers": "paced"}
+    paced = graph.build(dataclasses.replace(made.programs, source=source))
+    beside = overlap.replay(paced, plain, factors, "x", 1).prices
+    assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
+    assert beside.meetings[0] == 1000 * MS  # calls are calibrated alone: they lose as before
+
+
 @pytest.mark.parametrize(
     ("call_ms", "factor"), [(500, 3.0), (333, 3.6), (280, 3.6), (600, 2.0), (900, 2.3)]
 )

@@ -431,6 +431,17 @@ def test_slices_of_another_device_are_refused(tmp_path):
             assert pace._programs(folder, options, source).world == options.world
 
 
+def test_slices_that_were_recorded_at_pace_pace_as_well(tmp_path):
+    options = options_of("--prism-pace", str(tmp_path))
+    source = {"arguments": "a", "device": "NVIDIA H200"}
+    for peers in ({}, {"peers": "paced"}):
+        store = SliceStore(tmp_path, options.world, {**source, **peers})
+        for rank in range(options.world.size):
+            store.put(Program.from_ops(rank, [Op("compute", ns=1)]))
+        made = pace._programs(tmp_path, options, source)
+        assert made.source.get("peers") == peers.get("peers")
+
+
 def test_a_calibration_of_another_gpu_is_refused(tmp_path):
     assert pace.calibration(tmp_path, "NVIDIA H200") is None
     path = tmp_path / pace.CALIBRATION

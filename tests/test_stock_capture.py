@@ -239,6 +239,15 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
             SliceStore(tmp_path, World(8), source).put(program)
         with pytest.raises(ProgramError, match="some are of another release"):
             open_programs(tmp_path)
+    paced = slice_source.source_of("--seq 1", "0.19.2", "cuda", "H200", tmp_path)
+    assert dict(paced.items() - now.items()) == {"peers": "paced"}
+    for folder, first, second, said in (
+        ("a", now, paced, "peers at once, not paced"), ("b", paced, now, "peers paced, not at once")
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        SliceStore(tmp_path / folder, World(8), first).put(Program.from_ops(0, [Op("compute")]))
+        with pytest.raises(UsageError, match=said):
+            StockCapture(options(tmp_path / folder), TIER, second)
     assert "timing" not in slice_source.source_of("--seq 1", "0.19.2", "meta", "")
 
 
