@@ -209,6 +209,7 @@ def _paced() -> dict[str, Any]:
     session = sys.modules.get("megatron_prism.virtual.session")
     world = session.current() if session is not None else None
     pacer = world.recorder if world is not None else None
+    pacer = getattr(pacer, "pacer", pacer)  # of a rank that is recorded at pace
     if not hasattr(pacer, "launcher"):
         return {}
     from megatron_prism.virtual import pace_report

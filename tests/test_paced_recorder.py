@@ -14,7 +14,7 @@ from megatron_prism.slicer.recorder import Recorder
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
 
-RANK, SIZE, LATE = 3, 8, 0.03
+RANK, SIZE, LATE = 3, 8, 0.2
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_program_is_the_same_and_waits_are_no_part_of_it(world):
     assert pacer.heard == ["all_reduce", "all_reduce", "send", "recv", "issued", "barrier"]
     segments = paced.ops["ns"][paced.ops["name"] == CODE["compute"]]
     assert len(segments) > 5
-    assert segments.max() < LATE * 1e9 / 3
+    assert segments.max() < LATE * 1e9 / 2
     assert list(untimed(paced)) == list(untimed(plain))
 
 

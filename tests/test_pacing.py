@@ -442,6 +442,14 @@ def test_slices_that_were_recorded_at_pace_pace_as_well(tmp_path):
         assert made.source.get("peers") == peers.get("peers")
 
 
+def test_a_stage_that_paced_slices_lack_is_asked_for(tmp_path):
+    options = options_of("--prism-pace", str(tmp_path), "--pipeline-model-parallel-size", "2")
+    store = SliceStore(tmp_path, options.world, {"peers": "paced"})
+    store.put(Program.from_ops(0, [Op("compute", ns=1)]))
+    with pytest.raises(UsageError, match="recorded at pace, but none of ranks 4"):
+        pace_capture._capture_all(options, ["x.py"])
+
+
 def test_a_calibration_of_another_gpu_is_refused(tmp_path):
     assert pace.calibration(tmp_path, "NVIDIA H200") is None
     path = tmp_path / pace.CALIBRATION

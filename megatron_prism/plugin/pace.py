@@ -48,6 +48,7 @@ class Pace:
         source = source_of(arguments, version, options.tier, device)
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
+        self._alone = programs.source.get(slices.PEERS, slices.AT_ONCE) == slices.AT_ONCE
         program = programs.programs[int(programs.program_of[options.rank])]
         for ranks, factor in slow_ranks(options):
             programs = whatif.slow(programs, ranks, factor)
@@ -108,7 +109,8 @@ class Pace:
         found = pace_report.summary(self.pacer, stamps, predicted)
         return {
             "folder": str(self.options.pace),
-            "peers": "modelled: slices that were measured alone, after the local rank's stamps",
+            "peers": f"modelled: slices measured {'alone' if self._alone else 'at pace'}, "
+            "after the local rank's stamps",
             "calls": self.sources,
             "slow": self.options.slow,
             "drawn": self.drawn,
@@ -167,7 +169,7 @@ def check(options: Any) -> None:
             f"--prism-capture keeps what the healthy job does, and {flag} makes another of it",
             fix=f"capture without {flag}; prism replay --slow and prism predict change it later",
         )
-    if options.capture is not None and options.capture.absolute() == options.pace.absolute():
+    if options.capture is not None and options.capture.resolve() == options.pace.resolve():
         raise UsageError(
             f"--prism-capture and --prism-pace name one folder, {options.pace}: slices recorded "
             "among paced ranks are other slices",

@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_prism import slices
-from megatron_prism.errors import PrismError
+from megatron_prism import programs, slices
+from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.selectors import format_ranks
 
 __all__ = ["capture_missing", "missing_ranks"]
@@ -27,6 +27,12 @@ def missing_ranks(folder: Path, world: Any) -> list[int]:
     there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
     stages = {world.coordinates(rank).pp for rank in there}
     return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
+
+
+def _at_pace(folder: Path) -> bool:
+    """Whether the first slice in ``folder`` was recorded among paced ranks."""
+    paths = sorted(folder.glob("slice-*.prism"))
+    return bool(paths) and programs.load(paths[0]).source.get(slices.PEERS) == slices.PACED
 
 
 def capture_missing(options: Any, job: Sequence[str], store: Any = None) -> None:
@@ -45,6 +51,13 @@ def capture_missing(options: Any, job: Sequence[str], store: Any = None) -> None
 
 def _capture_all(options: Any, job: Sequence[str]) -> None:
     missing = missing_ranks(options.pace, options.world)
+    if missing and _at_pace(options.pace):
+        raise UsageError(
+            f"{options.pace} holds slices that were recorded at pace, but none of ranks "
+            f"{format_ranks(missing)}",
+            fix=f"--prism-ranks {missing[0]} --prism-capture {options.pace} --prism-pace FIRST, "
+            "where FIRST are the slices that these were paced by",
+        )
     for number, rank in enumerate(missing, 1):
         _say(
             f"capturing rank {rank:,} for {options.pace}: "

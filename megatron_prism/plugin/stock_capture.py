@@ -87,6 +87,7 @@ class StockCapture:
         self.num_iterations = 0  # that the slice is the median of
         self.links: links.Links | None = None  # of a GPU
         self._recorder: Any = None
+        self._pacer: Any = None  # of a rank that is recorded at pace
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
         # whether the iteration that is recorded has one, the next one will, some had
@@ -160,6 +161,7 @@ class StockCapture:
 
         world = current()
         assert world is not None
+        self._pacer = proof.pacer
         if proof.pacer is not None:
             self._recorder = PacedRecorder(self.rank, self.tier.name, proof.pacer)
         else:
@@ -251,6 +253,11 @@ class StockCapture:
     def said(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
+        if self._pacer is not None and (strayed := self._pacer.tally.strayed):
+            found += (
+                f"; in {len(strayed)} iterations virtual ranks answered at once, the first: "
+                f"{strayed[0]}"
+            )
         if self.program is None or len(hosts := self.program.hosts) < 2:
             return found
         if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):

@@ -3,8 +3,8 @@
 A GPU at its power limit is as fast as it is idle in between, and products beside a call have fewer
 SMs: segments of a rank that waits for nobody take other times than the job's (the last of two
 stages 3 % more, 2 x H200).  So a rank can be recorded once more at the pace that the first slices
-give.  What waits belongs to no segment: calls are answered between two of them, and a segment
-begins behind a wait, not before it.
+give.  Waits that the recorder hears of belong to no segment: calls are answered between two of
+them, and a segment begins behind a wait, not before it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class PacedRecorder(Recorder):
         def paced(group: Any, *args: Any, **kwargs: Any) -> Any:
             return self.pacer.record(group, op, answer, args, kwargs)
 
+        # without a group it is a probe of what recording costs
         return super().record(group, op, answer if group is None else paced, args, kwargs)
 
     @contextlib.contextmanager

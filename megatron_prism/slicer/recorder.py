@@ -230,8 +230,7 @@ class Recorder:
             self._leave()
 
     def waited(self, handle: int, code: Any) -> None:
-        """The current stream waits for ``handle``; torch's own wait ends a call that is not async,
-        which loses its handle."""
+        """The current stream waits for ``handle``; torch's own wait ends a call in order."""
         if not self.active or self._inside:
             return
         if code.co_filename == c10d.__file__ and code.co_name != "wait":
@@ -241,7 +240,7 @@ class Recorder:
         self._note("wait", handle=handle)
 
     def wait_issued(self) -> None:
-        """The device now waits for what ``waited`` told of; here it is there already."""
+        """The device now waits for what ``waited`` told of, which peers answer at once here."""
 
     def _note(self, name: str, stream: Any = None, **fields: Any) -> None:
         """An op that takes no time itself."""
@@ -297,4 +296,5 @@ class Recorder:
         """The host goes on: until now it waited, which is not its time for the segment."""
         if self.clock.running:
             self.clock.resume()
-        self._began = time.time_ns()
+        elif self.active and not self._inside:
+            self._open()

@@ -19,7 +19,7 @@ from megatron_prism.slicer.launches import Launches
 
 __all__ = ["Recording", "stamp", "typical"]
 
-_AT_ONCE = 0.99  # of all segments: their host was not taken away while it noted its time
+_AT_ONCE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
 
 
 @dataclass(frozen=True)

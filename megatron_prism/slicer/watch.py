@@ -81,6 +81,8 @@ def _wrap_functions(recorder: Recorder) -> None:
             recorder.host_resumed()
 
     def switched(stream: Any) -> None:
+        if stream is None:  # torch does nothing then
+            return
         # a segment that began on one stream and ended on another would be the time between streams
         recorder.cut(lambda: set_stream(stream))
 
