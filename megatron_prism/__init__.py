@@ -36,7 +36,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     hang.py                  who made it hang (outstanding.py, votes.py, orders.py, hang_graph.py)
       joint_calls.py           calls that need a closer look
       moments.py               are the dumps of one moment, and of one job
-      sources.py               where waits end
+      sources.py               where waits end (wait_graph.py)
       outside.py               hosts that may wait outside NCCL
       diagnosis.py             the verdict as values, text and JSON
       watchdog.py              which watchdog fires first, and what it prints

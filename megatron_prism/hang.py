@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from megatron_prism import moments, outside, sources, watchdog
+from megatron_prism import moments, outside, sources, wait_graph, watchdog
 from megatron_prism.diagnosis import Blamed, Diagnosis
 from megatron_prism.flight_dump import DumpSet, Entry
 from megatron_prism.guards import no_collector
@@ -201,17 +201,18 @@ class _Judge:
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
         free = odds or not sources.held(self.state)
-        odd, about = order_conflicts(self.state, queued) if free else ({}, None)
+        odd, about, right = order_conflicts(self.state, queued) if free else ({}, None, False)
         among = {r for o in odds for r in o.among}
-        if about is None or not odd or (among and among.isdisjoint(odd)):
+        # of those who differ in one call, it says nothing that all of them are at odds with others
+        if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
             return []
-        ranks = sorted(odd if not among else among & set(odd))
+        if not (ranks := wait_graph.ends(self.state, sorted(among & set(odd) or odd))):
+            return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if beside := sources.beside(self.state, ranks):
+        if doubts := sources.beside(self.state, ranks, right):
             self.doubt = True
-            self.evidence.append(f"to the call of these few came, but also {format_ranks(beside)}: "
-                                 "perhaps they err alike")  # fmt: skip
+            self.evidence += doubts
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
@@ -228,7 +229,7 @@ class _Judge:
         self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
         if odds:
             self.first = odds[0].entry
-        state, cycle = self.state, sources.circle(self.state)
+        state, cycle = self.state, wait_graph.circle(self.state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
         if early := self._ordered(odds, queued=True):
@@ -261,8 +262,7 @@ class _Judge:
             self.evidence.append(text)
 
     def _idle(self) -> Diagnosis:
-        state = self.state
-        missing, lost = state.lacks(), state.missing
+        state, missing, lost = self.state, self.state.lacks(), self.state.missing
         if off := not any(d.entries or d.status for d in state.dumps.values()):
             self.evidence.append("no dump holds a call or a counter: the recorders were off")
         elif lost or state.unreadable or state.hidden:

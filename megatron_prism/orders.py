@@ -36,13 +36,28 @@ class Conflict:
         return min(alike, key=lambda e: (e.created_ns, e.seq), default=None)
 
 
-def order_conflicts(state: State, queued: bool = False) -> tuple[dict[int, int], Conflict | None]:
+def order_conflicts(
+    state: State, queued: bool = False
+) -> tuple[dict[int, int], Conflict | None, bool]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.
 
-    queued : also by calls that only one of two issued yet, in front of one at which both stand
-    (rank -> with how many siblings it is at odds, what about); empty if there are several choices,
-    or it is more than a third of the siblings: then they have two programs, and neither is odd.
+    queued : also by calls that only one of two issued yet, in front of one at which both stand, and
+    among ranks that rightly differ, as a last resort
+    (rank -> with how many siblings it is at odds, what about, whether these may be right: groups of
+    theirs agreed on other calls, which ended); empty if there are several choices, or it is more
+    than a third of the siblings: then they have two programs, and neither is odd.
     """
+    agreed = _Agreed(state)
+    odd, about = _odd(state, queued, agreed)
+    if about is not None or not (queued and agreed.differ):
+        return odd, about, False
+    return *_odd(state, queued, None), True
+
+
+def _odd(
+    state: State, queued: bool, agreed: _Agreed | None
+) -> tuple[dict[int, int], Conflict | None]:
+    """The same; ``agreed`` says which siblings are not compared."""
     odd: dict[int, int] = {}
     about: Conflict | None = None
     for ranks in state.siblings.values():
@@ -55,6 +70,8 @@ def order_conflicts(state: State, queued: bool = False) -> tuple[dict[int, int],
         at_odds: dict[int, set[int]] = defaultdict(set)
         for i, a in enumerate(heads[:64]):
             for b in heads[:i]:
+                if agreed is not None and agreed.otherwise(a, b):
+                    continue
                 what = _conflict(issued[a], issued[b])
                 if what is None and queued:
                     what = _early(issued[a], issued[b]) or _early(issued[b], issued[a])
@@ -77,6 +94,35 @@ def order_conflicts(state: State, queued: bool = False) -> tuple[dict[int, int],
         if 3 * len(alone) > len(ranks):
             return {}, about
     return odd, about
+
+
+class _Agreed:
+    """Which calls ended in the groups of a rank: their members agreed, so where siblings' groups
+    agreed on others (more microbatches, reports of the first ranks) they rightly differ."""
+
+    def __init__(self, state: State) -> None:
+        self.state, self.differ = state, False
+        self._ended: dict[str, dict[int, str]] = {}
+
+    def otherwise(self, one: int, other: int) -> bool:
+        """Whether groups of these siblings agreed on different calls of one number."""
+        theirs = {self.state.groups[n].desc: n for n in self.state.groups_of[other]}
+        for name in self.state.groups_of[one]:
+            like = theirs.get(self.state.groups[name].desc, name)
+            if like != name:
+                a, b = self.ended(name), self.ended(like)
+                if any(a[seq] != b[seq] for seq in a.keys() & b.keys()):
+                    self.differ = True
+                    return True
+        return False
+
+    def ended(self, name: str) -> dict[int, str]:
+        """Number -> operation, by the first member that left a dump."""
+        if name not in self._ended:
+            ranks = [r for r in self.state.groups[name].ranks if r in self.state.dumps][:1]
+            self._ended[name] = {e.seq: e.op for r in ranks for e in self.state.dumps[r].entries
+                                 if e.group == name and e.done and not e.pair}  # fmt: skip
+        return self._ended[name]
 
 
 @dataclass(frozen=True)

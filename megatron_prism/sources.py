@@ -6,7 +6,7 @@ and says why.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
 from megatron_prism.diagnosis import Waiting
@@ -14,11 +14,10 @@ from megatron_prism.flight_dump import Entry
 from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["age", "beside", "circle", "complete_late", "gone", "held", "left_no_dump", "lone",
+__all__ = ["age", "beside", "complete_late", "gone", "held", "left_no_dump", "lone",
            "never_started", "outrun", "unposted", "waiting"]  # fmt: skip
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
-_EDGES = 1_000_000  # waits that are looked at for the smallest circle
 
 
 def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
@@ -64,8 +63,9 @@ def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
             yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
-def beside(state: State, ranks: Collection[int]) -> list[int]:
-    """Who else waits where one of ``ranks`` does, in a call to which most of its members have not
+def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
+    """What speaks for ``ranks``, at odds with their siblings: that their groups agreed on calls of
+    their own (``right``), or who else waits in a call of theirs to which most members have not
     come."""
     found = set[int]()
     for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
@@ -73,7 +73,14 @@ def beside(state: State, ranks: Collection[int]) -> list[int]:
         came = {r for r in members if r in state.dumps and state.arrived(r, head)}
         if 2 * len(came) < len(members):
             found |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
-    return sorted(found - set(ranks))
+    said = []
+    if others := sorted(found - set(ranks)):
+        said.append(f"to the call of these few came, but also {format_ranks(others)}: "
+                    "perhaps they err alike")  # fmt: skip
+    if right:
+        said.append(f"all members of groups of {format_ranks(sorted(ranks))} made other calls than "
+                    "their siblings, and these ended: perhaps rightly")  # fmt: skip
+    return said
 
 
 def unposted(state: State) -> Iterator[tuple[int, Entry]]:
@@ -88,17 +95,28 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
 
 def outrun(state: State, rank: int) -> bool:
     """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
-    others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
-    late = {state.groups[name].desc for name, other in state.lates if other == rank}
+    others wait for, since replicas with fewer microbatches made fewer calls and stand still too.
+    Who came to a call of theirs without most of its members may be the one who errs."""
+    waits = {name: e for (name, other), e in state.lates.items() if other == rank}
+    late = {state.groups[name].desc for name in waits}
+    few = {r for e in waits.values() for r in _alone(state, e)}
     mine, counts = state.opened(rank), state.counts(rank)
     passed = level = 0
     for other in state.siblings[state.role.get(rank, 0)]:
         theirs = state.counts(other)
         common = counts.keys() & theirs.keys()
         level += all(theirs[k] == counts[k] for k in common)
-        if mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common):
+        more = mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common)
+        if more and other not in few:
             passed += any(theirs[k] > counts[k] for k in common & late)
     return passed >= max(1, level)
+
+
+def _alone(state: State, entry: Entry) -> list[int]:
+    """Who came to a call to which less than half of its members did, of three or more."""
+    ranks = state.groups[entry.group].ranks
+    came = [r for r in ranks if r in state.dumps and state.arrived(r, entry)]
+    return came if 2 * len(came) < len(ranks) else []
 
 
 def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
@@ -133,31 +151,6 @@ def never_started(state: State) -> dict[int, Entry]:
     heads = {r: e for r in state.outstanding if (e := state.head(r))}
     idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
     return idle if 2 * len(idle) < len(heads) else {}
-
-
-def circle(state: State) -> list[int]:
-    """The smallest circle of ranks in which each waits for the next."""
-    edges = {r: state.waits(r)[1] for r in state.outstanding}
-    best: list[int] = []
-    left = _EDGES
-    for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
-        back, queue = {start: start}, deque([(start, 1)])
-        while queue and left > 0 and not (best and queue[0][1] >= len(best)):
-            rank, length = queue.popleft()
-            left -= len(edges[rank])
-            if start in edges[rank]:
-                best = [rank]
-                while best[-1] != start:
-                    best.append(back[best[-1]])
-                best.reverse()
-                break
-            for other in edges[rank]:
-                if other not in back and other in edges:
-                    back[other] = rank
-                    queue.append((other, length + 1))
-        if len(best) == 2 or left <= 0:
-            break
-    return best
 
 
 def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:

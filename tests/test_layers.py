@@ -41,7 +41,7 @@ ROWS = [
     "flight_recorder quiescence hang_graph",
     "flight_export flight_workers stages faults",
     "outstanding",
-    "joint_calls watchdog moments sources outside",
+    "joint_calls watchdog moments sources outside wait_graph",
     "votes orders overlay",
     "allocator_settings",
     "allocator",
