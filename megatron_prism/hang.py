@@ -33,10 +33,6 @@ from megatron_prism.votes import Odd, mismatches
 __all__ = ["of_dumps", "of_graph"]
 
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
-_HOSTS = (
-    "what hosts wait for outside NCCL (gloo, the store, files, data) or while a communicator "
-    "is made: if the job stands still all the same, take its stacks: py-spy dump"
-)
 
 
 def of_dumps(found: DumpSet) -> Diagnosis:
@@ -76,6 +72,8 @@ class _Judge:
         for step in steps:
             culprits = step()
             if culprits:
+                beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
+                self.evidence += [f"besides, {odd}" for odd in beside[:3]]
                 return self._result(culprits[0].kind, culprits)
         return self._nobody(odds)
 
@@ -98,7 +96,7 @@ class _Judge:
         same = [odd for odd in decided if odd.call == decided[0].call]
         if same:
             self.first = same[0].entry
-        self.evidence += [f"{call_text(odd.entry)}: {odd.text}" for odd in same[:4]]
+        self.evidence += map(str, same[:4])
         return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
@@ -226,7 +224,7 @@ class _Judge:
                 for r, e in found.items()]  # fmt: skip
 
     def _nobody(self, odds: list[Odd]) -> Diagnosis:
-        self.evidence += [f"{call_text(o.entry)}: {o.text}; no majority decides" for o in odds[:3]]
+        self.evidence += map(str, odds[:3])
         if odds:
             self.first = odds[0].entry
         state, cycle = self.state, wait_graph.circle(self.state)
@@ -270,7 +268,7 @@ class _Judge:
         if off or lost or state.unreadable or state.hidden:
             return Diagnosis("undetermined", (), (), confidence="possible",
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
-        return Diagnosis("healthy", missing=(*missing, _HOSTS))
+        return Diagnosis("healthy", missing=(*missing, outside.UNSEEN))
 
     def _result(self, verdict: str, culprits: list[Blamed], cycle: Iterable[int] = ()) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}

@@ -14,6 +14,8 @@ from megatron_prism.outstanding import State
 
 __all__ = ["Conflict", "order_conflicts"]
 
+_Key = tuple[str, int]  # description, sequence
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -43,9 +45,9 @@ def order_conflicts(
 
     queued : also by calls that only one of two issued yet, in front of one at which both stand, and
     among ranks that rightly differ, as a last resort
-    (rank -> with how many siblings it is at odds, what about, whether these may be right: groups of
-    theirs agreed on other calls, which ended); empty if there are several choices, or it is more
-    than a third of the siblings: then they have two programs, and neither is odd.
+    (rank -> with how many siblings it is at odds, what about, whether these may be right); empty if
+    there are several choices, or it is more than a third of the siblings: then they have two
+    programs, and neither is odd.
     """
     agreed = _Agreed(state)
     odd, about = _odd(state, queued, agreed)
@@ -97,24 +99,35 @@ def _odd(
 
 
 class _Agreed:
-    """Which calls ended in the groups of a rank: their members agreed, so where siblings' groups
-    agreed on others (more microbatches, reports of the first ranks) they rightly differ."""
+    """Whether siblings rightly differ, as with more microbatches, other modules, or reports that
+    the first ranks make: by calls that ended, in which all members agreed."""
 
     def __init__(self, state: State) -> None:
         self.state, self.differ = state, False
         self._ended: dict[str, dict[int, str]] = {}
+        self._order: dict[int, dict[_Key, int]] = {}
 
     def otherwise(self, one: int, other: int) -> bool:
-        """Whether groups of these siblings agreed on different calls of one number."""
-        theirs = {self.state.groups[n].desc: n for n in self.state.groups_of[other]}
-        for name in self.state.groups_of[one]:
-            like = theirs.get(self.state.groups[name].desc, name)
+        """Whether calls ended of which these made other ones, or the same in two orders."""
+        found = self._others(one, other) or self._turned(self.order(one), self.order(other))
+        self.differ |= found
+        return found
+
+    def _others(self, one: int, other: int) -> bool:
+        groups, of = self.state.groups, self.state.groups_of
+        theirs = {groups[name].desc: name for name in of[other]}
+        for name in of[one]:
+            like = theirs.get(groups[name].desc, name)
             if like != name:
                 a, b = self.ended(name), self.ended(like)
                 if any(a[seq] != b[seq] for seq in a.keys() & b.keys()):
-                    self.differ = True
                     return True
         return False
+
+    @staticmethod
+    def _turned(one: dict[_Key, int], other: dict[_Key, int]) -> bool:
+        common = [key for key in one if key in other]
+        return any(other[x] > other[y] for x, y in zip(common, common[1:], strict=False))
 
     def ended(self, name: str) -> dict[int, str]:
         """Number -> operation, by the first member that left a dump."""
@@ -123,6 +136,16 @@ class _Agreed:
             self._ended[name] = {e.seq: e.op for r in ranks for e in self.state.dumps[r].entries
                                  if e.group == name and e.done and not e.pair}  # fmt: skip
         return self._ended[name]
+
+    def order(self, rank: int) -> dict[_Key, int]:
+        """Its collectives that ended -> their places."""
+        if rank not in self._order:
+            self._order[rank] = {
+                (e.desc, e.seq): place
+                for place, e in enumerate(self.state.dumps[rank].entries)
+                if e.done and not e.pair and e.op != "coalesced"
+            }
+        return self._order[rank]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,12 @@ from collections.abc import Collection, Mapping
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["ahead", "together", "with_the_dead"]
+__all__ = ["UNSEEN", "ahead", "together", "with_the_dead"]
+
+UNSEEN = (
+    "what hosts wait for outside NCCL (gloo, the store, files, data) or while a communicator "
+    "is made: if the job stands still all the same, take its stacks: py-spy dump"
+)
 
 
 def together(state: State, idle: Collection[int], ahead: Collection[int]) -> str:

@@ -64,9 +64,9 @@ def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
 
 
 def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
-    """What speaks for ``ranks``, at odds with their siblings: that their groups agreed on calls of
-    their own (``right``), or who else waits in a call of theirs to which most members have not
-    come."""
+    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
+    calls that ended (``right``); or who else waits in a call of theirs to which most members have
+    not come."""
     found = set[int]()
     for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
         members = state.groups[head.group].ranks
@@ -77,9 +77,9 @@ def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
     if others := sorted(found - set(ranks)):
         said.append(f"to the call of these few came, but also {format_ranks(others)}: "
                     "perhaps they err alike")  # fmt: skip
-    if right:
-        said.append(f"all members of groups of {format_ranks(sorted(ranks))} made other calls than "
-                    "their siblings, and these ended: perhaps rightly")  # fmt: skip
+    if right or any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
+        said.append(f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
+                    "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
     return said
 
 
@@ -95,11 +95,8 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
 
 def outrun(state: State, rank: int) -> bool:
     """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
-    others wait for, since replicas with fewer microbatches made fewer calls and stand still too.
-    Who came to a call of theirs without most of its members may be the one who errs."""
-    waits = {name: e for (name, other), e in state.lates.items() if other == rank}
-    late = {state.groups[name].desc for name in waits}
-    few = {r for e in waits.values() for r in _alone(state, e)}
+    others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
+    late = {state.groups[name].desc for name, other in state.lates if other == rank}
     mine, counts = state.opened(rank), state.counts(rank)
     passed = level = 0
     for other in state.siblings[state.role.get(rank, 0)]:
@@ -107,16 +104,21 @@ def outrun(state: State, rank: int) -> bool:
         common = counts.keys() & theirs.keys()
         level += all(theirs[k] == counts[k] for k in common)
         more = mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common)
-        if more and other not in few:
+        if more and _behind(state, rank, other):
             passed += any(theirs[k] > counts[k] for k in common & late)
     return passed >= max(1, level)
 
 
-def _alone(state: State, entry: Entry) -> list[int]:
-    """Who came to a call to which less than half of its members did, of three or more."""
-    ranks = state.groups[entry.group].ranks
-    came = [r for r in ranks if r in state.dumps and state.arrived(r, entry)]
-    return came if 2 * len(came) < len(ranks) else []
+def _behind(state: State, rank: int, other: int) -> bool:
+    """Whether what only ``other`` issued comes behind all that both have outstanding: if not, they
+    made their calls in two orders, and either may err."""
+    mine, counts, news = state.opened(rank), state.counts(rank), False
+    for e in state.outstanding[other]:
+        if (e.desc, e.pair, e.seq) not in mine:
+            news |= not e.pair and e.seq > counts.get(e.desc, e.seq)
+        elif news:
+            return False
+    return True
 
 
 def passed_over(state: State) -> Iterator[tuple[int, Entry]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_prism.flight_dump import Entry
 from megatron_prism.joint_calls import signature, suspects
-from megatron_prism.outstanding import State
+from megatron_prism.outstanding import State, call_text
 
 __all__ = ["Odd", "mismatches"]
 
@@ -40,6 +40,10 @@ class Odd:
     def call(self) -> tuple[object, ...]:
         """What is alike where ranks of several groups err in the same way."""
         return self.kind, self.entry.desc, self.entry.op, self.entry.seq, self.entry.pair
+
+    def __str__(self) -> str:
+        undecided = "" if self.ranks else "; no majority decides"
+        return f"{call_text(self.entry)}: {self.text}{undecided}"
 
 
 def mismatches(state: State) -> list[Odd]:

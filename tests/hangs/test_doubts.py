@@ -139,16 +139,17 @@ def test_a_file_that_was_lost_names_its_rank_as_possible_only(how):
         assert named <= {10} or found.confidence == "possible", (lost, found)
 
 
-def test_one_of_two_ranks_may_err_as_well_as_the_other():
-    """Rank 1 makes a call twice; or rank 0 left it out."""
+@pytest.mark.parametrize("later", [True, False])
+def test_one_of_two_ranks_may_err_as_well_as_the_other(later):
+    """Rank 1 makes a call twice, or rank 0 left it out: behind what both wait in, or before it."""
     dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
     for rank, dump in dumps.items():
         dump.call("tp", done=True)
-        dump.call("tp", count=rank)
-        dump.call("dp")
-    _, found = verdict(dumps)
-    assert found.confidence == "possible"
-    assert len(said(found, "has one sibling")) == 1
+        for kind in ("dp", "tp") if later else ("tp", "dp"):
+            dump.call(kind, count=rank if kind == "tp" else 1)
+    named, found = verdict(dumps)
+    assert (named, found.confidence) == ({0} if later else set(), "possible")
+    assert len(said(found, "has one sibling")) == later
 
 
 def test_a_batch_that_two_ranks_got_wrong_is_still_theirs():
