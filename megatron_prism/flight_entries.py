@@ -18,7 +18,7 @@ from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Entry
 
-__all__ = ["entries_of", "integer", "of_batches", "typed"]
+__all__ = ["aborted", "entries_of", "integer", "of_batches", "typed"]
 
 _NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
 _NAMES |= {method: row.name for row in TABLE for method in row.methods}
@@ -111,6 +111,34 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
     batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
     return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
+
+
+def aborted(raw: list[dict[Any, Any]]) -> set[int]:
+    """Places of a group's last calls that are over because they were aborted, not because they
+    ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
+
+    Where the kernel ends with its communicator it looks as if it had: behind the time-out, and
+    behind everything that this rank issued.
+    """
+    over = [at for at, row in enumerate(raw) if row.get("retired")]
+    issued = max((_clock(row, "time_created_ns") for row in raw), default=0)
+    ended, found = set[str](), set[int]()
+    for at in reversed(over):
+        row, group = raw[at], str(raw[at]["process_group"][0])
+        if group in ended or not str(row.get("profiling_name", "")).startswith("nccl:"):
+            continue
+        end, limit = _clock(row, "time_discovered_completed_ns"), _clock(row, "timeout_ms") * 10**6
+        late = 0 < limit <= end - _clock(row, "time_created_ns") and end > issued
+        if row.get("state") != "completed" or late:
+            found.add(at)
+        else:
+            ended.add(group)
+    return found
+
+
+def _clock(row: dict[Any, Any], key: str) -> int:
+    value = row.get(key)
+    return value if type(value) is int else 0
 
 
 def typed(value: Any, kind: type, what: str) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Group, Status
-from megatron_prism.flight_entries import entries_of, integer, of_batches, typed
+from megatron_prism.flight_entries import aborted, entries_of, integer, of_batches, typed
 from megatron_prism.guards import bounded_memory, no_collector
 
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
@@ -214,6 +214,9 @@ def of_value(value: Any, rank: int) -> Dump:
         raw = [e for e in raw if str(e.get("pg_id")) not in dead]
         entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
         notes.append("calls of groups that were aborted and made again are left out")
+    if cut := aborted(raw):
+        entries = tuple(e._replace(done=at not in cut and e.done) for at, e in enumerate(entries))
+        notes.append("calls that were aborted count as outstanding")
     if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
         entries = tuple(sorted(entries, key=lambda e: e.record))
     names = _names_of_ids(status, groups, raw)

@@ -1,5 +1,6 @@
 """What dumps prove is said, also where something else explains the waits."""
 
+import pytest
 from test_doubts import Dump, said, verdict
 
 
@@ -35,3 +36,41 @@ def test_what_names_the_culprit_is_said_once():
     assert named == {3}
     assert len(said(found, "rank 3 calls all_gather")) == 1
     assert said(found, "besides") == []
+
+
+def watchdog(dumps, late=None):
+    """Retires what is outstanding and counts it as completed; ``late``: it looks ended, too."""
+    for dump in dumps:
+        for entry in dump.entries:
+            if not entry["retired"] and late is not None:
+                end = entry["time_created_ns"] + late
+                entry |= {"state": "completed", "time_discovered_completed_ns": end}
+            entry["retired"] = True
+        dump.ended = dict(dump.made)
+
+
+@pytest.mark.parametrize("late", [None, 600_000_000_001], ids=["as it was", "as if it had ended"])
+def test_of_two_ranks_whose_calls_were_aborted_the_one_that_did_not_come_is_named(late):
+    """Everything was retired, and the job healthy."""
+    dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True)
+        dump.call("tp", done=True, count=3)
+        dump.call("tp", count=rank)
+    watchdog(dumps.values(), late)
+    named, found = verdict(dumps)
+    assert (named, found.verdict) == ({0}, "host stuck")
+    assert found.seq == 4
+    assert "calls that were aborted count as outstanding" in found.missing
+
+
+def test_a_call_that_took_long_and_ended_was_not_aborted():
+    """Rank 0 built an index for 11 minutes; with the time-out off the job went on."""
+    dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True, time_discovered_completed_ns=660_000_000_000)
+        dump.call("tp", done=True, time_created_ns=661_000_000_000, count=2 - rank)
+        dump.call("tp", count=rank, time_created_ns=662_000_000_000)
+        dump.entries[0]["time_created_ns"] = 1000 if rank else 659_000_000_000
+    named, found = verdict(dumps)
+    assert "aborted" not in str(found)
