@@ -68,7 +68,11 @@ class Entry(NamedTuple):  # made by the million: a frozen dataclass takes four t
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """One rank's dump; ``notes`` says what it lacks."""
+    """One rank's dump; ``notes`` says what it lacks.
+
+    ids     : this rank's number of a group -> the group's name, as its calls say
+    unnamed : numbers of which it does not say whose they are -> their counters
+    """
 
     rank: int
     version: str
@@ -76,6 +80,8 @@ class Dump:
     status: Mapping[str, Status]
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
+    ids: Mapping[str, str] = field(default_factory=dict)
+    unnamed: Mapping[str, Status] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -222,11 +222,11 @@ def of_value(value: Any, rank: int) -> Dump:
     names = _names_of_ids(status, groups, raw)
     known = {names[i]: s for i, s in status.items() if i in names}
     entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
-    if status and len(names) < len(status):
-        notes.append(f"pg_status of {len(status) - len(names)} groups cannot be named")
-    if not status:
-        notes.append("no pg_status")
-    return Dump(rank, version, groups, known, entries, tuple(notes))
+    unnamed = {i: s for i, s in status.items() if i not in names}
+    if unnamed:
+        notes.append(f"pg_status of {len(unnamed)} groups cannot be named")
+    notes += ["no pg_status"] * (not status)
+    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed)
 
 
 def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:

@@ -145,13 +145,14 @@ def _pack(dump: Dump) -> tuple[Any, ...]:
     """Pickle writes a repeated object once, and an array as its bytes."""
     columns = list(zip(*dump.entries, strict=True))
     packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
-    return dump.rank, dump.version, dump.groups, dump.status, packed, dump.notes
+    rest = dump.notes, dump.ids, dump.unnamed
+    return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
 
 
 def _unpack(packed: tuple[Any, ...]) -> Dump:
-    rank, version, groups, status, columns, notes = packed
+    rank, version, groups, status, columns, *rest = packed
     share: dict[Any, Any] = {}  # a number of 8 bytes is 32 as an object
     lists = [c if word else list(map(share.setdefault, c, c))
              for c, word in zip(columns, _WORDS, strict=False)]  # fmt: skip
     entries = tuple(map(Entry._make, zip(*lists, strict=True)))
-    return Dump(rank, version, groups, status, entries, notes)
+    return Dump(rank, version, groups, status, entries, *rest)

@@ -16,7 +16,7 @@ its calls for completed), and a dump that an earlier attempt, which got further,
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -53,7 +53,7 @@ class Parted:
 
 def part(found: DumpSet) -> Parted:
     """The dumps that belong together."""
-    found = _told_apart(found)
+    found = _told_apart(_named(found))
     state, strangers = State(found), _strangers(found)
     if strangers:
         return Parted(state, strangers=strangers)
@@ -71,6 +71,32 @@ def part(found: DumpSet) -> Parted:
     if stale:
         state = _without(found, {*apart, *stale})
     return Parted(state, apart | stale, new)
+
+
+def _named(found: DumpSet) -> DumpSet:
+    """Counters that a dump cannot name, as where group names are hashes and it has no calls: ranks
+    with groups of the same descriptions made them in the same order, and others' calls tell which
+    number is whose."""
+    if not any(dump.unnamed for dump in found.dumps.values()):
+        return found
+    told: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
+    kinds = {rank: tuple(sorted(g.desc for g in d.groups.values()))
+             for rank, d in found.dumps.items()}  # fmt: skip
+    for rank, dump in found.dumps.items():
+        known = ((i, dump.groups[n].desc) for i, n in dump.ids.items() if n in dump.groups)
+        told[kinds[rank]].update(known)
+    dumps = dict(found.dumps)
+    for rank, dump in found.dumps.items():
+        kind, descs = kinds[rank], dict(told[kinds[rank]])
+        sure = len(set(descs.values())) == len(descs) == len(told[kind])
+        if not dump.unnamed or not sure or len(set(kind)) < len(kind):
+            continue  # they contradict each other, or descriptions do not tell groups apart
+        names = {group.desc: name for name, group in dump.groups.items()}
+        more = {names[descs[i]]: s for i, s in dump.unnamed.items() if i in descs}
+        notes = tuple(note for note in dump.notes if "cannot be named" not in note)
+        notes = notes if len(more) == len(dump.unnamed) else dump.notes
+        dumps[rank] = replace(dump, status={**more, **dump.status}, notes=notes)
+    return DumpSet(dumps, found.unreadable)
 
 
 def _told_apart(found: DumpSet) -> DumpSet:

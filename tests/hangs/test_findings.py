@@ -2,6 +2,7 @@
 
 import pytest
 from test_doubts import Dump, said, verdict
+from test_reality import judged
 
 
 def pairs(count=8):
@@ -74,3 +75,28 @@ def test_a_call_that_took_long_and_ended_was_not_aborted():
         dump.entries[0]["time_created_ns"] = 1000 if rank else 659_000_000_000
     named, found = verdict(dumps)
     assert "aborted" not in str(found)
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["", "one made its groups in another order"])
+def test_an_idle_host_whose_groups_have_hashes_for_names_is_known_by_its_siblings(alike):
+    """Without calls nothing in its dump says whose the counters are: nobody was named."""
+    dumps = pairs()
+    for rank, dump in dumps.items():
+        dump.call("dp", done=True, count=2)
+        dump.call("tp", done=True, count=5)
+        if rank != 5:
+            dump.call("tp", count=rank == 4)
+            dump.call("dp", count=rank != 4)
+        if rank == 7 and not alike:
+            dump.groups = dict(reversed(dump.groups.items()))
+            for entry in dump.entries:
+                entry["pg_id"] = 1 - entry["pg_id"]
+    values = {rank: dump.value() for rank, dump in dumps.items()}
+    for value in values.values():
+        value["entries"] = [e for e in value["entries"] if not e["retired"]]
+        for entry in value["entries"]:
+            entry["process_group"] = (f"h{entry['process_group'][0]}", entry["process_group"][1])
+        value["pg_config"] = {f"h{name}": c for name, c in value["pg_config"].items()}
+    named, found = judged(values)
+    assert named == ({5} if alike else set()), found
+    assert any("cannot be named" in line for line in found.missing) == (not alike)
