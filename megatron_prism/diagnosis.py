@@ -97,4 +97,5 @@ class Diagnosis:
         several = f"possibly {several}" if self.confidence == "possible" else several
         kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
         tail = f"{len(self.victims)} victims"
-        return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"
+        head = "HANG, OR A RUNNING JOB," if self.verdict == "undetermined" else "HANG"
+        return f"{head} at {where}: {several} {ranks} ({kinds}); {tail}"

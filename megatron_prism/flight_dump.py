@@ -72,6 +72,7 @@ class Dump:
 
     ids     : this rank's number of a group -> the group's name, as its calls say
     unnamed : numbers of which it does not say whose they are -> their counters
+    written_ns : when its file was written, by the clock of its calls; 0 if that is not known
     """
 
     rank: int
@@ -82,6 +83,7 @@ class Dump:
     notes: tuple[str, ...] = ()
     ids: Mapping[str, str] = field(default_factory=dict)
     unnamed: Mapping[str, Status] = field(default_factory=dict)
+    written_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def read(folder: str | os.PathLike[str]) -> DumpSet:
 def load(rank: int, file: Path) -> Dump | DumpError:
     """One dump, or why it cannot be read."""
     try:
-        return parse(_bytes(file), rank, str(file))
+        made = parse(_bytes(file), rank, str(file))
+        return replace(made, written_ns=file.stat().st_mtime_ns)
     except DumpError as error:
         return error
 

@@ -145,7 +145,7 @@ def _pack(dump: Dump) -> tuple[Any, ...]:
     """Pickle writes a repeated object once, and an array as its bytes."""
     columns = list(zip(*dump.entries, strict=True))
     packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
-    rest = dump.notes, dump.ids, dump.unnamed
+    rest = dump.notes, dump.ids, dump.unnamed, dump.written_ns
     return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
 
 

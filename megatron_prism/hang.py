@@ -40,7 +40,8 @@ def of_dumps(found: DumpSet) -> Diagnosis:
     with no_collector():  # there are millions of entries, and no cycles
         parted = moments.part(found)
         judge = _Judge(parted)
-        return replace(judge.verdict(), watchdog=watchdog.first(judge.state))
+        made = replace(judge.verdict(), watchdog=watchdog.first(judge.state))
+        return moments.unless_running(made, found)
 
 
 class _Judge:

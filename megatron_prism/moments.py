@@ -20,11 +20,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from megatron_prism.diagnosis import Diagnosis
 from megatron_prism.flight_dump import DumpSet
 from megatron_prism.outstanding import State
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["Parted", "part"]
+__all__ = ["Parted", "part", "unless_running"]
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
@@ -35,6 +36,8 @@ _ROOTLESS = (
 )  # groups in which Megatron's iterations are joint
 _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
 _AHEAD = 32
+_FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
+_MOVING = {"host stuck", "device stuck", "order", "skipped call", "extra call"}
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
 
 
@@ -71,6 +74,22 @@ def part(found: DumpSet) -> Parted:
     if stale:
         state = _without(found, {*apart, *stale})
     return Parted(state, apart | stale, new)
+
+
+def unless_running(verdict: Diagnosis, found: DumpSet) -> Diagnosis:
+    """No verdict on who is behind, where all dumps were written right behind their last calls: so
+    they are of a running job, of one moment more or less, or of one that an error ended at once."""
+    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
+            for dump in found.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
+    fresh = ages and min(ages) >= 0 and max(ages) < _FRESH_NS
+    kinds = {culprit.kind for culprit in verdict.culprits}
+    if not fresh or not (kinds & _MOVING or verdict.verdict == "deadlock"):
+        return verdict
+    text = (f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: perhaps "
+            "the job was running, and each is of another moment, or an error ended it at once; if "
+            "it runs, take dumps when it stands still")  # fmt: skip
+    return replace(verdict, verdict="undetermined", confidence="possible",
+                   evidence=(text, *verdict.evidence))  # fmt: skip
 
 
 def _named(found: DumpSet) -> DumpSet:

@@ -1,8 +1,13 @@
 """What dumps prove is said, also where something else explains the waits."""
 
+import os
+import pickle
+
 import pytest
 from test_doubts import Dump, said, verdict
 from test_reality import judged
+
+from megatron_prism import cli
 
 
 def pairs(count=8):
@@ -100,3 +105,22 @@ def test_an_idle_host_whose_groups_have_hashes_for_names_is_known_by_its_sibling
     named, found = judged(values)
     assert named == ({5} if alike else set()), found
     assert any("cannot be named" in line for line in found.missing) == (not alike)
+
+
+@pytest.mark.parametrize(("age", "code"), [(2, 3), (600, 1), (-30, 1)])
+def test_dumps_written_behind_their_last_calls_are_perhaps_of_a_running_job(
+    age, code, tmp_path, capsys
+):
+    """Ranks that had not come to a call a moment ago were likely, with exit 1."""
+    dumps, now = pairs(), 1_760_000_000_000_000_000
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True, time_created_ns=now)
+        dump.call("tp", count=rank != 3, time_created_ns=now + 10**6)
+        path = tmp_path / f"_dump_{rank}"
+        path.write_bytes(pickle.dumps(dump.value()))
+        os.utime(path, ns=(0, now + age * 10**9))
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == code
+    out = capsys.readouterr().out
+    assert ("HANG, OR A RUNNING JOB, at" in out) == (code == 3)
+    assert ("written within 2.0 s of their last calls" in out) == (code == 3)
+    assert "rank 3 (host stuck)" in out
