@@ -240,8 +240,7 @@ class _Judge:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
         else:
-            self.evidence.append("every member entered the call and none left it: a device, the "
-                                 "network or NCCL")  # fmt: skip
+            self.evidence.append(sources.nobody_left(state))
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 

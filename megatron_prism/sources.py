@@ -15,7 +15,7 @@ from megatron_prism.outstanding import State, call_text
 from megatron_prism.selectors import format_ranks
 
 __all__ = ["age", "beside", "complete_late", "gone", "held", "left_no_dump", "lone",
-           "never_started", "outrun", "unposted", "waiting"]  # fmt: skip
+           "never_started", "nobody_left", "outrun", "unposted", "waiting"]  # fmt: skip
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -181,6 +181,16 @@ def held(state: State) -> bool:
         if head is not None and not head.pair and not state.waits(rank)[1]:
             return all(r in state.dumps for r in state.groups[head.group].ranks)
     return False
+
+
+def nobody_left(state: State) -> str:
+    """What is said where calls have everybody and nobody leaves them: whose they are."""
+    calls = {e.launch: e for rank in sorted(state.outstanding)
+             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
+    ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls.values()]
+    more = ", …" if len(ranks) > 4 else ""
+    whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
+    return f"every member{whose} entered the call and none left it: a device, the network or NCCL"
 
 
 def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
