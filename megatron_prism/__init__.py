@@ -5,6 +5,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
 
     errors.py units.py       what can go wrong; integer ns and bytes as text
     guards.py                bounds while foreign files are read
+    process_changes.py       what was changed for the whole process, and how it is undone
     world.py                 ranks, coordinates, Megatron's named groups
       rank_groups.py           which groups Megatron makes, and the arithmetic of their members
       selectors.py             how a person names ranks
