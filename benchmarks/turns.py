@@ -318,8 +318,6 @@ def measure(sitting: Turns, config: str, args: argparse.Namespace) -> dict[str, 
     groups = {"real": [real], "paced": sitting.paced_ranks(config, "paced", ranks)}
     if args.pairs:
         groups["pairs"] = sitting.paced_ranks(config, "pairs", ranks, local=2)
-    if args.draw:
-        groups["drawn"] = sitting.paced_ranks(config, "drawn", ranks, "--prism-draw", args.draw)
     slow = [beside(sitting, config, factor) for factor in filter(None, args.factors.split(","))]
     try:
         slices = sitting.work / f"{config}-slices"

@@ -187,6 +187,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         return judge.of_graph(graph.build(programs)), None
     from megatron_prism import faults as planting
     from megatron_prism import flight_export, hang_world, quiescence
+    from megatron_prism.replay.priced_graph import replay
 
     if truth is not None:
         check_outputs([truth], args.force)
@@ -207,7 +208,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         found = hang_world.of_standstill(state, told=told)
     if not state.finished:
         with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
-            healthy = _replayed(programs, ())[0]
+            healthy = replay(programs)
             found = dataclasses.replace(found, watchdog=hang_world.first_watchdog(state, healthy))
     if state.finished and any(fault.only_time for fault in faults):
         with progress("replaying both worlds"):
@@ -217,26 +218,14 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _cost(programs: Any, planted: Any) -> str:
     """What faults that only cost time cost, by a replay of both worlds."""
-    healthy, hardware = _replayed(programs, ())
-    faulty, _ = _replayed(planted.programs, planted.slow_nics)
-    before, after = healthy.iteration_ns, faulty.iteration_ns
+    from megatron_prism.replay.priced_graph import WhatIf, price
+
+    healthy = price(programs)
+    faulty = price(planted.programs, what_if=WhatIf(slow_nics=tuple(planted.slow_nics)))
+    before, after = healthy.timeline.iteration_ns, faulty.timeline.iteration_ns
     more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
     return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
-            f"the replay on {hardware.name}; nobody's watchdog fires")  # fmt: skip
-
-
-def _replayed(programs: Any, slow_nics: Any) -> tuple[Any, Any]:
-    """(the timeline, the machine) of programs on the machine that they are of."""
-    from megatron_prism import cli_settings, costs, graph
-    from megatron_prism.costs.machine import machine
-    from megatron_prism.replay import timeline
-    from megatron_prism.replay.impaired import with_slow_nics
-
-    hardware = machine(cli_settings.machine_of(programs))
-    made, change = with_slow_nics(programs, slow_nics)
-    joined = graph.build(made)
-    prices = change(joined, costs.price(joined, hardware), hardware)
-    return timeline.replay(joined, prices), hardware
+            f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
 
 
 def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:

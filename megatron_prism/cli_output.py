@@ -26,6 +26,7 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
+    "steps",
     "visible",
     "warn_without_times",
 ]
@@ -146,6 +147,25 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
         task = bar.add_task(what, total=None)
         yield lambda part: bar.update(task, total=1.0, completed=part)
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Callable[[str, float], None]]:
+    """As ``progress``, for several things after another: what it gives is also told what is done.
+
+    A bar begins with the first word of its work.
+    """
+    with contextlib.ExitStack() as bars:
+        running: dict[str, Callable[[float], None]] = {}
+
+        def told(what: str, part: float) -> None:
+            if what not in running:
+                bars.close()
+                running.clear()
+                running[what] = bars.enter_context(progress(what))
+            running[what](part)
+
+        yield told
 
 
 def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()) -> None:

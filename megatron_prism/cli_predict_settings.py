@@ -17,13 +17,13 @@ __all__ = ["plan", "refuse_unused", "settings_of"]
 
 _MOST_SAMPLES = 5_000_000
 _RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
-_DEFAULTS = {"machine": None, "calibration": None, "variability": None, "case": None}
+_DEFAULTS = {"machine": None, "calibration": None, "variability": None}
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
     keys = {
-        **dict.fromkeys(("machine", "calibration", "variability", "case"), cli_settings.name),
+        **dict.fromkeys(("machine", "calibration", "variability"), cli_settings.name),
         "samples": cli_settings.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": cli_settings.count(0, 1 << 62, "seed=2"),
         "slow": cli_settings.number("slow=1.2"),
@@ -36,16 +36,11 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_unused(settings: dict[str, Any], against: bool) -> None:
-    """UsageError for keys that the comparison or the case that was asked for does not look at."""
-    alone = ("slow", *_RUN)
-    if against and (given := [key for key in ("case", *alone) if settings.get(key) is not None]):
+    """UsageError for keys that a comparison does not look at."""
+    given = [key for key in ("slow", *_RUN) if settings.get(key) is not None]
+    if against and given:
         raise UsageError(
             f"{', '.join(given)} with --against", fix="predict each layout alone for that"
-        )
-    case = settings["case"]
-    if case is not None and (given := [k for k in ("samples", *alone) if k in settings]):
-        raise UsageError(
-            f"{', '.join(given)}: case={case} has its own", fix=f"case={case} alone, or without it"
         )
 
 

@@ -6,11 +6,15 @@ not reach.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.cli_output import console, print_table
 
-__all__ = ["ms", "show", "show_case", "show_comparison", "show_run", "show_study"]
+if TYPE_CHECKING:
+    from megatron_prism.stochastic import Comparison, Prediction, RunPrediction, Study
+    from megatron_prism.stochastic.compare import Chance
+
+__all__ = ["ms", "show", "show_comparison", "show_run", "show_study"]
 
 
 def ms(ns: float | None) -> str:
@@ -22,24 +26,23 @@ def _change(ns: float) -> str:
     return f"{'+' if ns > 0 else ''}{ms(ns)}"
 
 
-def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
-    """The prediction; ``calls`` says how calls vary."""
-    out = console()
-    out.print(f"{graph}")
-    out.print(f"  without variation  {ms(result.steady)}  (the longest path)")
+def show(result: Prediction) -> None:
+    """The prediction."""
+    out, spread = console(), result.variability
+    out.print(result.graph)
+    out.print(f"  without variation  {ms(result.steady)}  (as prism replay has it)")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
     out.print(f"                     of {result.replicas:,} copies of the model counts")
     rows = []
-    for one, bound in zip(result.quantiles, result.bounds, strict=True):
+    for one in result.quantiles:
         over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
         between = f"needs {one.needed:,} samples"
         if one.ns is not None:
             between = f"{ms(one.low)} to {ms(one.high)}"
-        surely = f"{ms(bound.low)} to {ms(bound.high)}"
-        rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between, surely))
-    print_table(("iteration", "", "over the path", "95 % interval", "analytic bounds"), rows)
+        rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between))
+    print_table(("iteration", "", "over that", "95 % interval"), rows)
     p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
     if p95 is not None:
         out.print("\nwhat moves p95")
@@ -59,11 +62,12 @@ def show(result: Any, graph: Any, spread: Any, calls: str) -> None:
         ]
         print_table(("if", "p95", "change"), rows)
     out.print(f"\nspreads: {result.source}")
-    out.print(f"calls: {calls}")
+    out.print(f"calls: {result.calls}")
+    out.print("durations: " + "\n           ".join(result.durations))
     out.print("not in it: contention, drift of a rank between two calls")
 
 
-def show_study(study: Any) -> None:
+def show_study(study: Study) -> None:
     """What-ifs."""
     out = console()
     out.print("\np95 if a spread were half, or twice as large")
@@ -103,7 +107,7 @@ def _long(ns: float | None) -> str:
     return f"{ns / 1e9:,.3g} s"
 
 
-def show_run(run: Any) -> None:
+def show_run(run: RunPrediction) -> None:
     """A whole run."""
     out = console()
     plan = run.plan
@@ -124,12 +128,12 @@ def show_run(run: Any) -> None:
     print_table(("the whole run", ""), rows)
 
 
-def _percent(one: Any) -> str:
+def _percent(one: Chance) -> str:
     return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
 
 
-def show_comparison(found: Any, rests_on: Any) -> None:
-    """Layouts side by side; ``rests_on``: name -> (where its spreads are from, its calls')."""
+def show_comparison(found: Comparison) -> None:
+    """Layouts side by side."""
     out = console()
     first = found.layouts[0].name
     out.print(f"{found.samples:,} iterations each, one network for all, seed {found.seed}\n")
@@ -161,20 +165,5 @@ def show_comparison(found: Any, rests_on: Any) -> None:
     print_table(("layout", f"{first} is faster", "fastest of all"), rows)
     if found.note:
         out.print(f"\nbeware: {found.note}")
-    for name, (spreads, calls) in rests_on.items():
-        out.print(f"\n{name}\n  spreads: {spreads}\n  calls: {calls}")
-
-
-def show_case(found: Any, spreads: str) -> None:
-    """A published use case and what it comes to here."""
-    out = console()
-    out.print(f"{found.name}\n  published: {found.published}\n  {found.note}\n")
-    print_table(found.head, found.rows)
-    words = {
-        True: "the published figure comes out here",
-        False: "the published figure does not come out here",
-        None: "nothing was published that could come out",
-    }
-    marked = any("as published" in row for row in found.rows)
-    said = "only what is marked comes out here" if found.reached is None and marked else None
-    out.print(f"\n{said or words[found.reached]}\nspreads: {spreads}")
+    for name, one in found.rests_on.items():
+        out.print(f"\n{name}\n  spreads: {one.spreads}\n  calls: {one.calls}")

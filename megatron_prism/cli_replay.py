@@ -1,26 +1,28 @@
-"""``prism replay``: when does everything happen, and what is the iteration's time made of?
+"""``prism replay``: when everything happens, and what the iteration's time is made of.
 
-In : programs (a folder of slices, a file, a text), a machine, perhaps a calibration.  Out: a page
-of text or JSON, and on request an HTML page and a trace for ui.perfetto.dev.  Without torch.
+Prints a page of text or JSON, and writes an HTML page and a trace for ui.perfetto.dev on request.
+Without torch.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism import cli_settings
 from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import check_outputs, console, print_json, warn_without_times
-from megatron_prism.collectives import BY_NAME
-from megatron_prism.errors import PrismError, UnitError
+from megatron_prism.errors import UnitError
+
+if TYPE_CHECKING:
+    from megatron_prism.replay.priced_graph import WhatIf
 
 __all__ = ["replay"]
 
 _MOST_ITERATIONS = 100
+_HOW = ("machine", "calibration", "iterations")  # arguments of replay; the others are of a what-if
 
 
 def replay(args: argparse.Namespace) -> int:
@@ -42,26 +44,31 @@ def replay(args: argparse.Namespace) -> int:
                                 then that one's
       microbatches=32           the steady state of the schedule, longer or shorter
     """
-    from megatron_prism.report import figures, html, perfetto, text
+    from megatron_prism.replay.priced_graph import replay as replay_programs
+    from megatron_prism.slices import open_programs
 
     settings = _settings(args.settings)
-    wanted = [(args.html, html.render), (args.trace, perfetto.render)]
-    outputs = [(Path(name), render) for name, render in wanted if name is not None]
-    check_outputs([path for path, _ in outputs], args.force, [args.programs])
-    timeline = _timeline(args.programs, **settings)
-    for path, render in outputs:
-        write_whole(path, render(timeline), force=args.force)
+    how = {key: settings.pop(key) for key in _HOW if key in settings}
+    outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
+    check_outputs(outputs, args.force, [args.programs])
+    programs = open_programs(args.programs)
+    warn_without_times(programs)
+    timeline = replay_programs(programs, what_if=_what_if(**settings), **how)
+    if args.html is not None:
+        write_whole(Path(args.html), timeline.to_html(), force=args.force)
+    if args.trace is not None:
+        write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)
     if args.json:
-        print_json(asdict(figures.figures(timeline)))
+        print_json(timeline.to_json())
     else:
-        print(text.render(timeline), end="")
-    for path, _ in outputs:
+        print(timeline.to_text(), end="")
+    for path in outputs:
         console(stderr=True).print(f"wrote {path}")
     return 0
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of ``_timeline``."""
+    """Arguments of ``replay`` and of a what-if."""
     keys: dict[str, Callable[[str], Any]] = {
         "machine": cli_settings.name,
         "calibration": cli_settings.name,
@@ -83,54 +90,19 @@ def _slow(text: str) -> tuple[str, str]:
     return ranks, factor
 
 
-def _faster(text: str) -> tuple[str, str, str]:
-    """``[collective][@group]:factor``; a group alone needs no ``@``."""
+def _faster(text: str) -> tuple[str, str]:
+    """``calls:factor``; calls are a collective, a group or ``collective@group``."""
     what, colon, factor = text.rpartition(":")
     if not colon:
         raise UnitError("it needs calls and a factor", fix="faster=all_reduce@default_pg:2")
-    name, _, group = what.partition("@")
-    return (
-        ("", name, factor) if not group and name and name not in BY_NAME else (name, group, factor)
-    )
+    return what, factor
 
 
-def _timeline(
-    path: str,
-    machine: str | None = None,
-    calibration: str | None = None,
-    iterations: int = 2,
-    moved: str | None = None,
+def _what_if(
     slow: Sequence[tuple[str, str]] = (),
-    faster: Sequence[tuple[str, str, str]] = (),
-    **sizes: int,
-) -> Any:
-    """The timeline; PrismError if the programs do not fit together."""
-    from megatron_prism import graph
-    from megatron_prism.costs.collective import read_calibration
-    from megatron_prism.costs.machine import machine as read_machine
-    from megatron_prism.replay import overlap, scenario, timeline
-    from megatron_prism.slices import open_programs
+    faster: Sequence[tuple[str, str]] = (),
+    **others: Any,
+) -> WhatIf:
+    from megatron_prism.replay.priced_graph import WhatIf
 
-    programs = open_programs(path)
-    warn_without_times(programs)
-    own = machine or cli_settings.machine_of(programs)
-    hardware = read_machine(own)
-    there = None if moved is None else read_machine(moved)
-    what_if = scenario.Scenario(slow=tuple(slow), faster=tuple(faster), moved=there, **sizes)
-    measured = None if calibration is None else read_calibration(calibration)
-    if measured is not None:
-        cli_settings.check_calibration(measured.source, moved or own)
-    cli_settings.check_machine(programs, machine)
-    world = graph.build(scenario.change(programs, what_if))
-    findings = world.check()
-    if findings:
-        more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
-        raise PrismError(
-            f"the calls of {path} do not fit together, so its job hangs or is wrong and has no "
-            f"timeline:\n\n{findings[0]}{more}",
-            fix=f"prism check {path} explains every mismatch",
-        )
-    prices = scenario.priced(world, hardware, measured, what_if)
-    if measured is None:
-        return timeline.replay(world, prices, iterations)
-    return overlap.replay(world, prices, measured.overlap, measured.source, iterations)
+    return WhatIf(slow=tuple(slow), faster=tuple(faster), **others)

@@ -1,7 +1,6 @@
-"""``key=value`` words of a command, read in one way by all that take them.
+"""Read ``key=value`` words of a command, in one way for all that take them.
 
-In : the words, and what each key is read with.  Out: a dict, or the UsageError that says what to
-type instead.  Also here: does machine= fit what the slices and calibration= were measured on?
+``read`` returns a dict, or raises the UsageError that says what to type instead.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from megatron_prism import units
 from megatron_prism.errors import UnitError, UsageError
 
-__all__ = ["check_calibration", "check_machine", "count", "name", "number", "read"]
+__all__ = ["count", "name", "number", "read"]
 
 Reader = Callable[[str], Any]
 
@@ -87,43 +86,3 @@ def name(text: str) -> str:
     if not text:
         raise UnitError("nothing is named", fix="machine=h200, or leave it out")
     return text
-
-
-def machine_of(programs: Any) -> str:
-    """The machine that the programs were measured on, if it is shipped, else h200."""
-    from megatron_prism.costs.machine import named_in
-
-    return named_in(programs.source.get("device", "")) or "h200"
-
-
-def check_machine(programs: Any, machine: str | None) -> None:
-    """UsageError if ``machine`` is another one than the programs were measured on."""
-    from megatron_prism.costs.machine import named_in
-
-    there = named_in(programs.source.get("device", ""))
-    measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
-    if measured and there and _is_another(machine, there):
-        raise UsageError(
-            f"the segments were measured on {programs.source['device']}; machine={machine} would "
-            "price only the calls as that machine's",
-            fix=f"machine={there} moved={machine} scales the segments too",
-        )
-
-
-def check_calibration(source: str, machine: str) -> None:
-    """UsageError if the calls were measured on another machine than ``machine``."""
-    from megatron_prism.costs.machine import named_in
-
-    there = named_in(source)
-    if there and _is_another(machine, there):
-        raise UsageError(
-            f"the calibration is of another machine than {machine}: {source}",
-            fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
-        )
-
-
-def _is_another(machine: str | None, there: str) -> bool:
-    """Whether ``machine`` is shipped, so that its GPU is known, and has another GPU."""
-    from megatron_prism.costs.machine import machines
-
-    return machine in machines() and str(machine).partition("_")[0] != there.partition("_")[0]

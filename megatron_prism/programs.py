@@ -45,6 +45,7 @@ class Programs:
     groups     : description -> tuple of groups (global ranks in group order), for groups that do
                  not follow from the sizes; they replace Megatron's of the same name
     source     : where it all comes from: versions, tier, arguments; plain text
+    path       : what they were read from, for messages; "" if nothing was
     """
 
     world: World
@@ -52,6 +53,7 @@ class Programs:
     program_of: np.ndarray
     groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
 
     def __post_init__(self) -> None:
         of = np.ascontiguousarray(self.program_of, dtype=np.int32)

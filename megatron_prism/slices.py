@@ -7,6 +7,7 @@ goes on from there.  All slices of a folder are of one job: the same world, vers
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -274,10 +275,14 @@ def _places(world: World) -> dict[str, np.ndarray]:
 
 
 def open_programs(path: str | os.PathLike[str]) -> Programs:
-    """The programs in a folder of slices, a file of programs, or a text that a person wrote.
+    """Read the programs in a folder of slices, a file of programs, or a text that a person wrote.
 
-    ProgramError if it is none of them.
+    Raises ProgramError if it is none of them, or slices of different jobs.
     """
+    return dataclasses.replace(_opened(path), path=os.fspath(path))
+
+
+def _opened(path: str | os.PathLike[str]) -> Programs:
     place = Path(path)
     try:
         if place.is_dir():

@@ -43,8 +43,6 @@ def test_json_is_the_same_every_time(world, capsys):
     assert found[0]["schema"] == "prism.prediction/1"
     levels = {q["level"]: q["ns"] for q in found[0]["quantiles"]}
     assert 9.9e6 < levels[0.05] < levels[0.5] < levels[0.95] < 14e6
-    bounds = {b["level"]: (b["low"], b["high"]) for b in found[0]["bounds"]}
-    assert all(bounds[q][0] <= levels[q] <= bounds[q][1] for q in (0.05, 0.5, 0.95))
     assert levels[0.99] is None  # 500 samples do not reach that far
 
 
@@ -83,7 +81,7 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
         programs.save(dataclasses.replace(made, programs=(timed,)), file)
     for words, source in (
         ([], "fitted to 6 timed iterations"), (["variability=public"], "assumed"),
-        (["--against", few], "assumed"), (["case=slow-rank"], "assumed"),
+        (["--against", few], "assumed"),
     ):  # fmt: skip
         assert cli.main(["predict", path, *words]) == 0
         out = capsys.readouterr().out
@@ -105,7 +103,7 @@ def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
     text = TEXT.replace("ranks=0-3", "ranks=0-2") + "program rank=3\n0F compute ns=1ms\n"
     path.write_text(text)
     assert cli.main(["predict", str(path)]) == 1
-    assert "calls do not match" in capsys.readouterr().err
+    assert "do not fit together" in capsys.readouterr().err
 
 
 def test_it_says_where_durations_are_from(world, capsys):
@@ -136,7 +134,7 @@ def test_a_page_that_is_there_is_refused_before_the_work(world, tmp_path, capsys
     assert (tmp_path / "p.html").read_text() == "kept"
 
 
-@pytest.mark.parametrize("words", [[], ["case=large"], ["case=hot-node"], ["--against", "{other}"]])
+@pytest.mark.parametrize("words", [[], ["--against", "{other}"]])
 def test_programs_in_which_nothing_takes_time_are_refused(words, tmp_path, capsys):
     nothing, other = tmp_path / "nothing.txt", tmp_path / "other.txt"
     nothing.write_text("prism-program 1\nworld size=2\nprogram ranks=0-1\n")

@@ -8,9 +8,9 @@ import statistics
 
 import numpy as np
 import pytest
+from pricing import priced
 
-from megatron_prism import cli, costs, graph, stochastic
-from megatron_prism.costs.machine import machine
+from megatron_prism import cli, stochastic
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
@@ -30,18 +30,17 @@ def spread(**parts):
     return Variability("test", *(parts.get(p, 0.0) for p in ("gpu", "step", "call", "network")), "")
 
 
-def alone(ns, varies, place, regime=0):
-    """(sampler, spread) of one rank that computes ``ns``."""
+def alone(ns):
+    """One rank that computes ``ns``."""
     ops = [Op("compute", ns=ns)]
-    made = graph.build(Programs(World(1), (Program.from_ops(0, ops),), np.zeros(1, dtype=np.int64)))
-    prices = costs.price(made, machine("h200"))
-    return stochastic.Sampler(made, prices, place, regime=regime), varies
+    return priced(Programs(World(1), (Program.from_ops(0, ops),), np.zeros(1, dtype=np.int64)))
 
 
 def test_chances_have_their_closed_form():
     """Two lognormal durations; three alike."""
-    two = {"a": alone(1_000_000, spread(gpu=0.1), 3), "b": alone(1_050_000, spread(gpu=0.1), 4)}
-    found = stochastic.compare(two, samples=40_000)
+    varied = spread(gpu=0.1)
+    two = {"a": alone(1_000_000), "b": alone(1_050_000)}
+    found = stochastic.compare(two, variability=varied, samples=40_000)
     expected = statistics.NormalDist().cdf(math.log(1.05) / (0.1 * math.sqrt(2)))
     chance = found.layouts[1].slower
     assert chance.share == pytest.approx(expected, abs=0.01)
@@ -51,38 +50,33 @@ def test_chances_have_their_closed_form():
     assert sum(one.fastest.share for one in found.layouts) == pytest.approx(1)
     p95 = next(q for q in found.layouts[1].quantiles if q.level == 0.95)
     assert p95.low <= 1.05e6 * math.exp(0.1 * 1.644854) <= p95.high
-    three = {name: alone(10**6, spread(gpu=0.1), place) for place, name in enumerate("abc")}
-    for one in stochastic.compare(three, samples=20_000).layouts:
+    three = {name: alone(10**6) for name in "abc"}
+    for one in stochastic.compare(three, variability=varied, samples=20_000).layouts:
         assert one.fastest.share == pytest.approx(1 / 3, abs=0.015)
 
 
 def test_a_regime_of_the_network_is_the_same_for_all():
     """It moves both, so the one that moves less is faster whatever it is."""
     jobs = {}
-    for place, (name, size) in enumerate((("a", 1 << 24), ("b", 1 << 25))):
+    for name, size in (("a", 1 << 24), ("b", 1 << 25)):
         call = Op("all_reduce", "TENSOR_MODEL_PARALLEL_GROUP", "bf16", size, size, "sum")
         programs = Programs(World(2, tp=2), (Program.from_ops(0, [call]),), np.zeros(2, np.int64))
-        made = graph.build(programs)
-        prices = costs.price(made, machine("h200"))
-        jobs[name] = stochastic.Sampler(made, prices, place, regime=7), spread(network=0.9)
-    found = stochastic.compare(jobs, samples=2000)
+        jobs[name] = priced(programs)
+    found = stochastic.compare(jobs, variability=spread(network=0.9), samples=2000, seed=7)
     assert found.layouts[1].slower.share == 1.0
     assert found.seed == 7
 
 
 def test_equal_draws_count_half():
-    jobs = {name: alone(10**6, spread(), place) for place, name in enumerate("ab")}
-    found = stochastic.compare(jobs, samples=200)
+    jobs = {name: alone(10**6) for name in "ab"}
+    found = stochastic.compare(jobs, variability=spread(), samples=200)
     assert [one.fastest.share for one in found.layouts] == [0.5, 0.5]
     assert found.layouts[1].slower.share == 0.5
 
 
 def test_what_cannot_be_compared():
-    one = {"a": alone(10**6, spread(), 0)}
     with pytest.raises(UsageError, match="nothing to be compared with"):
-        stochastic.compare(one)
-    with pytest.raises(UsageError, match="different networks"):
-        stochastic.compare({**one, "b": alone(10**6, spread(), 0, regime=1)})
+        stochastic.compare({"a": alone(10**6)})
 
 
 @pytest.fixture
@@ -125,7 +119,6 @@ def test_bad_words(layouts, capsys):
         (["--against", f"{layouts[1]},machine="], "machine=: nothing is named"),
         (["--against", f"{layouts[1]},"], "names no layout"),
         (["--against", ""], "names no layout"),
-        (["--against", layouts[1], "case=large"], "case with --against"),
         (["--against", layouts[1], "slow=3"], "slow with --against"),
         (["--against", layouts[1], "--html", "/dev/null/x"], "/dev/null is no folder"),
         (["--against", layouts[1], "iterations=5"], "iterations with --against"),

@@ -82,7 +82,6 @@ def test_flags_on_the_jobs_own_command_line():
     assert sorted(FLAGS) == [
         "--prism-ballast",
         "--prism-capture",
-        "--prism-draw",
         "--prism-emulate",
         "--prism-fault",
         "--prism-fault-dry-run",

@@ -7,10 +7,10 @@ import statistics
 
 import numpy as np
 import pytest
+from pricing import priced
 
-from megatron_prism import costs, graph, stochastic
+from megatron_prism import stochastic
 from megatron_prism.costs.distribution import Distribution
-from megatron_prism.costs.machine import machine
 from megatron_prism.costs.variability import Variability, variability
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
@@ -28,11 +28,9 @@ def spread(**parts):
     return Variability("test", *(parts.get(p, 0.0) for p in ("gpu", "step", "call", "network")), "")
 
 
-def priced(programs):
-    made = graph.build(programs)
-    prices = costs.price(made, machine("h200"))
-    # calls take no time here unless a test says so
-    return made, dataclasses.replace(prices, meetings=np.zeros_like(prices.meetings))
+def still(programs):
+    """Calls take no time here unless a test says so."""
+    return priced(programs, 0)
 
 
 def same(world, ops):
@@ -40,8 +38,8 @@ def same(world, ops):
 
 
 def test_a_chain_is_the_lognormal_itself():
-    made, prices = priced(same(World(1), [Op("compute", ns=600_000), Op("compute", ns=400_000)]))
-    found = stochastic.predict(made, prices, spread(gpu=0.1), samples=40_000)
+    made = still(same(World(1), [Op("compute", ns=600_000), Op("compute", ns=400_000)]))
+    found = stochastic.predict(made, variability=spread(gpu=0.1), samples=40_000)
     assert found.steady == 1_000_000
     for one in found.quantiles:
         expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level))
@@ -55,8 +53,8 @@ def test_a_chain_is_the_lognormal_itself():
 def test_the_slowest_of_n_ranks(world, n):
     ops = [Op("compute", ns=1_000_000), Op("all_reduce", TP, "bf16", 1, 1, "sum"),
            Op("all_reduce", ALL, "bf16", 1, 1, "sum")]  # fmt: skip
-    made, prices = priced(same(world, ops))
-    found = stochastic.predict(made, prices, spread(gpu=0.06, step=0.08), samples=20_000)
+    made = still(same(world, ops))
+    found = stochastic.predict(made, variability=spread(gpu=0.06, step=0.08), samples=20_000)
     for one in found.quantiles:
         expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level ** (1 / n)))
         assert one.ns == pytest.approx(expected, rel=0.01)
@@ -64,11 +62,9 @@ def test_the_slowest_of_n_ranks(world, n):
 
 def test_one_regime_moves_all_calls_of_an_iteration():
     ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum") for _ in range(50)]
-    made = graph.build(same(World(4), ops))
-    prices = costs.price(made, machine("h200"))
-    prices = dataclasses.replace(prices, meetings=np.full_like(prices.meetings, 20_000))
-    together = stochastic.Sampler(made, prices).draw(spread(network=0.1), 20_000)[:, 0]
-    apart = stochastic.Sampler(made, prices).draw(spread(call=0.1), 20_000)[:, 0]
+    made = priced(same(World(4), ops), 20_000).timeline
+    together = stochastic.Sampler(made).draw(spread(network=0.1), 20_000)[:, 0]
+    apart = stochastic.Sampler(made).draw(spread(call=0.1), 20_000)[:, 0]
     assert np.std(together) == pytest.approx(1e6 * 0.1, rel=0.05)
     assert np.std(apart) == pytest.approx(1e6 * 0.1 / math.sqrt(50), rel=0.1)
 
@@ -98,7 +94,8 @@ def every_rank(world, sigma, count, seed):
         Program.from_ops(rank, [*programs.of(rank), Op("mark", note=str(rank))])
         for rank in range(world.size)
     ]
-    made, prices = priced(Programs.one_per_rank(own, world))
+    world_graph = still(Programs.one_per_rank(own, world))
+    made, prices = world_graph.graph, world_graph.prices
     assert len(made.classes) == world.size
     dag, found = dags.build(made), []
     for _ in range(count):
@@ -119,8 +116,8 @@ def test_classes_have_the_distribution_of_all_ranks(world):
     """Two-sample Kolmogorov-Smirnov at 1 %, and moments."""
     count = 300
     ranks = every_rank(world, 0.1, count, seed=1)
-    made, prices = priced(pipeline(world))
-    classes = np.sort(stochastic.Sampler(made, prices, 2).draw(spread(gpu=0.1), 8000).max(axis=1))
+    made = still(pipeline(world)).timeline
+    classes = np.sort(stochastic.Sampler(made, 2).draw(spread(gpu=0.1), 8000).max(axis=1))
     points = np.concatenate([ranks, classes])
     below = [np.searchsorted(x, points, side="right") / len(x) for x in (ranks, classes)]
     distance = np.abs(below[0] - below[1]).max()
@@ -141,10 +138,10 @@ def test_intervals_cover(level, n):
 
 
 def test_seeds_and_spreads():
-    made, prices = priced(pipeline(World(8, tp=2, pp=2)))
-    first, again = (stochastic.predict(made, prices, spread(gpu=0.1), seed=5) for _ in range(2))
+    made = still(pipeline(World(8, tp=2, pp=2)))
+    first, again = (stochastic.predict(made, variability=spread(gpu=0.1), seed=5) for _ in range(2))
     assert first == again
-    assert stochastic.predict(made, prices, spread(gpu=0.1), seed=6) != first
+    assert stochastic.predict(made, variability=spread(gpu=0.1), seed=6) != first
     p95 = first.quantiles[2].ns
     assert first.halved["gpu"] < p95
     assert first.halved["call"] == pytest.approx(p95, rel=0.02)
@@ -156,11 +153,11 @@ def test_too_few_samples_say_how_many_are_needed():
     one = stochastic.quantile(np.arange(500.0), 0.99)
     assert (one.ns, one.low, one.high) == (None, None, None)
     assert one.needed == stochastic.needed(0.99) == 1000
-    made, prices = priced(pipeline(World(8, tp=2, pp=2)))
+    made = still(pipeline(World(8, tp=2, pp=2)))
     with pytest.raises(UsageError, match="50 samples say little"):
-        stochastic.predict(made, prices, spread(), samples=50)
+        stochastic.predict(made, variability=spread(), samples=50)
     with pytest.raises(UsageError, match="quantiles < 1"):
-        stochastic.predict(made, prices, spread(), levels=(1.0,))
+        stochastic.predict(made, variability=spread(), levels=(1.0,))
 
 
 def test_replicas_that_are_not_alike_are_one():
@@ -170,12 +167,11 @@ def test_replicas_that_are_not_alike_are_one():
         programs=(*programs.programs, Program.from_ops(5, [*programs.of(5), Op("compute", ns=1)])),
         program_of=np.where(np.arange(8) == 5, 2, programs.program_of),
     )
-    sampler = stochastic.Sampler(*priced(odd))
+    sampler = stochastic.Sampler(still(odd).timeline)
     assert sampler.replicas == 1
     assert sum(sampler.members) == 8
-    made, prices = priced(programs)
-    whole = stochastic.predict(made, prices, spread(gpu=0.1)).quantiles[2].ns
-    odd_one = stochastic.predict(*priced(odd), spread(gpu=0.1)).quantiles[2].ns
+    whole = stochastic.predict(still(programs), variability=spread(gpu=0.1)).quantiles[2].ns
+    odd_one = stochastic.predict(still(odd), variability=spread(gpu=0.1)).quantiles[2].ns
     assert odd_one == pytest.approx(whole, rel=0.02)
 
 
@@ -204,30 +200,10 @@ def test_files_of_variability(tmp_path, change, says):
         variability(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"gpu": 0.1, "network": 0.1},
-        {"call": 0.1, "segment": 0.05},
-        {"gpu": 0.03, "step": 0.02, "call": 0.1, "network": 0.05},
-    ],
-)
-@pytest.mark.parametrize("world", [World(8, tp=2, pp=2), World(64, tp=2, pp=4)], ids=str)
-def test_quantiles_are_between_the_analytic_bounds(world, parts):
-    made = graph.build(pipeline(world))
-    prices = costs.price(made, machine("h200"))
-    variation = dataclasses.replace(spread(), **parts)
-    found = stochastic.predict(made, prices, variation, samples=4000)
-    for one, bound in zip(found.quantiles, found.bounds, strict=True):
-        assert bound.low <= one.high
-        assert one.low <= bound.high
-        assert bound.high < 2.5 * bound.low
-
-
 def test_two_stages_in_closed_form():
     """Two stages in a row, one microbatch: a sum of two lognormals, by its moments."""
-    made, prices = priced(pipeline(World(2, pp=2), microbatches=1))
-    drawn = stochastic.Sampler(made, prices).draw(spread(gpu=0.1), 40_000)[:, 0]
+    made = still(pipeline(World(2, pp=2), microbatches=1))
+    drawn = stochastic.Sampler(made.timeline).draw(spread(gpu=0.1), 40_000)[:, 0]
     mean, square = math.exp(0.005), math.exp(0.02) - math.exp(0.01)
     assert drawn.mean() == pytest.approx(300_000 * mean, rel=0.002)
     assert drawn.std() == pytest.approx(math.sqrt(square * (1e5**2 + 2e5**2)), rel=0.02)
@@ -235,16 +211,16 @@ def test_two_stages_in_closed_form():
 
 def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
     ops = [Op("compute", ns=1_000_000), Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
-    made, prices = priced(same(World(32), ops))
+    made = still(same(World(32), ops))
     exponential = Distribution("gamma", (1.0, 1.0))
     shaped = dataclasses.replace(spread(gpu=0.5), shapes={"gpu": exponential})
-    drawn = stochastic.Sampler(made, prices).draw(shaped, 20_000).max(axis=1)
+    drawn = stochastic.Sampler(made.timeline).draw(shaped, 20_000).max(axis=1)
     harmonic = sum(1 / k for k in range(1, 33))
     assert drawn.mean() == pytest.approx(1e6 * harmonic, rel=0.01)
-    made, prices = priced(same(World(1), [Op("compute", ns=10_000)] * 100))
+    made = still(same(World(1), [Op("compute", ns=10_000)] * 100))
     normal = Distribution("normal", (1.0, 0.2))
     shaped = dataclasses.replace(spread(), segment=0.2, shapes={"segment": normal})
-    drawn = stochastic.Sampler(made, prices).draw(shaped, 20_000)[:, 0]
+    drawn = stochastic.Sampler(made.timeline).draw(shaped, 20_000)[:, 0]
     assert drawn.mean() == pytest.approx(1e6, rel=0.002)
     assert drawn.std() == pytest.approx(1e6 * 0.02, rel=0.05)
 
@@ -252,13 +228,11 @@ def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
 @pytest.mark.slow
 def test_intervals_of_predictions_cover_the_closed_form():
     """Over seeds: a call of all replicas, one draw for all, is all that varies."""
-    made = graph.build(same(World(2), [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]))
-    prices = costs.price(made, machine("h200"))
-    prices = dataclasses.replace(prices, meetings=np.array([1_000_000]))
+    made = priced(same(World(2), [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]), 1_000_000).timeline
     truth = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(0.95))
     inside = 0
     for seed in range(250):
-        drawn = stochastic.Sampler(made, prices, seed).draw(spread(call=0.1), 500).max(axis=1)
+        drawn = stochastic.Sampler(made, seed).draw(spread(call=0.1), 500).max(axis=1)
         one = stochastic.quantile(np.sort(drawn), 0.95)
         inside += one.low <= truth <= one.high
     assert 0.93 <= inside / 250 <= 0.97
@@ -267,8 +241,8 @@ def test_intervals_of_predictions_cover_the_closed_form():
 def test_worlds_of_many_classes_try_the_busiest():
     ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
     own = [Program.from_ops(rank, [Op("compute", ns=1000 + rank), *ops]) for rank in range(100)]
-    made, prices = priced(Programs.one_per_rank(own, World(100)))
-    found = stochastic.predict(made, prices, spread(gpu=0.01), samples=200)
+    made = still(Programs.one_per_rank(own, World(100)))
+    found = stochastic.predict(made, variability=spread(gpu=0.01), samples=200)
     assert sorted(found.slow) == list(range(36, 100))
     assert min(found.slow.values()) > found.slow_from
 
@@ -277,11 +251,9 @@ def test_calls_of_several_replicas_are_drawn_once():
     """A call of all 16 replicas is no maximum of 16 draws; calls inside replicas are."""
     for group, shared in ((ALL, True), (TP, False)):
         ops = [Op("all_reduce", group, "bf16", 1, 1, "sum")]
-        made = graph.build(same(World(32, tp=2), ops))
-        prices = costs.price(made, machine("h200"))
-        prices = dataclasses.replace(prices, meetings=np.array([1_000_000]))
+        made = priced(same(World(32, tp=2), ops), 1_000_000).timeline
         for count in (20, 1000):
-            each = stochastic.Sampler(made, prices).draw(spread(call=0.1), count)
+            each = stochastic.Sampler(made).draw(spread(call=0.1), count)
             assert each.shape == (count, 16)
             together = np.ptp(each, axis=1)
             assert (together == 0).all() if shared else (together > 0).all()

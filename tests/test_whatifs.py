@@ -1,20 +1,19 @@
 """What-ifs of tails and their page: halves, slow GPUs, hot nodes, scale, hostile labels."""
 
-import dataclasses
 import html.parser
 import json
 
 import numpy as np
 import pytest
-from test_stochastic import ALL, pipeline, priced, same, spread
+from pricing import priced
+from test_stochastic import ALL, pipeline, same, spread, still
 
-from megatron_prism import cli, costs, graph
-from megatron_prism.costs.machine import machine
+from megatron_prism import cli
 from megatron_prism.errors import UsageError
 from megatron_prism.ops import Op
 from megatron_prism.stochastic import Sampler, study, whatifs
-from megatron_prism.stochastic.predict import p95
 from megatron_prism.stochastic.replicas import replica_of
+from megatron_prism.stochastic.whatifs import p95
 from megatron_prism.world import World
 
 
@@ -22,9 +21,7 @@ def timed(name, group, ns, world, varied):
     ops = [Op("compute", ns=1_000_000)]
     ops += [Op(name, group, "bf16", 8, 8 * 8, "")] * 4
     ops += [Op("all_reduce", group, "bf16", 8, 8, "sum")] * 4
-    made = graph.build(same(world, ops))
-    prices = costs.price(made, machine("h200"))
-    return Sampler(made, dataclasses.replace(prices, meetings=np.array(ns))), varied
+    return Sampler(priced(same(world, ops), ns).timeline), varied
 
 
 def test_the_tornado_names_the_calls_that_vary():
@@ -40,8 +37,7 @@ def test_the_tornado_names_the_calls_that_vary():
 
 
 def test_a_slow_gpu_hurts_where_the_work_is():
-    made, prices = priced(pipeline(World(16, tp=2, pp=4)))
-    sampler = Sampler(made, prices)
+    sampler = Sampler(still(pipeline(World(16, tp=2, pp=4))).timeline)
     each = sampler.draw(spread(gpu=0.001), 400)
     found = whatifs.placement(sampler, spread(gpu=0.001), each, (1.5,))
     (row,) = found.p95
@@ -55,9 +51,9 @@ def test_a_slow_gpu_hurts_where_the_work_is():
 
 def test_a_hot_node_is_in_the_replicas_of_its_ranks():
     world = World(16, tp=2, pp=2)  # 4 replicas; node 0 is stage 0 of all of them
-    made, prices = priced(pipeline(world))
-    assert replica_of(made, np.arange(16)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3] * 2
-    sampler = Sampler(made, prices)
+    made = still(pipeline(world))
+    assert replica_of(made.graph, np.arange(16)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    sampler = Sampler(made.timeline)
     each = sampler.draw(spread(), 400)
     first = whatifs.hot_node(sampler, spread(), each, 0, 8, (3.0,))
     second = whatifs.hot_node(sampler, spread(), each, 1, 8, (3.0,))
@@ -76,15 +72,14 @@ def test_a_hot_node_is_in_the_replicas_of_its_ranks():
 
 def test_the_sweep_has_the_quantiles_of_each_world():
     ops = [Op("compute", ns=1_000_000), Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
-    made, prices = priced(same(World(64), ops))
-    still = lambda graph: priced(graph.programs)[1]  # noqa: E731
-    points, note = whatifs.scale(Sampler(made, prices), spread(gpu=0.1), still, (64, 256, 1024))
+    made = priced(same(World(64), ops))
+    points, note = whatifs.scale(Sampler(made.timeline), spread(gpu=0.1), made, (64, 256, 1024))
     assert [point.ranks for point in points] == [64, 256, 1024]
     for point in points:
-        own = priced(same(World(point.ranks), list(made.program_list[0])))
-        drawn = Sampler(*own, seed=9).draw(spread(gpu=0.1), 2000).max(axis=1)
+        own = priced(same(World(point.ranks), ops)).timeline
+        drawn = Sampler(own, seed=9).draw(spread(gpu=0.1), 2000).max(axis=1)
         assert point.p95 == pytest.approx(p95(drawn), rel=0.02)
-        assert point.steady == 1_000_000
+        assert point.steady == own.iteration_ns
     assert "1 ranks a replica" in note
 
 
@@ -150,10 +145,8 @@ def test_one_class_and_one_node_have_nothing_to_be_compared_with(tmp_path, capsy
 
 
 def test_the_study_prices_other_worlds():
-    made = graph.build(pipeline(World(16, tp=2, pp=2)))
-    price = lambda graph: costs.price(graph, machine("h200"))  # noqa: E731
-    done = []
-    found = study(Sampler(made, price(made)), spread(gpu=0.05), 8, price, done.append)
+    made, done = priced(pipeline(World(16, tp=2, pp=2))), []
+    found = study(Sampler(made.timeline), spread(gpu=0.05), made, done.append)
     assert done[-1] == 1.0
     assert [p.ranks for p in found.scale][0] == 64
     assert found.scale[-1].p95 > found.scale[0].p95

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from pricing import priced
 
-from megatron_prism import cli, costs, graph
-from megatron_prism.costs.machine import machine
+from megatron_prism import cli
 from megatron_prism.costs.variability import Variability
 from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.ops import Op
@@ -24,8 +24,7 @@ PLAN = Plan(1000, mtbf=3600 * S, interval=600 * S, checkpoint=30 * S, restart=12
 
 def sampler(ns=1_000_000_000, size=1):
     program = Program.from_ops(0, [Op("compute", ns=ns)])
-    made = graph.build(Programs(World(size), (program,), np.zeros(size)))
-    return Sampler(made, costs.price(made, machine("h200")))
+    return Sampler(priced(Programs(World(size), (program,), np.zeros(size))).timeline)
 
 
 def spread(**parts):

@@ -51,6 +51,7 @@ class Calibration:
     host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
     again  : the same right after another call, with what it needs in the CPU's caches
     overlap: collective -> how much it and computing slow each other down
+    path   : the file, which may have samples of single calls; "" if there is none
     """
 
     points: dict[tuple[str, int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Calibration:
     host: dict[tuple[str, bool], int] = field(default_factory=dict)
     again: dict[tuple[str, bool], int] = field(default_factory=dict)
     overlap: dict[str, Overlap] = field(default_factory=dict)
+    path: str = ""
 
     def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:
         """ns of the host for a call, ``again``: right after another one; of one that was not
@@ -118,7 +120,9 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
             source += "; its overlap was measured in an earlier way and is left out"
         if _rows(stored, "host") and stored.get("method") != METHOD:  # of GPUs, by prism calibrate
             source += "; its calls were measured back to back, which is too quick among computing"
-        return Calibration(table, source, *_host(_rows(stored, "host")), overlap)
+        return Calibration(
+            table, source, *_host(_rows(stored, "host")), overlap, path=os.fspath(path)
+        )
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

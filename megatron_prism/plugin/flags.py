@@ -71,10 +71,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "SEL:FACTOR",
         "help": "with --prism-pace: virtual ranks slower by FACTOR, 'pp=3:1.2;17:2'",
     },
-    "--prism-draw": {
-        "metavar": "SEED[:QUANTILE]",
-        "help": "with --prism-pace: virtual ranks of one drawn iteration, '7:p99' a slow one",
-    },
     "--prism-memory-snapshot": {
         "metavar": "DIR",
         "help": "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
@@ -118,7 +114,6 @@ class Options:
     capture: Path | None = None
     pace: Path | None = None
     slow: str = ""
-    draw: str = ""
     hang: hang_flags.HangOptions | None = None
     memory: Path | None = None
     ballast: str | None = None
@@ -227,7 +222,6 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         capture=Path(args.prism_capture) if args.prism_capture else None,
         pace=Path(args.prism_pace) if args.prism_pace else None,
         slow=";".join(filter(None, slow)),
-        draw=args.prism_draw or "",
         hang=hang,
         memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
         ballast=args.prism_ballast,

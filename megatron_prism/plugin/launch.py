@@ -115,7 +115,7 @@ def install(options: flags.Options) -> Any:
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
     store = _shared_store(options)
-    pace = _pace(options, version, store) if options.pace or options.slow or options.draw else None
+    pace = _pace(options, version, store) if options.pace or options.slow else None
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
     defaults = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     os.environ.update({name: os.environ.get(name, text) for name, text in defaults.items()})

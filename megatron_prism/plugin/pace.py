@@ -7,7 +7,6 @@ are missing are captured first (``pace_capture``).
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
@@ -16,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism import costs, graph, slices
+from megatron_prism import slices
 from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import Machine, machine, machines, named_in
+from megatron_prism.costs.machine import machines, named_in
 from megatron_prism.errors import UsageError
-from megatron_prism.plugin import draw, links
+from megatron_prism.plugin import links
 from megatron_prism.plugin.pace_calls import calls_of, expected
 from megatron_prism.plugin.slice_source import source_of
 from megatron_prism.programs import Programs
-from megatron_prism.replay import overlap, timeline, whatif
+from megatron_prism.replay import whatif
+from megatron_prism.replay.priced_graph import WhatIf, price
 from megatron_prism.replay.release import Releases, kept
-from megatron_prism.stochastic import read_draw
+from megatron_prism.selectors import format_ranks
 
 __all__ = ["CALIBRATION", "Pace"]
 
@@ -50,14 +50,15 @@ class Pace:
         programs = _programs(folder, options, source)
         self._alone = programs.source.get(slices.PEERS, slices.AT_ONCE) == slices.AT_ONCE
         program = programs.programs[int(programs.program_of[options.rank])]
-        for ranks, factor in slow_ranks(options):
-            programs = whatif.slow(programs, ranks, factor)
-        hardware, path = machine(_machine_of(device)), folder / CALIBRATION
         self._calibration = calibration(folder, device)
-
-        pricing = functools.partial(_prices, hardware=hardware, measured=self._calibration)
-        world, prices, self.drawn = draw.world_of(programs, options, pricing, hardware, path)
-        self._world, self._prices = world, prices
+        slow = tuple((format_ranks(ranks), factor) for ranks, factor in slow_ranks(options))
+        self._priced = price(
+            programs,
+            machine=_machine_of(device),
+            calibration=self._calibration,
+            what_if=WhatIf(slow=slow, alone=tuple(options.ranks)),
+        )
+        world, prices = self._priced.graph, self._priced.prices
         self.table = kept(world, prices, list(options.ranks), folder)
         used = np.unique(prices.meeting_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
@@ -113,7 +114,6 @@ class Pace:
             "after the local rank's stamps",
             "calls": self.sources,
             "slow": self.options.slow,
-            "drawn": self.drawn,
             "interactions": len(self.table),
             "terms": len(self.table.cause),
             "loose": self.table.loose,
@@ -129,8 +129,8 @@ class Pace:
 
         There this rank is as fast as its slice says.
         """
-        line = timeline.replay(self._world, self._prices)
-        spans = line.spans(int(self._world.classes.of[self.options.rank]))
+        line = self._priced.timeline
+        spans = line.spans(int(line.graph.classes.of[self.options.rank]))
         where = {op: i for i, op in enumerate(spans["op"].tolist())}
         ops = calls_of(self.program)
         begin: dict[int, int] = {}
@@ -152,22 +152,19 @@ class Pace:
 def check(options: Any) -> None:
     """UsageError where pacing makes no sense."""
     if options.pace is None:
-        flag = "--prism-draw" if options.draw else "--prism-slow"
         raise UsageError(
-            f"{flag} is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
+            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
         )
     slow_ranks(options)
-    read_draw(options.draw or "0")
     if options.tier != "cuda":
         raise UsageError(
             f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
             fix="prism replay predicts iteration times without a GPU",
         )
-    if options.capture is not None and (options.slow or options.draw):
-        flag = "--prism-draw" if options.draw else "--prism-slow"
+    if options.capture is not None and options.slow:
         raise UsageError(
-            f"--prism-capture keeps what the healthy job does, and {flag} makes another of it",
-            fix=f"capture without {flag}; prism replay --slow and prism predict change it later",
+            "--prism-capture keeps what the healthy job does, and --prism-slow makes another of it",
+            fix="capture without --prism-slow; prism replay slow= changes it later",
         )
     if options.capture is not None and options.capture.resolve() == options.pace.resolve():
         raise UsageError(
@@ -210,14 +207,6 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
         whatif.fraction(factor)  # bad usage now, not after captures
         found.append((ranks, factor))
     return found
-
-
-def _prices(
-    world: graph.WorldGraph, hardware: Machine, measured: Calibration | None
-) -> costs.Prices:
-    """What replay would take: slow ranks, then what computing and calls cost each other."""
-    prices = whatif.slowed(world, costs.price(world, hardware, measured))
-    return overlap.priced(world, prices, measured)
 
 
 def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:

@@ -1,14 +1,13 @@
-"""What if the network interface of some ranks is slow?  Their calls between nodes take longer.
+"""Slow network interfaces of some ranks: their calls between nodes take longer.
 
-In : programs, ``(ranks, bw_factor, latency_ns)`` of every slow NIC.  Out: programs in which these
-ranks are apart, and what makes prices of their world.  A modelled time only: a call is as slow as
-its slowest NIC, and calls inside a node do not use it.
+``marked`` puts these ranks into classes of their own, ``priced`` makes their calls longer.  A
+modelled time only: a call is as slow as its slowest NIC, and calls inside a node do not use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,24 +20,24 @@ from megatron_prism.programs import Programs
 from megatron_prism.replay import whatif
 from megatron_prism.selectors import format_ranks
 
-__all__ = ["SlowNic", "with_slow_nics"]
+__all__ = ["SlowNic", "marked", "priced"]
 
-SlowNic = tuple[tuple[int, ...], float, int]
-Change = Callable[[WorldGraph, Prices, Machine], Prices]
+SlowNic = tuple[tuple[int, ...], float, int]  # ranks, bandwidth factor, more latency in ns
 
 
-def with_slow_nics(programs: Programs, nics: Sequence[SlowNic]) -> tuple[Programs, Change]:
-    """(programs, what changes the prices of their graph)."""
+def marked(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
+    """The same world with the ranks of every slow NIC in classes of their own."""
     for ranks, factor, latency in nics:
         what = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
         programs = whatif.assumed(whatif.apart(programs, ranks, what), what)
+    return programs
 
-    def change(graph: WorldGraph, prices: Prices, machine: Machine) -> Prices:
-        for nic in nics:
-            prices = _one(graph, prices, machine, nic)
-        return prices
 
-    return programs, change
+def priced(graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]) -> Prices:
+    """``prices`` with the calls between nodes of every slow NIC longer."""
+    for nic in nics:
+        prices = _one(graph, prices, machine, nic)
+    return prices
 
 
 def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> Prices:

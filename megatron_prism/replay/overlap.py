@@ -19,7 +19,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_prism.costs import Prices
-from megatron_prism.costs.collective import Calibration
 from megatron_prism.costs.overlap import KINDS, Overlap
 from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE
@@ -28,7 +27,7 @@ from megatron_prism.replay import maxplus, timeline
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.slices import PACED, PEERS
 
-__all__ = ["PASSES", "priced", "replay"]
+__all__ = ["PASSES", "replay"]
 
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN = 0.5  # of a segment: products
@@ -58,13 +57,6 @@ def replay(
         if same and moved <= SETTLED * now.meetings.sum():
             break
     return found
-
-
-def priced(graph: WorldGraph, prices: Prices, calibration: Calibration | None) -> Prices:
-    """``prices`` with what computing and calls cost each other, if ``calibration`` measured it."""
-    if calibration is None or not calibration.overlap:
-        return prices
-    return replay(graph, prices, calibration.overlap, calibration.source).prices
 
 
 def _lost(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> np.ndarray:

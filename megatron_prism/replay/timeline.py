@@ -1,4 +1,4 @@
-"""What came of it?  The timeline of a world: spans per class, and what the time went into.
+"""The timeline of a world: spans per class, and what the time went into.
 
 In : a WorldGraph and Prices.  Out: Timeline, a value that reports draw and tests compare.  Several
 iterations are replayed in a row; figures are of the last one, when the pipeline no longer remembers
@@ -20,6 +20,7 @@ from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import CODE, NAMES
 from megatron_prism.replay import kernels, maxplus
 from megatron_prism.replay.dag import COMPUTE, HOST, LEAD, MEET, Dag, build
+from megatron_prism.results import rendered
 
 __all__ = ["SPAN", "Account", "Step", "Timeline", "replay"]
 
@@ -170,6 +171,22 @@ class Timeline:
     def durations(self) -> np.ndarray:
         """Of every node, ns."""
         return self.node_end - self.node_start
+
+    def to_json(self) -> dict[str, object]:
+        """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
+        return rendered("report.figures:to_json", self, dict)
+
+    def to_text(self) -> str:
+        """The page that ``prism replay`` prints."""
+        return rendered("report.text:render", self, str)
+
+    def to_html(self) -> str:
+        """One self-contained page with the diagram, for any browser."""
+        return rendered("report.html:render", self, str)
+
+    def to_chrome_trace(self) -> str:
+        """A Chrome trace, for ui.perfetto.dev."""
+        return rendered("report.perfetto:render", self, str)
 
 
 def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:

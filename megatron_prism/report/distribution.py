@@ -29,10 +29,9 @@ table{border-collapse:collapse}td,th{padding:2px 14px 2px 0;text-align:right}
 _BLUE, _RED, _GREY = "#2f6fd0", "#c2483d", "#8b949e"
 
 
-def render(
-    prediction: Prediction, title: str, study: Study | None = None, run: RunPrediction | None = None
-) -> str:
+def render(prediction: Prediction) -> str:
     """The page."""
+    title, study, run = prediction.world, prediction.study, prediction.run
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p class=quiet>{prediction.samples:,} iterations drawn; {_text(prediction.source)}</p>",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -31,6 +31,7 @@ __all__ = [
     "Value",
     "figures",
     "name_class",
+    "to_json",
 ]
 
 _NO_PEAK = "the machine's file has no peak of the data sheet"
@@ -119,6 +120,11 @@ class Figures:
             for group, ns in getattr(one, field).items():
                 total[group] += ns * one.count / ranks
         return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def to_json(timeline: Timeline) -> dict[str, object]:
+    """``figures`` as plain values."""
+    return asdict(figures(timeline))
 
 
 def figures(timeline: Timeline) -> Figures:

@@ -7,19 +7,14 @@ that take part, one network regime per iteration.
     paths.py       a replica's longest path for many draws at once
     replicas.py    which ranks are one copy of the model
     sampler.py     draws of iterations of the whole world
-    bounds.py      the same within analytic bounds, in milliseconds
     predict.py     quantiles, what moves them, where a slow GPU hurts
     whatifs.py     single kinds of calls, placements, hot nodes, scale
     compare.py     which of several layouts is faster, and how surely
-    drawn.py       prices of one drawn iteration, so that local ranks can feel it
-    cases.py       PRISM's published use cases, one at a time
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.stochastic.calls import CallSpread, call_spread
-from megatron_prism.stochastic.cases import CASES, Answer, answer
 from megatron_prism.stochastic.compare import Comparison, compare
-from megatron_prism.stochastic.drawn import Drawn, drawn, read_draw
 from megatron_prism.stochastic.predict import Prediction, predict
 from megatron_prism.stochastic.quantiles import Quantile, needed, quantile
 from megatron_prism.stochastic.sampler import Sampler
@@ -27,25 +22,19 @@ from megatron_prism.stochastic.whatifs import Study, study
 from megatron_prism.stochastic.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
-    "CASES",
-    "Answer",
     "CallSpread",
     "Comparison",
-    "Drawn",
     "Plan",
     "Prediction",
     "Quantile",
     "RunPrediction",
     "Sampler",
     "Study",
-    "answer",
     "call_spread",
     "compare",
-    "drawn",
     "needed",
     "predict",
     "predict_run",
     "quantile",
-    "read_draw",
     "study",
 ]

@@ -1,9 +1,11 @@
-"""How long does one replica take, for many draws of its factors at once?
+"""Evaluate the last iteration of a replica for many draws of its factors at once.
 
-In : a Dag and its durations.  Out: Paths; ``longest(factors, …)`` -> ns per draw.  Who waits for
-whom never changes, so the graph is made small once: points in time that wait for one thing are that
-thing, waits that others imply go, and nodes keep their end only until the last one that waits for
-it is done.  Draws are evaluated ``LANES`` at a time, side by side.  Times are floats (ns).
+In : a Dag of several iterations and its durations.  Out: Paths; ``longest(factors, …)`` -> ns from
+the end of the iteration before to the end of the last, per draw, as ``Timeline.iteration_ns`` has
+it.  Who waits for whom never changes, so the graph is made small once: points in time that wait for
+one thing are that thing, waits that others imply go, and nodes keep their end only until the last
+one that waits for it is done.  Draws are evaluated ``LANES`` at a time, side by side.  Times are
+floats (ns); without variation they are sums of whole numbers, hence exact below 2^53.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Paths:
             that, one and its class for the host's time
     node  : int64 [n], the node of the Dag
     slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
-    sink  : bool [n], nobody waits for it
+    ends  : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
     """
 
     lasts: np.ndarray
@@ -43,7 +45,7 @@ class Paths:
     slot: np.ndarray
     start: np.ndarray
     before: np.ndarray
-    sink: np.ndarray
+    ends: np.ndarray
 
     def longest(
         self,
@@ -73,7 +75,7 @@ class Paths:
         whole = _with_shared(table, width) if share.any() else table
         found = np.zeros((blocks, LANES))
         slots = int(self.slot.max(initial=0)) + 1
-        given = (self.lasts, self.row, self.slot, self.sink, self.start, self.before, share, whole)
+        given = (self.lasts, self.row, self.slot, self.ends, self.start, self.before, share, whole)
         run = kernels._compiled(_longest)
 
         def part(first: int, last: int) -> None:
@@ -85,30 +87,6 @@ class Paths:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(part, edges[:-1], edges[1:]))
         return found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
-
-    def own(
-        self,
-        share: np.ndarray,
-        table: np.ndarray,
-        kind: np.ndarray,
-        crossing: np.ndarray,
-        seeds: tuple[int, int],
-        place: int,
-        count: int,
-    ) -> np.ndarray:
-        """float64 [n]: the own factors that ``longest`` takes at draw ``place`` of all that it is
-        given, ``count`` of each replica and the replicas one after the other."""
-        width, long = _lanes(count)
-        replica, iteration = divmod(place, count)
-        block, lane = divmod(replica * long + iteration, LANES)
-        nodes = np.arange(len(self.lasts), dtype=np.int64)
-        turn = np.where(crossing, block % max(1, long // LANES) + seeds[1], seeds[0] + block)
-        mixed = nodes * 40503 + turn * 30011
-        mixed = (mixed ^ (mixed >> 7)) * 7919
-        pick = ((mixed ^ (mixed >> 11)) & (ROWS - 1)) + kind * ROWS
-        whole = _with_shared(table, width)
-        drawn = whole[pick + np.where(crossing, len(table), 0), lane]
-        return np.where(share != 0, 1 + share * (drawn - 1), 1.0)
 
 
 def _lanes(count: int) -> tuple[int, int]:
@@ -125,13 +103,14 @@ def _with_shared(table: np.ndarray, width: int) -> np.ndarray:
 
 
 def _longest(  # type: ignore[no-untyped-def]
-    lasts, row, slot, sink, start, before, share, table, kind, crossing, factors,
+    lasts, row, slot, ends, start, before, share, table, kind, crossing, factors,
     seed, shared, place, period, slots, found,
 ):  # fmt: skip
-    end, latest = np.zeros((slots, LANES)), np.zeros(LANES)
+    end, latest, earlier = np.zeros((slots, LANES)), np.zeros(LANES), np.zeros(LANES)
     others = len(table) // 2  # where the draws begin that replicas share
     for block in range(len(found)):
         top = found[block]
+        earlier[:] = 0.0
         for node in range(len(lasts)):
             last, own, to = lasts[node], factors[block, row[node]], end[slot[node]]
             first, after = start[node], start[node + 1]
@@ -162,10 +141,13 @@ def _longest(  # type: ignore[no-untyped-def]
             else:
                 for lane in range(LANES):
                     to[lane] = latest[lane] + last * own[lane]
-            if sink[node]:
+            if ends[node]:
+                last_of = top if ends[node] == 2 else earlier
                 for lane in range(LANES):
-                    if to[lane] > top[lane]:
-                        top[lane] = to[lane]
+                    if to[lane] > last_of[lane]:
+                        last_of[lane] = to[lane]
+        for lane in range(LANES):
+            top[lane] -= earlier[lane]
 
 
 def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
@@ -186,8 +168,17 @@ def build(dag: dags.Dag, durations: np.ndarray, classes: int) -> Paths:
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
         start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),
         before=np.array([p for e in edges for p in e], dtype=np.int64),
-        sink=np.array([n not in last for n in order.tolist()], dtype=bool),
+        ends=_ends(dag, order, waits),
     )
+
+
+def _ends(dag: dags.Dag, order: np.ndarray, waits: dict[int, list[int]]) -> np.ndarray:
+    """uint8 [n]: which nodes nothing of their own iteration waits for, of the last two."""
+    within = {p for node, before in waits.items() for p in before
+              if dag.iteration[p] == dag.iteration[node]}  # fmt: skip
+    back = int(dag.iteration.max(initial=0)) - dag.iteration[order]
+    last = np.array([node not in within for node in order.tolist()], dtype=bool)
+    return np.where(last & (back < 2), 2 - back, 0).astype(np.uint8)
 
 
 def _implied_gone(dag: dags.Dag) -> dict[int, list[int]]:

@@ -1,4 +1,8 @@
-"""Draws of whole iterations: the slowest replica counts.
+"""Draw whole iterations of a replayed world; the slowest replica counts.
+
+A draw is a replay with other durations: of as many iterations as the timeline has, each rank's
+factor the same in all of them, and what counts is the time from the end of the last but one to the
+end of the last.  So without variation every draw is ``Timeline.iteration_ns``, exactly.
 
 A *replica* is one copy of the model: the ranks that talk to each other in every layer and along the
 pipeline (tp x cp, etp x ep, pp).  Ranks of one class in a replica wait for each other all the time,
@@ -21,14 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.costs import Prices
 from megatron_prism.costs.distribution import Distribution, largest
 from megatron_prism.costs.variability import Variability
-from megatron_prism.errors import PrismError
-from megatron_prism.graph import WorldGraph
 from megatron_prism.ops import IS_PAIR
-from megatron_prism.replay import dag as dags
-from megatron_prism.replay import timeline
+from megatron_prism.replay.timeline import Timeline
 from megatron_prism.stochastic import paths
 from megatron_prism.stochastic.calls import CallSpread
 from megatron_prism.stochastic.replicas import replica_of, replicas
@@ -56,6 +56,7 @@ class _Factors:
 class Sampler:
     """Draws iterations.  The same seed gives the same draws.
 
+    timeline : of one or more iterations; of two, an iteration follows another one
     replicas : independent copies of the model
     members  : ranks of each class in one of them
     calls    : distributions of calls that were sampled; the others have the Variability's
@@ -64,21 +65,17 @@ class Sampler:
 
     def __init__(
         self,
-        graph: WorldGraph,
-        prices: Prices,
+        timeline: Timeline,
         seed: int = 0,
         calls: CallSpread | None = None,
         regime: int | None = None,
     ) -> None:
-        self.graph, self.prices, self.seed = graph, prices, seed
+        self.timeline, self.graph, self.seed = timeline, timeline.graph, seed
         self.calls, self.regime = calls, seed if regime is None else regime
-        self.replicas, self.members = replicas(graph)
-        made = dags.build(graph, 1)
-        if len(made.order) < len(made):
-            raise PrismError("the job hangs, so it has no iteration time", fix="prism check")
-        self.node_kind, self.op = made.kind, made.op
+        self.replicas, self.members = replicas(self.graph)
+        self.op = timeline.dag.op
         self._table: tuple[Any, np.ndarray] = (None, self._still())
-        self.paths = paths.build(made, timeline.durations_of(made, prices), len(self.members))
+        self.paths = paths.build(timeline.dag, timeline.durations, len(self.members))
         self.crossing = self._crossing()
         self.kind = self._kinds()
 
@@ -86,14 +83,6 @@ class Sampler:
     def hosted(self) -> bool:
         """Whether the host's time is apart for any class."""
         return bool((self.paths.row > len(self.members)).any())
-
-    def steady(self, compute: float = 1.0, calls: float = 1.0, hosts: float = 1.0) -> float:
-        """The longest path if all computing, all calls and all hosts take these factors, ns."""
-        factors = np.full((2 * len(self.members) + 1, 1, 1), hosts)
-        factors[: len(self.members)] = compute
-        factors[len(self.members)] = calls
-        none = np.zeros(len(self.paths.lasts))
-        return float(self._run(factors, none, self._still(), (0, 0))[0, 0])
 
     def draw(
         self,
@@ -137,20 +126,6 @@ class Sampler:
             if progress is not None:
                 progress(len(part) * count)
         return found
-
-    def at(self, spread: Variability, count: int, iteration: int, replica: int) -> np.ndarray:
-        """float64 [nodes of ``paths``]: the factors with which ``draw`` of ``count`` iterations
-        made that iteration of that replica."""
-        shapes, together = _shapes(spread), max(1, _AT_ONCE // max(1, count))
-        first = replica // together * together
-        table, share = self._tables(spread, None)
-        place = (replica - first) * count + iteration
-        ranks = self._computing(shapes.rank, count, replica, {})[:, iteration]
-        hosts = self._issuing(shapes.host, count, replica)[:, iteration]
-        rows = np.concatenate([ranks, self._network(shapes, count)[iteration, None], hosts])
-        seeds = first * 1_000_003, 0
-        own = self.paths.own(share, table, self.kind, self.crossing, seeds, place, count)
-        return rows[self.paths.row] * own
 
     def of_cluster(self, spread: Variability, cluster: int, count: int) -> np.ndarray:
         """ns, float64 [count]: iterations of one and the same cluster, whose GPUs stay as they are

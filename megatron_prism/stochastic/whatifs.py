@@ -1,35 +1,33 @@
-"""What if one thing varied less or more, a GPU or a node were slow, the world were larger?
+"""Study what moves p95: less or more variation of one thing, a slow GPU or node, a larger world.
 
-In : a Sampler and a Variability.  Out: Study.  Every answer is simulated again with the same random
-numbers, since variance does not add up along maxima: a kind of call that varies much may matter to
-nobody.  What a slow GPU does is compared by p95.
+``study`` takes a Sampler and a Variability and returns a Study.  Every answer is simulated again
+with the same random numbers, since variance does not add up along maxima: a kind of call that
+varies much may matter to nobody.  What a slow GPU does is compared by p95.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.costs import Prices
 from megatron_prism.costs.variability import PARTS, Variability
 from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.graph import WorldGraph, build
 from megatron_prism.ops import NAMES
-from megatron_prism.replay.scale import data_parallel
-from megatron_prism.stochastic.predict import busiest, p95, with_slow
+from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.stochastic.replicas import replica_of
-from megatron_prism.stochastic.sampler import Sampler
+from megatron_prism.stochastic.sampler import Sampler, Slow
 
-__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "hot_node", "hot_nodes", "placement",
-           "scale", "study", "tornado"]  # fmt: skip
+__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "busiest", "hot_node", "hot_nodes",
+           "p95", "placement", "scale", "study", "tornado", "with_slow"]  # fmt: skip
 
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
 _DRAWS, _FEWEST, _MOST = 1 << 16, 200, 2000
 _KINDS = 8  # kinds of calls that are looked at, those that take longest
 _STAGES = 16
+CLASSES = 64  # in which one rank is made slow: those that compute longest
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Point:
     """A world of ``ranks`` ranks: the path without variation and quantiles, ns."""
 
     ranks: int
-    steady: float
+    steady: int
     p50: float
     p95: float
 
@@ -91,11 +89,10 @@ class Study:
 def study(
     sampler: Sampler,
     spread: Variability,
-    gpus_per_node: int,
-    pricing: Callable[[WorldGraph], Prices],
+    priced: PricedGraph,
     progress: Callable[[float], object] | None = None,
 ) -> Study:
-    """Everything, with as few draws as that needs; ``pricing`` prices worlds of other sizes."""
+    """Everything, with as few draws as that needs; ``priced``: the world of the sampler."""
 
     def told(part: float) -> None:
         if progress is not None:
@@ -106,9 +103,9 @@ def study(
     bars = tornado(sampler, spread, count, lambda part: told(0.6 * part))
     placed = placement(sampler, spread, each)
     told(0.7)
-    hot = hot_nodes(sampler, spread, each, gpus_per_node)
+    hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node)
     told(0.75)
-    points, note = scale(sampler, spread, pricing)
+    points, note = scale(sampler, spread, priced)
     told(1.0)
     return Study(p95(each.max(axis=1)), bars, placed, hot, points, note)
 
@@ -249,7 +246,7 @@ def hot_nodes(
 def scale(
     sampler: Sampler,
     spread: Variability,
-    pricing: Callable[[WorldGraph], Prices],
+    priced: PricedGraph,
     sizes: Sequence[int] = SIZES,
 ) -> tuple[tuple[Point, ...], str]:
     """(points, what they leave as it is): the same model with more or fewer replicas.
@@ -268,14 +265,14 @@ def scale(
         wanted = [size for size in wanted if size // own * count <= 1 << 22]
         most = max(wanted, default=own) // own
     slowest = np.maximum.accumulate(sampler.draw(spread, count, replicas=range(most)), axis=1)
-    here = sampler.steady()
+    here = sampler.timeline.iteration_ns
     points, note = [], ""
     for size in wanted:
         steady = here
         try:
             if size != programs.world.size:
                 dp = programs.world.dp * size // programs.world.size
-                steady = _steady(data_parallel(programs, dp), pricing)
+                steady = priced.again(dp=dp).timeline.iteration_ns
         except PrismError as error:
             note = (
                 f"calls between replicas cost what they do in the captured world: {error.message}"
@@ -286,6 +283,32 @@ def scale(
     return tuple(points), f"{said}; {note}" if note else said
 
 
-def _steady(programs: object, pricing: Callable[[WorldGraph], Prices]) -> float:
-    made = build(programs)  # type: ignore[arg-type]
-    return Sampler(made, pricing(made)).steady()
+def busiest(sampler: Sampler) -> list[int]:
+    """The 64 classes that compute longest, ascending."""
+    rows, lasts = sampler.paths.row, sampler.paths.lasts
+    total = np.bincount(rows, lasts, minlength=len(sampler.members))[: len(sampler.members)]
+    return sorted(np.argsort(-total, kind="stable")[:CLASSES].tolist())
+
+
+def p95(times: np.ndarray) -> float:
+    """The 95 % quantile, as ``quantile`` picks it."""
+    return float(np.sort(times)[min(len(times) - 1, int(0.95 * len(times)))])
+
+
+def with_slow(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    slow: Mapping[int, Slow],
+    progress: Callable[[int], object] | None = None,
+) -> np.ndarray:
+    """Iteration times, ns [count], if some ranks of some replicas are slow: those are drawn again,
+    the others are as in ``each`` [count, replicas]."""
+    others = np.delete(each, list(slow), axis=1)
+    found = others.max(axis=1) if others.size else np.zeros(len(each))
+    for replica, what in slow.items():
+        one = sampler.draw(
+            spread, len(each), slow=what, replicas=range(replica, replica + 1), progress=progress
+        )
+        np.maximum(found, one[:, 0], out=found)
+    return found

@@ -24,8 +24,8 @@ from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.stochastic.quantiles import proportion
 from megatron_prism.stochastic.sampler import Sampler
 
-__all__ = ["Plan", "RunPrediction", "best_interval", "daly", "expected", "finish", "predict_run",
-           "young"]  # fmt: skip
+__all__ = ["Plan", "RunPrediction", "best_interval", "check_plan", "daly", "expected", "finish",
+           "predict_run", "young"]  # fmt: skip
 
 _CLUSTERS, _ITERATIONS = 48, 24  # that are drawn
 _RUNS = 10_000
@@ -190,7 +190,7 @@ def predict_run(
     UsageError for plans that cannot be: a deadline before the first iteration, checkpoints so rare
     that the job never gets to one.
     """
-    _check(plan)
+    check_plan(plan)
     drawn = np.empty((_CLUSTERS, _ITERATIONS))
     for cluster in range(_CLUSTERS):
         drawn[cluster] = sampler.of_cluster(spread, cluster, _ITERATIONS)
@@ -230,7 +230,8 @@ def predict_run(
     )
 
 
-def _check(plan: Plan) -> None:
+def check_plan(plan: Plan) -> None:
+    """UsageError for a plan that cannot be."""
     if plan.iterations < 1:
         raise UsageError("a run has iterations", fix="iterations=500000")
     for name in ("deadline", "mtbf", "interval"):

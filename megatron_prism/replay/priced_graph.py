@@ -1,0 +1,270 @@
+"""Price every op of a world and replay it: the one way from programs to times.
+
+``price`` joins programs, applies what-ifs, checks that all calls fit together and gives every op a
+duration on a machine, calls and overlaps as a calibration measured them where there is one.
+``replay`` is ``price`` and its timeline.  Commands, predictions, pacing and benchmarks use these.
+
+What-ifs apply in the order in which they make sense: the schedule and the size of the world, then
+who is slow in it, then where it runs, then what its calls cost; ``reschedule``, ``scale`` and
+``whatif`` say what each assumes.  Each is named in ``Programs.source["what-if"]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from megatron_prism.collectives import BY_NAME
+from megatron_prism.costs import Prices
+from megatron_prism.costs import price as price_ops
+from megatron_prism.costs.collective import Calibration, read_calibration
+from megatron_prism.costs.machine import Machine, machines, named_in
+from megatron_prism.costs.machine import machine as read_machine
+from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.graph import WorldGraph, build
+from megatron_prism.programs import Programs
+from megatron_prism.replay import impaired, overlap, whatif
+from megatron_prism.replay.impaired import SlowNic
+from megatron_prism.replay.reschedule import microbatches
+from megatron_prism.replay.scale import data_parallel
+from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.timeline import replay as evaluate
+
+__all__ = ["PricedGraph", "WhatIf", "price", "replay"]
+
+Factor = Fraction | float | str
+Pairs = Mapping[int | str, Factor] | Iterable[tuple[int | str, Factor]]
+MachineLike = str | os.PathLike[str] | Machine
+CalibrationLike = str | os.PathLike[str] | Calibration
+_DEFAULT_MACHINE = "h200"
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What differs from what was captured.
+
+    Args:
+        dp: data-parallel size; None: as captured.
+        microbatches: of an iteration; None: as captured.
+        slow: ranks -> how many times as long they compute: a rank (517) or ranks as selectors
+            read them ("pp=3,tp=0").  A mapping, or pairs; who is named twice is slow twice.
+        slow_nics: (ranks, bandwidth factor, more latency in ns) of network interfaces.
+        faster: calls -> how many times as fast: a collective, a group, or collective@group.
+        moved: the machine that it runs on instead of the one that it was measured on.
+        alone: ranks that become classes of their own, each.
+    """
+
+    dp: int | None = None
+    microbatches: int | None = None
+    slow: Pairs = ()
+    slow_nics: tuple[SlowNic, ...] = ()
+    faster: Pairs = ()
+    moved: MachineLike | None = None
+    alone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PricedGraph:
+    """A world whose ops all have durations.
+
+    programs    : as given, without the what-ifs
+    what_if     : what was changed
+    measured_on : the machine that the programs are of
+    machine     : the machine that they run on: the same, unless ``what_if.moved``
+    calibration : of ``machine``; None: calls are modelled
+    graph       : the joined programs, with the what-ifs
+    prices      : ns of every op and call, the cost of overlapping included
+    iterations  : in a row, for which overlaps were settled
+    """
+
+    programs: Programs
+    what_if: WhatIf
+    measured_on: Machine
+    machine: Machine
+    calibration: Calibration | None
+    graph: WorldGraph
+    prices: Prices
+    iterations: int = 2
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When everything happens.  PrismError if the job hangs."""
+        return evaluate(self.graph, self.prices, self.iterations)
+
+    def again(self, **changes: object) -> PricedGraph:
+        """The same with other what-ifs: ``again(dp=64)``."""
+        return price(
+            self.programs,
+            machine=self.measured_on,
+            calibration=self.calibration,
+            what_if=dataclasses.replace(self.what_if, **changes),  # type: ignore[arg-type]
+            iterations=self.iterations,
+        )
+
+
+def price(
+    programs: Programs,
+    *,
+    machine: MachineLike | None = None,
+    calibration: CalibrationLike | None = None,
+    what_if: WhatIf | None = None,
+    iterations: int = 2,
+) -> PricedGraph:
+    """Give every op and call of a world its duration in ns, with provenance.
+
+    Args:
+        programs: what ``load`` or ``capture`` returned.
+        machine: name of a shipped one, a JSON file like it, or a Machine; default: the one that
+            the programs were measured on, else h200.
+        calibration: what ``prism calibrate`` wrote, a path or read; its measured calls come before
+            the machine's model, and computing and calls that overlap slow each other down as it
+            measured.  None: calls are modelled.
+        what_if: what differs from what was captured.
+        iterations: in a row, of which the last one is looked at.
+
+    Raises:
+        PrismError: the calls of the ranks do not fit together, so the job hangs or is wrong.
+        UsageError: the machine or the calibration is not that of the programs.
+    """
+    what_if = what_if or WhatIf()
+    own = _machine_of(programs) if machine is None else machine
+    here = own if isinstance(own, Machine) else read_machine(own)
+    moved = what_if.moved
+    there = here if moved is None else moved if isinstance(moved, Machine) else read_machine(moved)
+    measured = calibration
+    if measured is not None and not isinstance(measured, Calibration):
+        measured = read_calibration(measured)
+    if measured is not None:
+        _check_calibration(measured.source, _name(own if moved is None else moved))
+    _check_machine(programs, machine)
+    graph = build(_changed(programs, what_if, there))
+    findings = graph.check()
+    if findings:
+        more = f"\n… and {len(findings) - 1} more" if len(findings) > 1 else ""
+        path = programs.path or "DIR"
+        raise PrismError(
+            f"the calls of {programs.path or 'these programs'} do not fit together, so the job "
+            f"hangs or is wrong and has no timeline:\n\n{findings[0]}{more}",
+            fix=f"prism check {path} explains every mismatch",
+        )
+    prices = _prices(graph, here, there, measured, what_if)
+    found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
+    if measured is None or not measured.overlap:
+        return found
+    settled = overlap.replay(graph, prices, measured.overlap, measured.source, iterations)
+    found = dataclasses.replace(found, prices=settled.prices)
+    vars(found)["timeline"] = settled  # it is there already
+    return found
+
+
+def replay(
+    programs: Programs,
+    *,
+    machine: MachineLike | None = None,
+    calibration: CalibrationLike | None = None,
+    what_if: WhatIf | None = None,
+    iterations: int = 2,
+) -> Timeline:
+    """Replay an iteration of the whole world; arguments and errors as of ``price``.
+
+    Returns the timeline of ``iterations`` iterations in a row; its figures are of the last one,
+    from the end of the one before to its own end.
+    """
+    return price(
+        programs,
+        machine=machine,
+        calibration=calibration,
+        what_if=what_if,
+        iterations=iterations,
+    ).timeline
+
+
+# -- what-ifs -------------------------------------------------------------------------------------
+def _pairs(pairs: Pairs) -> list[tuple[int | str, Factor]]:
+    return list(pairs.items() if isinstance(pairs, Mapping) else pairs)
+
+
+def _calls(words: int | str) -> tuple[str, str]:
+    """(collective, group) of ``all_reduce``, ``GROUP`` or ``all_reduce@GROUP``; "": any."""
+    name, _, group = str(words).partition("@")
+    return ("", name) if not group and name and name not in BY_NAME else (name, group)
+
+
+def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
+    """The programs of the world of the what-ifs, which are named in their source."""
+    if what_if.microbatches is not None:
+        programs = microbatches(programs, what_if.microbatches)
+    if what_if.dp is not None:
+        programs = data_parallel(programs, what_if.dp)
+    for ranks, factor in _pairs(what_if.slow):
+        programs = whatif.slow(programs, programs.world.select(str(ranks)), factor)
+    programs = impaired.marked(programs, what_if.slow_nics)
+    if what_if.moved is not None:
+        programs = whatif.assumed(programs, f"on {there.name}")
+    for words, factor in _pairs(what_if.faster):
+        name, group = _calls(words)
+        where = f" in {group}" if group else ""
+        what = f"{name or 'all'} calls{where} {factor} times as fast"
+        programs = whatif.assumed(programs, what)
+    for rank in what_if.alone:
+        programs = whatif.apart(programs, [rank], f"local rank {rank}")
+    return programs
+
+
+def _prices(
+    graph: WorldGraph,
+    here: Machine,
+    there: Machine,
+    calibration: Calibration | None,
+    what_if: WhatIf,
+) -> Prices:
+    """Prices of the changed world before overlaps; ``calibration`` is of ``there``."""
+    if what_if.moved is not None:
+        prices = whatif.moved(graph, here, there, calibration)
+    else:
+        prices = price_ops(graph, here, calibration)
+    for words, factor in _pairs(what_if.faster):
+        prices = whatif.faster(graph, prices, factor, *_calls(words))
+    prices = whatif.slowed(graph, prices)
+    return impaired.priced(graph, prices, there, what_if.slow_nics)
+
+
+# -- do machine, calibration and programs belong together? ----------------------------------------
+def _name(machine: MachineLike) -> str:
+    return machine.name if isinstance(machine, Machine) else os.fspath(machine)
+
+
+def _machine_of(programs: Programs) -> str:
+    """The machine that the programs were measured on, if it is shipped, else h200."""
+    return named_in(programs.source.get("device", "")) or _DEFAULT_MACHINE
+
+
+def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
+    """UsageError if ``machine`` is another one than the programs were measured on."""
+    there = named_in(programs.source.get("device", ""))
+    measured = any((program.ops["ns"] >= 0).any() for program in programs.programs)
+    if machine is not None and measured and there and _is_another(_name(machine), there):
+        raise UsageError(
+            f"the segments were measured on {programs.source['device']}; machine={_name(machine)} "
+            "would price only the calls as that machine's",
+            fix=f"machine={there} moved={_name(machine)} scales the segments too",
+        )
+
+
+def _check_calibration(source: str, machine: str) -> None:
+    """UsageError if the calls were measured on another machine than ``machine``."""
+    there = named_in(source)
+    if there and _is_another(machine, there):
+        raise UsageError(
+            f"the calibration is of another machine than {machine}: {source}",
+            fix=f"machine={there}, or leave calibration= out, or prism calibrate on {machine}",
+        )
+
+
+def _is_another(machine: str, there: str) -> bool:
+    """Whether ``machine`` is shipped, so that its GPU is known, and has another GPU."""
+    return machine in machines() and machine.partition("_")[0] != there.partition("_")[0]
