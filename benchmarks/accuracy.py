@@ -26,11 +26,9 @@ from typing import Any
 
 from groundtruth import COMMON, CONFIGS, LOCAL, MOE, NUM_RANKS, TE
 
-from megatron_prism import costs, graph, slices
+import megatron_prism as prism
 from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import machine
 from megatron_prism.errors import PrismError
-from megatron_prism.replay import overlap
 
 REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
 LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast
@@ -177,13 +175,7 @@ def gpus_of(ranks: Sequence[int], count: int) -> str:
 
 def predict(folder: Path, calibration: Calibration) -> float:
     """Predicted iteration time, ms."""
-    made = graph.build(slices.open_programs(folder))
-    found = made.check()
-    if found:
-        print(f"{folder.name}: {len(found)} mismatches, the first:\n{found[0]}", file=sys.stderr)
-    prices = costs.price(made, machine("h200"), calibration)
-    factors, source = calibration.overlap, calibration.source
-    return overlap.replay(made, prices, factors, source, iterations=3).iteration_ns / 1e6
+    return prism.replay(prism.load(folder), calibration=calibration).iteration_ns / 1e6
 
 
 def measure(sitting: Sitting, config: str) -> dict[str, Any]:

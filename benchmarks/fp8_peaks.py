@@ -21,8 +21,7 @@ from pathlib import Path
 
 from report import ROOT, Row, finish
 
-from megatron_prism import memory_baseline
-from megatron_prism.programs import load
+import megatron_prism as prism
 
 REAL = json.loads((Path(__file__).parent / "results" / "h200_fp8_peaks.json").read_text())
 BOUND = 0.1  # percent
@@ -38,7 +37,7 @@ def peak(script: Path, arguments: str, out: Path) -> int:
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{arguments} failed:\n{done.stderr[-1500:]}")
-    (one,) = memory_baseline.measure(load(out / "slice-000000.prism")).classes.values()
+    (one,) = prism.peak_memory(prism.load(out / "slice-000000.prism")).classes.values()
     return int(one["peak_allocated"])
 
 

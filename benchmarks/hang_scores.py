@@ -26,7 +26,8 @@ import hang_cases  # noqa: E402
 from hang_cases import dumps_of  # noqa: E402
 from test_graph import healthy  # noqa: E402
 
-from megatron_prism import explain, hang, quiescence  # noqa: E402
+import megatron_prism as prism  # noqa: E402
+from megatron_prism import quiescence  # noqa: E402
 from megatron_prism.world import World  # noqa: E402
 
 LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
@@ -57,7 +58,7 @@ def large(size: int) -> None:
         )
         state = quiescence.run(programs, faults)
         dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
-        found = hang.of_dumps(dumps)
+        found = prism.diagnose(dumps)
         took = time.perf_counter() - begin
         print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
 
@@ -75,7 +76,7 @@ def history(first: int, last: int) -> None:
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
         state = quiescence.run(programs, faults)
         dumps, begin = dumps_of(state, timing=True), time.perf_counter()
-        verdict = scored(hang.of_dumps(dumps), culprits, state.finished)
+        verdict = scored(prism.diagnose(dumps), culprits, state.finished)
         slowest = max(slowest, time.perf_counter() - begin)
         total[world.size >= 1024][verdict] += 1
         if verdict != "exact":
@@ -102,10 +103,12 @@ def main() -> None:
             continue
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
         state = quiescence.run(programs, faults)
-        full = hang.of_dumps(dumps_of(state, timing=True))
+        full = prism.diagnose(dumps_of(state, timing=True))
         dumps = dumps_of(state, **ACTIVE)
-        found = hang.of_dumps(dumps)
-        more = explain.explain(dumps, found, healthy(world)) if not state.finished else found
+        found = prism.diagnose(dumps)
+        more = found
+        if not state.finished:
+            more = prism.diagnose(dumps, programs=healthy(world))
         for name, verdict in (("history", full), ("active only", found), ("and programs", more)):
             table[name][kind][scored(verdict, culprits, state.finished)] += 1
         print(seed, kind, world.size, {n: dict(t[kind]) for n, t in table.items()}, flush=True)

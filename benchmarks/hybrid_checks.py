@@ -27,10 +27,7 @@ from accuracy import WARM_UP, gpus_of
 from groundtruth import NUM_RANKS
 from hybrid import Hybrid, steps_of
 
-from megatron_prism import costs, graph, slices
-from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import machine
-from megatron_prism.replay import timeline, whatif
+import megatron_prism as prism
 
 OVERHEAD, STRAGGLER = 0.3, 5.0  # percent
 
@@ -79,14 +76,11 @@ class Checks(Hybrid):
 
     def replayed(self, slow: str = "", factor: str = "1") -> float:
         """ms of an iteration that the slices say, rank ``slow`` ``factor`` times as slow."""
-        programs = slices.open_programs(self.work / f"{self.config}-slices")
-        if slow:
-            programs = whatif.slow(programs, [int(slow)], factor)
-        world = graph.build(programs)
+        programs = prism.load(self.work / f"{self.config}-slices")
         file = self.work / "calibration.json"
-        calibration = read_calibration(file) if file.exists() else Calibration()
-        prices = whatif.slowed(world, costs.price(world, machine("h200"), calibration))
-        return timeline.replay(world, prices, iterations=3).iteration_ns / 1e6
+        changed = prism.WhatIf(slow={slow: factor} if slow else {})
+        calibration = file if file.exists() else None
+        return prism.replay(programs, calibration=calibration, what_if=changed).iteration_ns / 1e6
 
     def pace(self) -> list[str]:
         """The flags of a paced run on this sitting's slices, which are captured first."""

@@ -24,9 +24,7 @@ from typing import Any
 from groundtruth import COMMON, CONFIGS
 from report import ROOT, Row, finish
 
-from megatron_prism import memory_baseline
-from megatron_prism.costs import communicators
-from megatron_prism.programs import load
+import megatron_prism as prism
 
 REAL = json.loads((Path(__file__).parent / "results" / "h200_x4_real_peaks.json").read_text())
 WANTED = ("pp4:0", "pp4:1", "pp4:2", "pp4:3", "tp2pp2:0", "tp2pp2:2", "dp4ov:0", "te_tp4sp:0",
@@ -52,8 +50,7 @@ def figures(script: Path, config: str, rank: int, out: Path) -> dict[str, Any]:
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise SystemExit(f"{config}:{rank} failed:\n{done.stderr[-1500:]}")
-    slices = load(out / f"slice-{rank:06d}.prism")
-    made = memory_baseline.measure(slices, device=communicators.read("h200"))
+    made = prism.peak_memory(prism.load(out / f"slice-{rank:06d}.prism"))
     (one,) = made.classes.values()
     return dict(one)
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +22,8 @@ from typing import Any
 
 from report import ROOT, commit, machine
 from world_graph import capture
+
+import megatron_prism as prism
 
 RESULT = ROOT / "benchmarks" / "results" / "published_h100.json"
 MACHINE = "h100"
@@ -126,12 +126,7 @@ def measure(job: Job, folder: Path) -> dict[str, Any]:
     for number, choice in enumerate(job.open):
         place = folder.with_name(f"{folder.name}-{number}")
         capture(f"{job.base} {job.settings} {choice}", place)
-        words = [sys.executable, "-m", "megatron_prism", "replay", str(place)]
-        done = subprocess.run(
-            [*words, f"machine={MACHINE}", "--json"],
-            capture_output=True, text=True, check=True, cwd=ROOT,
-        )  # fmt: skip
-        tried[choice] = json.loads(done.stdout)
+        tried[choice] = prism.replay(prism.load(place), machine=MACHINE).to_json()
     peaks = {
         choice: max(one["peak_bytes"] for one in found["classes"])
         for choice, found in tried.items()

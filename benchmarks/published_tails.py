@@ -20,23 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from world_graph import JOBS, capture
 
-from megatron_prism import costs, graph, programs, stochastic
-from megatron_prism.costs.machine import machine
-from megatron_prism.costs.variability import variability
+import megatron_prism as prism
 from megatron_prism.programs import Programs
-from megatron_prism.stochastic import whatifs
-from megatron_prism.stochastic.predict import p95
 
 MAIN = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 FACTORS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0)
 SPREADS = ("prism_v2_low", "public", "prism_v2_high")
 GPUS = 8
-
-
-def sampler_of(made: Programs) -> stochastic.Sampler:
-    """With the prices of h200."""
-    world = graph.build(made)
-    return stochastic.Sampler(world, costs.price(world, machine("h200")))
 
 
 def larger(made: Programs, size: int) -> Programs:
@@ -63,33 +53,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         base = args.keep or Path(temporary)
         jobs = {
-            "8,192 ranks, pp 16": programs.load(capture(JOBS["dense"], base / "dense")),
-            "70B, 1,024 ranks, pp 4": programs.load(capture(MAIN, base / "main")),
+            "8,192 ranks, pp 16": prism.load(capture(JOBS["dense"], base / "dense")),
+            "70B, 1,024 ranks, pp 4": prism.load(capture(MAIN, base / "main")),
         }
         large = larger(jobs["8,192 ranks, pp 16"], 65_536)
     for job, made in jobs.items():
-        sampler = sampler_of(made)
         for name in SPREADS:
-            spread = variability(name)
-            each = sampler.draw(spread, 500)
-            usual = p95(each.max(axis=1))
-            hot = whatifs.hot_node(sampler, spread, each, 0, GPUS, FACTORS)
-            over = [100 * (value / usual - 1) for _, value in hot.p95]
-            placed = whatifs.placement(sampler, spread, each, FACTORS)
-            gains = [100 * (gain - 1) for gain in placed.gain]
+            found = prism.predict(
+                made, machine="h200", variability=name, samples=500, what_ifs=FACTORS
+            ).study
+            over = [100 * (value / found.base - 1) for _, value in found.hot[0].p95]
+            gains = [100 * (gain - 1) for gain in found.placement.gain]
             table.add_row("hot node +9 to +35 %", job, name, between(over, 9, 35),
                           f"+{max(over):.0f} % (x {FACTORS[-1]:g})")  # fmt: skip
             table.add_row("p95 by stage 8.0 to 15.6 %", job, name, between(gains, 8.0, 15.6),
                           f"{max(gains):.1f} %")  # fmt: skip
             table.add_row("placement up to 1.26 x", job, name, between(gains, 24, 28),
                           f"{1 + max(gains) / 100:.3f} x")  # fmt: skip
-    sampler = sampler_of(large)
     for name in SPREADS:
-        times = sampler.draw(variability(name), 1000).max(axis=1)
-        p5, p50, high = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
+        whole = prism.predict(large, machine="h200", variability=name, samples=1000)
+        p5, p50, high = np.quantile(whole.draws, (0.05, 0.5, 0.95)).tolist()
         table.add_row("18.6 / 18.8 / 19.3 s: p5 0.989, p95 1.027 of p50 (64K+)", "65,536 ranks",
                       name, f"p5 {p5 / p50:.3f}, p95 {high / p50:.3f}", "")  # fmt: skip
-        over = 100 * (p50 / sampler.steady() - 1)
+        over = 100 * (p50 / whole.steady - 1)
         said = f"p50 {over:+.1f} % over no variation"
         table.add_row("9 % of GPU time (64K+)", "65,536 ranks", name, said, "")
     table.add_row("injected 1.16 / 1.40 / 2.03, met within 5 %", "not published", "", "", "")

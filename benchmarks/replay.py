@@ -24,25 +24,22 @@ RUNS = 3  # the best of them counts: what slows a run down is others
 CODE = """
 import dataclasses, json, resource, sys, time
 import numpy as np
-from megatron_prism import graph, programs
-from megatron_prism.costs import price
-from megatron_prism.costs.machine import machine
-from megatron_prism.replay import events, links, timeline, whatif
+import megatron_prism as prism
+from megatron_prism.replay import events, links
 what, size = sys.argv[2], int(sys.argv[3])
-made, h200 = programs.load(sys.argv[1]), machine("h200")
+made = prism.load(sys.argv[1])
 if size != made.world.size:
     world = dataclasses.replace(made.world, size=size)
     made = dataclasses.replace(made, world=world, program_of=world._along("pp", np.arange(size)))
 start = time.perf_counter()
-if what == "slow":
-    made = whatif.slow(made, [size // 2 + 149], 2)
-world_graph = graph.build(made)
-prices = whatif.slowed(world_graph, price(world_graph, h200))
-replayed = timeline.replay(world_graph, prices, 2)
+slow = {size // 2 + 149: 2} if what == "slow" else {}
+priced = prism.price(made, machine="h200", what_if=prism.WhatIf(slow=slow))
+replayed = priced.timeline
 seconds = time.perf_counter() - start
 rates = []
-joined = replayed.dag
-durations, ops = timeline.durations_of(joined, prices), 2 * sum(map(len, world_graph.program_list))
+joined, durations = replayed.dag, replayed.durations
+world_graph, h200 = priced.graph, priced.machine
+ops = 2 * sum(map(len, world_graph.program_list))
 events.simulate(joined, durations)  # importing numba takes 0.3 s, once
 for shared in (None, links.ports(world_graph, h200.gpus_per_node)):
     start = time.perf_counter()

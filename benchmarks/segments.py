@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism import costs, graph, programs, slices
-from megatron_prism.costs.collective import read_calibration
-from megatron_prism.costs.compute import compute_ns, parts_of, table_of
+import megatron_prism as prism
+from megatron_prism import programs
+from megatron_prism.costs.compute import parts_of, table_of
 from megatron_prism.costs.machine import Machine, machine
 from megatron_prism.ops import CODE, PHASE_NAMES
 from megatron_prism.program import Program
-from megatron_prism.replay import timeline
 
 
 def by_phase(program: Program, ns: np.ndarray) -> dict[str, float]:
@@ -61,9 +60,13 @@ def by_roofline(program: Program, hardware: Machine) -> dict[str, float]:
 
 def iteration_ms(folder: Path, hardware: Machine, calibration: Path) -> float:
     """Of the whole job, from slices of every stage."""
-    made = graph.build(slices.open_programs(folder))
-    prices = costs.price(made, hardware, read_calibration(calibration))
-    return timeline.replay(made, prices, iterations=3).iteration_ns / 1e6
+    programs = prism.load(folder)
+    return prism.replay(programs, machine=hardware, calibration=calibration).iteration_ns / 1e6
+
+
+def segments_ns(world: prism.PricedGraph, rank: int) -> np.ndarray:
+    """ns of every op of ``rank`` that is a segment."""
+    return world.prices.compute[int(world.graph.classes.of[rank])]
 
 
 _WORK = ("flops", "traffic", "kernels")
@@ -84,6 +87,7 @@ def main() -> None:
     table = dataclasses.replace(hardware, ops=args.table or hardware.ops)
     roof = dataclasses.replace(hardware, ops="")
     rows = []
+    worlds = [prism.price(prism.load(args.meta), machine=one) for one in (roof, table)]
     if args.calibration is not None:
         times = [iteration_ms(args.meta, one, args.calibration) for one in (roof, table)]
         print("iteration: {:.1f} ms by rooflines, {:.1f} ms by the op table".format(*times))
@@ -96,7 +100,7 @@ def main() -> None:
         (shapes,) = programs.load(path).programs
         (real,) = programs.load(args.measured / path.name).programs
         truth = by_phase(real, real.ops["ns"])
-        guesses = [by_phase(shapes, compute_ns(shapes, one)[0]) for one in (roof, table)]
+        guesses = [by_phase(shapes, segments_ns(one, shapes.rank)) for one in worlds]
         lacks, alone = by_roofline(shapes, table), bool((real.ops["host"] >= 0).any())
         for phase, ms in truth.items():
             if phase not in args.phases.split(","):

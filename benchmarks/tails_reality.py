@@ -27,14 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism import costs, graph, slices, stochastic
+import megatron_prism as prism
 from megatron_prism.costs.collective import Calibration, read_calibration
 from megatron_prism.costs.fitted import fitted
-from megatron_prism.costs.machine import machine
-from megatron_prism.costs.variability import Variability, variability
+from megatron_prism.costs.variability import variability
 from megatron_prism.errors import PrismError
 from megatron_prism.programs import Programs
-from megatron_prism.replay import overlap, timeline
+from megatron_prism.stochastic import needed
 
 BOUNDS = {"p50_percent": 2.0, "p95_percent": 4.3, "ks": 0.15}
 DRAWS = 20_000
@@ -44,32 +43,6 @@ def half(programs: Programs) -> Programs:
     """The same slices with every other timed iteration."""
     kept = [dataclasses.replace(one, samples=one.samples[::2]) for one in programs.programs]
     return dataclasses.replace(programs, programs=tuple(kept))
-
-
-def draws(
-    programs: Programs,
-    calibration: Calibration | None,
-    spread: Variability,
-    file: Path | None = None,
-) -> tuple[np.ndarray, str]:
-    """(predicted iteration times, ms, ascending; how calls vary).
-
-    file : the calibration's, for its samples
-
-    Draws begin from rest; iterations in a row overlap by what a replay of three of them says, and
-    all draws are scaled by that.
-    """
-    made = graph.build(programs)
-    found = made.check()
-    if found:
-        raise PrismError(f"{len(found)} mismatches, the first:\n{found[0]}", fix="prism check")
-    hardware = machine("h200")
-    prices = overlap.priced(made, costs.price(made, hardware, calibration), calibration)
-    calls = None if file is None else stochastic.call_spread(made, prices, hardware, file)
-    sampler = stochastic.Sampler(made, prices, calls=calls)
-    in_a_row = timeline.replay(made, prices, iterations=3).iteration_ns
-    times = sampler.draw(spread, DRAWS).max(axis=1) * (in_a_row / sampler.steady())
-    return np.sort(times) / 1e6, "not at all" if calls is None else calls.source
 
 
 def halved(file: Path, where: Path) -> Path:
@@ -92,7 +65,10 @@ def judge(
     """Errors in percent, the KS distance (of medians brought together too), and sample sizes."""
     base = variability("public").without("gpu", "call", "network", "slow_gpu", "slow_network")
     spread = fitted(half(programs), base)
-    predicted, calls = draws(programs, calibration, spread, file)
+    if calibration is not None:  # its samples are those of ``file``
+        calibration = dataclasses.replace(calibration, path="" if file is None else str(file))
+    found = prism.predict(programs, calibration=calibration, variability=spread, samples=DRAWS)
+    predicted = found.draws / 1e6
     real = np.sort(np.array(real_ms))
 
     def error(level: float) -> float:
@@ -114,12 +90,12 @@ def judge(
         "ks": distance(predicted),
         "ks_of_the_shape": distance(together),
         "ks_of_chance": 0.87 / len(real) ** 0.5,
-        "p95_is_known": len(real) >= stochastic.needed(0.95),
+        "p95_is_known": len(real) >= needed(0.95),
         "predicted_p50_ms": float(np.quantile(predicted, 0.5)),
         "predicted_p95_ms": float(np.quantile(predicted, 0.95)),
         "drift_percent": _drift(real_ms),
         "spreads": spread.source,
-        "calls": calls,
+        "calls": found.calls,
     }
 
 
@@ -160,7 +136,7 @@ def compare(args: argparse.Namespace, samples: Path) -> tuple[list[dict[str, Any
             continue
         try:
             real = row["iterations_ms"][min(args.skip, len(row["iterations_ms"]) // 2) :]
-            found = judge(slices.open_programs(folder), calibration, real, samples)
+            found = judge(prism.load(folder), calibration, real, samples)
         except PrismError as error:  # the other rows are still worth having
             print(f"{row['config']}: {error}", file=sys.stderr)
             missed += 1

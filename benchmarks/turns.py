@@ -2,7 +2,7 @@
 
 ``python benchmarks/turns.py SCRIPTS [--gpus 4] [--configs a,b] [--rounds 4] [--steps 5]
 [--beside 5] [--alone-steps 11] [--between 5] [--learn N] [--more "--global-batch-size 8"]
-[--again] [--pairs] [--factors 1.40,2.03] [--draw 1:p50] [--kernels] [--json OUT] [--work DIR]``
+[--again] [--pairs] [--factors 1.40,2.03] [--kernels] [--json OUT] [--work DIR]``
 
 Shared hosts drift by a tenth and more within a minute, so a real run and an emulated one that come
 one after the other do not see the same host.  Here the processes of the real job and of the
@@ -17,8 +17,7 @@ one job makes train steps at a time: a few of the real one, a few of the other, 
    ``--again`` every rank is then captured once more, at the pace of these first slices;
 2. ``--rounds`` turns of the real job, of every rank alone with paced peers, with ``--pairs`` of
    two local ranks each that have paced peers, and, with ``--factors``, of every rank but 1 beside
-   a virtual rank 1 that is slower, and of the real job slowed so, and with ``--draw`` of every
-   rank alone among peers that vary as in one iteration drawn so;
+   a virtual rank 1 that is slower, and of the real job slowed so;
 3. with ``--kernels`` a turn more of everybody, in which the device's kernels are recorded: by kind,
    what the real ranks' took and what the paced ranks' did.
 
@@ -434,7 +433,6 @@ def main() -> int:
     parser.add_argument("--pairs", action="store_true", help="pairs of local ranks, too")
     parser.add_argument("--more", default="", help="arguments that every job gets, too")
     parser.add_argument("--factors", default="", help="of a slow rank 1: 1.16,1.40,2.03")
-    parser.add_argument("--draw", default="", help="of virtual ranks: SEED:QUANTILE")
     parser.add_argument("--kernels", action="store_true", help="record kernels in the end")
     parser.add_argument("--work", type=Path, help="keep logs and slices in this folder")
     parser.add_argument("--json", type=Path)

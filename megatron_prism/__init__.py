@@ -46,6 +46,8 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
       placement.py             where in its program every rank stood, and is that it
     report/                  the timeline as text, one HTML page, a trace
     stochastic/              the distribution of the iteration time
+    diagnose.py              a hang, from dumps, programs or planted faults
+    results.py               how results reach their renderers
     artefact.py              results that appear whole or not at all: a folder, a file
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it
@@ -66,26 +68,55 @@ This module stays light: it is imported by everything, also by jobs that did not
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "PrismError": "errors",
-    "Recipe": "recipe",
-    "World": "world",
-    "attach": "_attach",
-    "load": "recipe",
+_HOMES = {  # public name -> module:attribute
+    "PricedGraph": "replay.priced_graph:PricedGraph",
+    "PrismError": "errors:PrismError",
+    "Recipe": "recipe:Recipe",
+    "WhatIf": "replay.priced_graph:WhatIf",
+    "World": "world:World",
+    "attach": "_attach:attach",
+    "capture": "plugin.capture:capture",
+    "compare": "stochastic.compare:compare",
+    "diagnose": "diagnose:diagnose",
+    "diagnose_faults": "diagnose:diagnose_faults",
+    "emulate": "plugin.job:emulate",
+    "load": "slices:open_programs",
+    "load_recipe": "recipe:load",
+    "peak_memory": "memory_baseline:peak_memory",
+    "predict": "stochastic.predict:predict",
+    "price": "replay.priced_graph:price",
+    "replay": "replay.priced_graph:replay",
 }
-__all__ = ["PrismError", "Recipe", "World", "__version__", "attach", "load"]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
     """Public names, imported from their homes on first use."""
     if name in _HOMES:
-        return getattr(import_module(f"megatron_prism.{_HOMES[name]}"), name)
+        module, _, attribute = _HOMES[name].partition(":")
+        return getattr(import_module(f"megatron_prism.{module}"), attribute)
     raise AttributeError(f"module 'megatron_prism' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keep public names when a package of the same name (``replay``) is imported.
+
+    The import system sets every submodule as an attribute of its parent.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -8,19 +8,23 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.artefact import write_whole
-from megatron_prism.cli_output import check_outputs, console, print_json, progress
-from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.cli_output import check_outputs, console, print_json, steps
+from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.diagnosis import Diagnosis
+    from megatron_prism.faults import Planted
+    from megatron_prism.flight_dump import DumpSet
+    from megatron_prism.programs import Programs
+    from megatron_prism.recipe_schema import Recipe
 
 __all__ = ["hang"]
-
-_SHOWN = 16  # places
 
 
 def hang(args: argparse.Namespace) -> int:
@@ -70,16 +74,13 @@ def hang(args: argparse.Namespace) -> int:
 
 def _write(args: argparse.Namespace, found: Any) -> None:
     """The verdict as Markdown, as a page, as a trace."""
-    from megatron_prism.report import hang as report
-    from megatron_prism.report import hang_trace
-
-    for path, render in (
-        (args.markdown, report.markdown),
-        (args.html, report.page),
-        (args.trace, hang_trace.render),
+    for path, text in (
+        (args.markdown, found.to_markdown),
+        (args.html, found.to_html),
+        (args.trace, found.to_chrome_trace),
     ):
         if path is not None:
-            write_whole(path, render(found), force=args.force)
+            write_whole(path, text(), force=args.force)
             console(stderr=True).print(f"wrote {path}")
 
 
@@ -132,28 +133,28 @@ def _of_dumps(args: argparse.Namespace) -> Any:
 
 
 def _on_programs(
-    dumps: Any, found: Any, recipe: Any, programs: Any, path: Path, confirm: bool
-) -> Any:
+    dumps: DumpSet,
+    found: Diagnosis,
+    recipe: Recipe | None,
+    programs: Programs,
+    path: Path,
+    confirm: bool,
+) -> Diagnosis:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
-    from megatron_prism import explain, placement
+    from megatron_prism.diagnose import judged
 
-    if confirm and recipe.world != programs.world:
+    if confirm and recipe is not None and recipe.world != programs.world:
         raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
                          fix="its overrides, too: parallel.world_size=16")  # fmt: skip
-    found = explain.explain(dumps, found, programs)
-    placed = placement.place(dumps, found, programs)
-    named = {c.rank for c in found.culprits}
-    shown = [p for p in placed.places if p.rank in named]
-    shown += [p for p in placed.places if p.rank not in named][: _SHOWN - len(shown)]
-    lines, confirmed = placed.lines, placed.confirmed
-    if confirm:
-        from megatron_prism.plugin import confirm as trials
+    found, placed = judged(dumps, found, programs)
+    if not confirm or recipe is None:
+        return found
+    from megatron_prism.plugin import confirm as trials
 
-        trial = trials.confirm(recipe, programs, path, dumps, found, placed,
-                               console(stderr=True))  # fmt: skip
-        lines, confirmed = (*lines, *trial.lines), trial.confirmed
+    trial = trials.confirm(recipe, programs, path, dumps, found, placed,
+                           console(stderr=True))  # fmt: skip
     return dataclasses.replace(
-        found, places=tuple(map(str, shown)), tried=lines, confirmed=confirmed
+        found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed
     )
 
 
@@ -168,10 +169,9 @@ def _job(recipe: Any, path: str | None, place: Path) -> Any:
     return capture.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
-def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
+def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
     """(verdict, what was planted or None)."""
-    from megatron_prism import graph
-    from megatron_prism import hang as judge
+    from megatron_prism.diagnose import diagnose, diagnose_faults
     from megatron_prism.slices import open_programs
 
     faults, seed, truth = _faults(args.settings)
@@ -184,48 +184,19 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
         if args.settings:
             raise UsageError("a seed draws the ranks of faults, truth names them: there are none",
                              fix="fault=KIND@rank=any:1 seed=N")  # fmt: skip
-        return judge.of_graph(graph.build(programs)), None
-    from megatron_prism import faults as planting
-    from megatron_prism import flight_export, hang_world, quiescence
-    from megatron_prism.replay.priced_graph import replay
-
+        return diagnose(programs=programs), None
     if truth is not None:
         check_outputs([truth], args.force)
+    with steps() as told:
+        found = diagnose_faults(
+            programs, faults, seed=seed, out=args.out, force=args.force, progress=told
+        )
     if args.out is not None:
-        flight_export.check_free(Path(args.out), args.force)
-    with progress("planting faults"):
-        planted = planting.plant(programs, faults, seed)
-    with progress("running all ranks"):
-        state = quiescence.run(planted.programs, planted.faults)
-    if args.out is not None:
-        with progress("writing the dumps of all ranks"):
-            flight_export.write(state, args.out, force=args.force)
         console(stderr=True).print(f"wrote {args.out}")
     if truth is not None:
-        lines = [hit.truth("programs") + "\n" for hit in planted.hits]
+        lines = [hit.truth("programs") + "\n" for hit in found.planted.hits]
         write_whole(truth, "".join(lines), force=args.force)
-    with progress("the dumps of all ranks") as told:
-        found = hang_world.of_standstill(state, told=told)
-    if not state.finished:
-        with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
-            healthy = replay(programs)
-            found = dataclasses.replace(found, watchdog=hang_world.first_watchdog(state, healthy))
-    if state.finished and any(fault.only_time for fault in faults):
-        with progress("replaying both worlds"):
-            found = dataclasses.replace(found, tried=(_cost(programs, planted),))
-    return found, planted
-
-
-def _cost(programs: Any, planted: Any) -> str:
-    """What faults that only cost time cost, by a replay of both worlds."""
-    from megatron_prism.replay.priced_graph import WhatIf, price
-
-    healthy = price(programs)
-    faulty = price(planted.programs, what_if=WhatIf(slow_nics=tuple(planted.slow_nics)))
-    before, after = healthy.timeline.iteration_ns, faulty.timeline.iteration_ns
-    more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
-    return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
-            f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
+    return found.verdict, found.planted
 
 
 def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:

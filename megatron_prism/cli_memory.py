@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,11 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 
 def _measure(path: str, alloc: str = "", device: str = "h200") -> Any:
-    from megatron_prism import memory_baseline
-    from megatron_prism.costs import communicators
+    from megatron_prism.memory_baseline import peak_memory
     from megatron_prism.slices import open_programs
 
-    calibration = None if device == "none" else communicators.read(device)
-    return memory_baseline.measure(open_programs(path), alloc, calibration)
+    known = None if device == "none" else device
+    return peak_memory(open_programs(path), alloc_conf=alloc, device=known)
 
 
 def _device(settings: dict[str, str]) -> str:
@@ -222,8 +221,7 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
     names = list(made.classes) if chosen is None else [chosen]
     if args.json:
-        shown = {"classes": {name: made.classes[name] for name in names}}
-        print_json({"schema": "prism.memory_peaks/1", **shown, "provenance": _provenance(made)})
+        print_json(replace(made, classes={name: made.classes[name] for name in names}).to_json())
         return 0
     _overview(made)
     for name in names:
@@ -249,12 +247,6 @@ def _bytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else units.format_bytes(num_bytes)
 
 
-def _provenance(made: Any) -> dict[str, str]:
-    from megatron_prism.memory_baseline import PROVENANCE
-
-    return {**PROVENANCE, "peak_device": made.device}
-
-
 def _overview(made: Any) -> None:
     rows = [
         (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
@@ -264,7 +256,7 @@ def _overview(made: Any) -> None:
     ]  # fmt: skip
     head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
-    for level, source in _provenance(made).items():
+    for level, source in made.provenance.items():
         print(f"  {level:<15} {source}")
 
 

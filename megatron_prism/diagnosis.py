@@ -1,4 +1,4 @@
-"""How is a verdict on a hang written down?  Culprits, victims, evidence, confidence, what lacks.
+"""The verdict on a hang: culprits, victims, evidence, confidence, what is missing.
 
 Plain values with a text form (one line first, then the picture) and a JSON form.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from megatron_prism.results import rendered
 from megatron_prism.selectors import format_ranks
 
 __all__ = ["SCHEMA", "Blamed", "Diagnosis", "Waiting"]
@@ -69,6 +70,18 @@ class Diagnosis:
     def to_json(self) -> dict[str, object]:
         """``prism.diagnosis/1``."""
         return {"schema": SCHEMA, **asdict(self)}
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        return rendered("report.hang:page", self, str)
+
+    def to_markdown(self) -> str:
+        """The verdict for an issue."""
+        return rendered("report.hang:markdown", self, str)
+
+    def to_chrome_trace(self) -> str:
+        """A track per rank named, arrows to whom it waits for, for ui.perfetto.dev."""
+        return rendered("report.hang_trace:render", self, str)
 
     def __str__(self) -> str:
         """One line first, then the picture."""

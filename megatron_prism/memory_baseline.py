@@ -25,7 +25,8 @@ from megatron_prism.memory import KINDS, ClassMemory, analyse
 from megatron_prism.ops import CODED
 from megatron_prism.programs import Programs
 
-__all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "save"]
+__all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "peak_memory",
+           "save"]  # fmt: skip
 
 SCHEMA = "prism.mem-baseline/1"
 LEAK = 1 << 20  # bytes that an iteration may leave behind
@@ -48,6 +49,41 @@ class Baseline:
     job: Mapping[str, str]
     classes: Mapping[str, Mapping[str, Any]]
     device: str = PROVENANCE["peak_device"]  # what peak_device is made of
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Level -> what its bytes are made of."""
+        return {**PROVENANCE, "peak_device": self.device}
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism memory explain --json`` prints: whole bytes, by class."""
+        return {
+            "schema": "prism.memory_peaks/1",
+            "classes": dict(self.classes),
+            "provenance": self.provenance,
+        }
+
+
+def peak_memory(
+    programs: Programs,
+    *,
+    alloc_conf: str = "",
+    device: str | os.PathLike[str] | communicators.Calibration | None = "h200",
+) -> Baseline:
+    """Find the peak memory of every class of ranks, and what is alive then.
+
+    Args:
+        programs: what ``load`` or ``capture`` returned.
+        alloc_conf: PYTORCH_CUDA_ALLOC_CONF of the job.
+        device: what context, libraries and NCCL take: a shipped calibration, a file, or None:
+            device bytes are unknown.
+
+    Raises:
+        UsageError: the programs recorded no memory or did not train.
+    """
+    if device is not None and not isinstance(device, communicators.Calibration):
+        device = communicators.read(device)
+    return measure(programs, alloc_conf, device)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,6 @@ class MemoryGuard:
         from megatron_prism import memory_baseline
         from megatron_prism.cli_memory import limit_of, size
         from megatron_prism.cli_memory_text import describe
-        from megatron_prism.costs import communicators
 
         wanted = self.given | more | ({} if job is None else {"job": job})
         unknown = set(wanted) - set(_KEYS)
@@ -110,9 +109,9 @@ class MemoryGuard:
         path = self.root / (wanted.get("baseline") or self.place)
         limit, tol = limit_of(wanted), size(wanted, "tol_bytes")
         device = wanted.get("device") or "h200"
-        known = None if device == "none" else communicators.read(device)
         programs = _programs(wanted["job"], wanted.get("settings", ()))
-        after = memory_baseline.measure(programs, device=known)
+        known = None if device == "none" else device
+        after = memory_baseline.peak_memory(programs, device=known)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
         there = path.exists()

@@ -10,6 +10,7 @@ without ``=``, octal
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -23,7 +24,8 @@ from megatron_prism import guards, recipe_checks, recipe_schema
 from megatron_prism.errors import RecipeError
 from megatron_prism.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
 
-__all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train", "find", "keys", "load",
+__all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train", "find", "given",
+           "keys", "load",
            "load_prism_section", "shipped", "summary"]  # fmt: skip
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
@@ -63,6 +65,11 @@ def load_prism_section(path: str | Path) -> dict[str, Any]:
     if section.get("ranks") is not None:
         section["ranks"] = str(section["ranks"])
     return section
+
+
+def given(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
+    """``recipe`` itself, or the one of that name or file."""
+    return recipe if isinstance(recipe, Recipe) else load(os.fspath(recipe))
 
 
 def shipped() -> dict[str, Path]:

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(megatron_prism.__file__).parent
 # Analysis half, from the nouns down to the commands.  Modules of one row do not import each other.
 # Rows also name what the design has settled but nobody has written yet.
 ROWS = [
-    "errors guards fault_kinds process_changes",
+    "errors guards fault_kinds process_changes results",
     "units",
     "rank_groups selectors",
     "collectives artefact world",
@@ -46,6 +46,7 @@ ROWS = [
     "allocator_trace",
     "memory hang stochastic explain",  # the analyses never import each other
     "memory_baseline hang_world placement",
+    "diagnose",
     "report",
     "recipe_layers",
     "recipe_checks",

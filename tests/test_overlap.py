@@ -16,6 +16,7 @@ from megatron_prism.costs.overlap import METHOD, Overlap, read_rows
 from megatron_prism.errors import UsageError
 from megatron_prism.program_parse import parse
 from megatron_prism.replay import overlap, timeline
+from megatron_prism.replay.priced_graph import price
 
 MS = 1_000_000
 GROUP = "DATA_PARALLEL_GROUP"
@@ -260,19 +261,15 @@ def test_replay_applies_what_a_calibration_says(told):
 
 
 def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
-    pace = pytest.importorskip("megatron_prism.plugin.pace")
     middles = []
     for factor in (1.0, 2.0):
         quantiles = told(factor, "predict", "samples=200")["quantiles"]
         middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
     assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
-    made = graph.build(parse(BESIDE))
-    calibration = read_calibration(tmp_path / "c.json")
-    prices = costs.price(made, machine("h200"), calibration)
-    paced = pace._prices(made, machine("h200"), calibration)
-    for slower in (overlap.priced(made, prices, calibration), paced):
-        assert timeline.replay(made, slower, 1).iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
-    assert overlap.priced(made, prices, None) is prices
+    made = price(parse(BESIDE), machine="h200", calibration=tmp_path / "c.json", iterations=1)
+    again = timeline.replay(made.graph, made.prices, 1)  # prices that pacing and draws take
+    for one in (made.timeline, again):
+        assert one.iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
 
 
 def test_a_clock_that_drifts_is_no_factor():

@@ -146,7 +146,7 @@ def test_one_class_and_one_node_have_nothing_to_be_compared_with(tmp_path, capsy
 
 def test_the_study_prices_other_worlds():
     made, done = priced(pipeline(World(16, tp=2, pp=2))), []
-    found = study(Sampler(made.timeline), spread(gpu=0.05), made, done.append)
+    found = study(Sampler(made.timeline), spread(gpu=0.05), made, progress=done.append)
     assert done[-1] == 1.0
     assert [p.ranks for p in found.scale][0] == 64
     assert found.scale[-1].p95 > found.scale[0].p95

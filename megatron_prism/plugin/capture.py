@@ -10,12 +10,14 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import time
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_prism import programs
+from megatron_prism import recipe as recipes
 from megatron_prism.plugin import job, job_report, model_flops
 from megatron_prism.plugin.slice_source import versions
 from megatron_prism.programs import Programs
@@ -43,14 +45,25 @@ def source_of(recipe: Recipe) -> dict[str, str]:
 
 
 def capture(
-    recipe: Recipe, folder: Path, *, force: bool = False, console: Console | None = None,
+    recipe: Recipe | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    console: Console | None = None,
     keep: bool = True,
-) -> Programs:  # fmt: skip
-    """Capture what is missing in ``folder``; returns the whole world.  ``keep``: say where it is.
+) -> Programs:
+    """Record what one rank per pipeline stage does in an iteration; returns the whole world.
 
-    Raises what ``job.emulate`` raises; the slices finished until then are kept.
+    Args:
+        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        folder: of slices; what is in it already is not captured again.
+        force: whether to drop what is in it first.
+        console: a rich Console for what is being done; default: stdout.
+        keep: whether to say where the slices are.
+
+    Raises what ``emulate`` raises; the slices finished until then are kept.
     """
-    console = console or Console()
+    console, folder, recipe = console or Console(), Path(folder), recipes.given(recipe)
     ranks = job.ranks_of(recipe)
     store = SliceStore(folder, recipe.world, source_of(recipe))
     store.prepare(force)

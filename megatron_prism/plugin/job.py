@@ -23,24 +23,24 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megatron_prism import recipe as recipes
 from megatron_prism.artefact import ArtefactFolder
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import job_report
 from megatron_prism.recipe_schema import Recipe
 
-__all__ = ["Result", "emulate", "ranks_of", "run_ranks"]
+__all__ = ["EmulationResult", "emulate", "ranks_of", "run_ranks"]
 
 FORMAT = 1  # version of summary.json
 
 
-@dataclass
-class Result:
+@dataclass(frozen=True)
+class EmulationResult:
     """What the job did: one summary per rank, in stage order."""
 
     recipe: Recipe
     ranks: list[dict[str, Any]]
     wall_s: float
-    exit_code: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``summary.json``: plain numbers, provenance beside them."""
@@ -79,27 +79,35 @@ def ranks_of(recipe: Recipe) -> tuple[int, ...]:
 
 
 def emulate(
-    recipe: Recipe,
-    out: Path | None,
+    recipe: Recipe | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
     console: Console | None = None,
     num_workers: int | None = None,
-) -> Result:
-    """Train the recipe on its representative ranks; print and (``out``) write what each did.
+) -> EmulationResult:
+    """Train a recipe on one rank per pipeline stage; all other ranks are virtual.
 
-    Raises NotTrainedError if a rank did not make its optimizer steps, and whatever PrismError a
-    worker ended with; then nothing is written.
+    Args:
+        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        out: artefact folder to write; None: nothing is written.
+        force: whether to replace that folder.
+        console: a rich Console for what is printed; default: stdout.
+        num_workers: ranks at once; default: one per core.
+
+    Raises:
+        NotTrainedError: a rank did not make its optimizer steps; then nothing is written.
+        PrismError: whatever a worker ended with.
     """
-    console = console or Console()
+    console, recipe = console or Console(), recipes.given(recipe)
     ranks = ranks_of(recipe)
     job_report.head(recipe, ranks, console)
     start = time.perf_counter()
     summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
-    result = Result(recipe, summaries, time.perf_counter() - start)
+    result = EmulationResult(recipe, summaries, time.perf_counter() - start)
     job_report.body(recipe, summaries, result.wall_s, console)
     if out is not None:
-        with ArtefactFolder(out, force=force) as folder:
+        with ArtefactFolder(Path(out), force=force) as folder:
             folder.write_json("summary.json", result.to_json())
             folder.write_json("recipe.json", asdict(recipe))
             for summary in summaries:

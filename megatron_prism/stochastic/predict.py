@@ -30,7 +30,7 @@ from megatron_prism.results import rendered
 from megatron_prism.stochastic.calls import CallSpread, call_spread
 from megatron_prism.stochastic.quantiles import Quantile, quantile
 from megatron_prism.stochastic.sampler import Sampler
-from megatron_prism.stochastic.whatifs import Study, busiest, p95, study, with_slow
+from megatron_prism.stochastic.whatifs import FACTORS, Study, busiest, p95, study, with_slow
 from megatron_prism.stochastic.whole_run import Plan, RunPrediction, check_plan, predict_run
 
 __all__ = ["QUANTILES", "Prediction", "Spreads", "predict", "spreads_of", "worth"]
@@ -151,7 +151,7 @@ def predict(
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
     plan: Plan | None = None,
-    what_ifs: bool = False,
+    what_ifs: Sequence[float] | bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict the distribution of an iteration's time.
@@ -167,7 +167,8 @@ def predict(
         levels: which quantiles, between 0 and 1.
         slow_by: how many times as long the slow GPU of the what-ifs computes.
         plan: a whole run, to be predicted too.
-        what_ifs: whether to study single calls, slow GPUs, hot nodes and other world sizes, too.
+        what_ifs: whether to study single calls, slow GPUs, hot nodes and other world sizes, too;
+            or how many times as long slow GPUs and nodes compute in that study.
         progress: is told what is being done and which part of it is done, 0 to 1.
 
     Raises:
@@ -190,7 +191,8 @@ def predict(
         run = predict_run(sampler, spreads.variability, plan, progress=told.of("drawing clusters"))
         found = dataclasses.replace(found, run=run)
     if what_ifs:
-        answers = study(sampler, spreads.variability, priced, told.of("what if"))
+        factors = FACTORS if what_ifs is True else what_ifs
+        answers = study(sampler, spreads.variability, priced, factors, told.of("what if"))
         found = dataclasses.replace(found, study=answers)
     return found
 

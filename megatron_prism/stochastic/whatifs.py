@@ -90,9 +90,18 @@ def study(
     sampler: Sampler,
     spread: Variability,
     priced: PricedGraph,
+    factors: Sequence[float] = FACTORS,
     progress: Callable[[float], object] | None = None,
 ) -> Study:
-    """Everything, with as few draws as that needs; ``priced``: the world of the sampler."""
+    """Everything, with as few draws as that needs.
+
+    Args:
+        sampler: of the timeline of ``priced``.
+        spread: how much everything varies.
+        priced: prices worlds of other sizes.
+        factors: how many times as long slow GPUs and nodes compute.
+        progress: is told which part is done, 0 to 1.
+    """
 
     def told(part: float) -> None:
         if progress is not None:
@@ -101,9 +110,9 @@ def study(
     count = _count(sampler.replicas)
     each = sampler.draw(spread, count)
     bars = tornado(sampler, spread, count, lambda part: told(0.6 * part))
-    placed = placement(sampler, spread, each)
+    placed = placement(sampler, spread, each, factors)
     told(0.7)
-    hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node)
+    hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node, factors)
     told(0.75)
     points, note = scale(sampler, spread, priced)
     told(1.0)
