@@ -4,3 +4,9 @@ from hypothesis import settings
 
 settings.register_profile("busy cores", deadline=None)
 settings.load_profile("busy cores")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the files of tests/golden/json anew"
+    )
