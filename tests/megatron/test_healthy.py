@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from test_predict_is_replay import assert_one_answer
 
 from megatron_prism import graph, recipe_checks, slices
 from megatron_prism import recipe as recipes
 from megatron_prism.plugin import capture, job
+from megatron_prism.replay.priced_graph import price
 from megatron_prism.slices import SliceStore
 
 pytest.importorskip("megatron.core")
@@ -179,6 +181,11 @@ def test_a_healthy_world_is_clean(worlds, name):
     made = world_of(worlds, name)
     assert [str(finding) for finding in made.check()] == []
     assert len(made.classes) <= RECIPES[name].world.pp
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_prediction_without_variation_is_the_replay(worlds, name):
+    assert_one_answer(price(slices.assemble(worlds[name]), machine="h200"))
 
 
 def flops_of(recipe):
