@@ -46,7 +46,7 @@ setup(
         "numpy>=1.26",
         "omegaconf>=2.3",
         "rich>=13",
-        "megatron-core>=0.16.1,<0.20",
+        "megatron-core>=0.16.1,<0.21",
         "numba>=0.61",  # loops over large world graphs (replay/kernels.py); 55 MB
         "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
     ],

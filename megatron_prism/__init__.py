@@ -48,6 +48,7 @@ module imports only what stands above it here; ``tests/test_layers.py`` is the e
     stochastic/              the distribution of the iteration time
     diagnose.py              a hang, from dumps, programs or planted faults
     results.py               how results reach their renderers
+    megatron_source.py       which Megatron is imported, and what its modules define
     artefact.py              results that appear whole or not at all: a folder, a file
     recipe.py                a job as one YAML file
       recipe_schema.py         what it may say, and what follows from it

@@ -29,12 +29,14 @@ from megatron_prism.cli_output import (
     print_table,
     visible,
 )
+from megatron_prism.cli_patches import patches
 from megatron_prism.cli_predict import predict
 from megatron_prism.cli_programs import calibrate, capture, check, classes, show
 from megatron_prism.cli_replay import replay
 from megatron_prism.cli_schedule import schedule
 from megatron_prism.cli_world import world
 from megatron_prism.errors import PrismError, UsageError
+from megatron_prism.megatron_source import UNKNOWN, megatron_release
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -202,6 +204,10 @@ COMMANDS = {
     ),
     "world": Command(world, (SETTINGS, JSON)),
     "recipes": Command(recipes, (JSON,)),
+    "patches": Command(
+        patches,
+        ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}), JSON),
+    ),
 }
 
 
@@ -292,9 +298,10 @@ def _overview() -> str:
 
 def _version() -> str:
     parts = []
-    for package in ("megatron-core", "torch"):
-        try:
-            parts.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            parts.append(f"no {package}")
+    release = megatron_release()
+    parts.append("no megatron-core" if release == UNKNOWN else f"megatron-core {release}")
+    try:
+        parts.append(f"torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        parts.append("no torch")
     return f"prism {megatron_prism.__version__} ({', '.join(parts)})"

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(megatron_prism.__file__).parent
 # Analysis half, from the nouns down to the commands.  Modules of one row do not import each other.
 # Rows also name what the design has settled but nobody has written yet.
 ROWS = [
-    "errors guards fault_kinds process_changes results",
+    "errors guards fault_kinds process_changes results megatron_source",
     "units",
     "rank_groups selectors",
     "collectives artefact world",
@@ -54,7 +54,7 @@ ROWS = [
     "recipe testing",
     "cli_output cli_settings",
     "cli_memory_text cli_predict_text cli_predict_settings",
-    "cli_world cli_programs cli_hang cli_schedule cli_replay cli_predict cli_memory",
+    "cli_world cli_programs cli_hang cli_schedule cli_replay cli_predict cli_memory cli_patches",
     "cli pytest_plugin _attach",
     "__main__",
 ]
@@ -75,6 +75,7 @@ INSIDE_FUNCTIONS = {
     ("cli_hang", "plugin"),
     ("cli_schedule", "plugin"),
     ("cli_predict", "plugin"),
+    ("cli_patches", "plugin"),
     ("_attach", "plugin"),
     ("pytest_plugin", "plugin"),
     # what a fault of a virtual rank leads to is known before the job starts

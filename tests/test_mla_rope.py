@@ -1,6 +1,7 @@
 """Stand-ins for the kernels of multi-latent attention's rotary embedding."""
 
 import numpy as np
+import patching
 import pytest
 import torch
 
@@ -99,11 +100,11 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
         def run(self):
             return 1
 
-    seams_kernels._no_triton(SimpleNamespace(JITFunction=JITFunction), None)
+    seams_kernels._no_triton(SimpleNamespace(JITFunction=JITFunction), patching.context())
     with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
         JITFunction().run()
     module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
-    seams_training._no_restarts(module, None)
+    seams_training._no_restarts(module, patching.context())
     assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
     with pytest.raises(UnsupportedError, match="virtual ranks have none"):
@@ -114,7 +115,7 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     from types import SimpleNamespace
 
     from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import seams, seams_training
+    from megatron_prism.plugin import patch, seams_training
     from megatron_prism.plugin.proof import Proof
 
     class Sharded:
@@ -126,7 +127,7 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     sizes = [2, 1]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: sizes[0])
     module = SimpleNamespace(FullyShardedDataParallel=Sharded)
-    here = seams.Context(lambda: None, Proof(), False, (0,), 0)
+    here = patch.Context(lambda: None, Proof(), False, (0,), 0)
     seams_training._no_megatron_fsdp(module, here)
     with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
         Sharded()
@@ -153,8 +154,8 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
             raise type(e)(f"{e} when instantiating {module.__name__}") from e
 
     module = SimpleNamespace(MambaMixer=MambaMixer, build_module=build_module)
-    seams_kernels._no_mixers(module, None)
-    seams_training._own_words(module, None)
+    seams_kernels._no_mixers(module, patching.context())
+    seams_training._own_words(module, patching.context())
     with pytest.raises(UnsupportedError, match="Mamba layers are CUDA kernels") as caught:
         module.build_module(list, lambda: module.build_module(set, MambaMixer))
     assert caught.value.fix.endswith("--prism-tier cuda")
@@ -176,7 +177,7 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
         def __post_init__(self):
             self.checked = True
 
-    context = SimpleNamespace(meta=False)
+    context = patching.context()
     seams_kernels._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
     assert Config().checked  # Megatron's own checks still run
     assert Config(fp8_param=True).checked  # says nothing without --fp8-format

@@ -7,6 +7,7 @@ layers it has, and the n-th message of one is the n-th of the other.
 import sys
 from types import SimpleNamespace
 
+import patching
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -97,7 +98,9 @@ def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
 
     settings = SimpleNamespace(seq_length=32, micro_batch_size=3)
     monkeypatch.setattr(seams_pipeline, "_get_args", lambda: settings)
-    seams_pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), None)
+    seams_pipeline._label_receives(
+        SimpleNamespace(P2PCommunicator=Communicator), patching.context()
+    )
     assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
 
 
@@ -109,7 +112,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     import torch
 
     from megatron_prism.plugin import seams_mtp
-    from megatron_prism.plugin.seams import Context
+    from megatron_prism.plugin.patch import Context
 
     class Optimizer:
         def has_grad_norm_group(self, group):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_prism.plugin import seams_places, seams_training
+from megatron_prism.plugin.patch import Context
 from megatron_prism.plugin.proof import Proof
-from megatron_prism.plugin.seams import Context
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)
 

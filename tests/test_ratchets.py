@@ -36,7 +36,7 @@ def test_public_names():
 def test_commands():
     assert list(cli.COMMANDS) == [
         "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
-        "predict", "memory", "calibrate", "world", "recipes"
+        "predict", "memory", "calibrate", "world", "recipes", "patches"
     ]  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def test_options_of_commands():
         "calibrate": ["-o", "--out", "--force", "--from-nccl-tests"],
         "world": ["--json"],
         "recipes": ["--json"],
+        "patches": ["--megatron", "--json"],
     }
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import patching
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -114,7 +115,7 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
 
     module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
     monkeypatch.setattr(seams_received, "values_of", lambda group: Values() if virtual else None)
-    seams_received._whole_ring(module, SimpleNamespace(meta=False))
+    seams_received._whole_ring(module, patching.context())
     monkeypatch.setattr(torch, "empty", dirty)
     x = torch.ones(4, requires_grad=True)
     Attention.apply(x, _Group(place)).sum().backward()
@@ -174,7 +175,7 @@ from megatron_prism import tiers
 here = tiers.install(sys.argv[1])
 from megatron.core.tensor_parallel import data
 from megatron_prism.plugin import seams_received
-from megatron_prism.plugin.seams import Context
+from megatron_prism.plugin.patch import Context
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
 local = int(sys.argv[2])
@@ -211,7 +212,7 @@ def test_images_whose_places_are_values_are_refused_on_shapes(meta):
         pass
 
     module = SimpleNamespace(LLaVAModel=LLaVAModel)
-    seams_received._images_have_places(module, SimpleNamespace(meta=meta))
+    seams_received._images_have_places(module, patching.context(meta))
     if not meta:
         LLaVAModel()
         return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import time
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from megatron_prism import programs
 from megatron_prism import recipe as recipes
+from megatron_prism.megatron_source import megatron_release
 from megatron_prism.plugin import job, job_report, model_flops
 from megatron_prism.plugin.slice_source import versions
 from megatron_prism.programs import Programs
@@ -37,7 +37,7 @@ def source_of(recipe: Recipe) -> dict[str, str]:
     return {
         "recipe": recipe.name,
         "settings": hashlib.sha1(text.encode()).hexdigest()[:16],
-        "megatron_core": importlib.metadata.version("megatron-core"),
+        "megatron_core": megatron_release(),
         **versions(),
         "tier": tier,
         **model_flops.of_recipe(recipe),

@@ -7,7 +7,6 @@ virtual RANK and WORLD_SIZE, prepare the tier, register the seams and arrange fo
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import runpy
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from megatron_prism.artefact import check_writable
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.plugin import ending, flags
 from megatron_prism.plugin.flag_world import queues, without_engine
 
@@ -71,18 +71,15 @@ def install_from_command_line() -> None:
 
 
 def _check_version() -> str:
-    """The megatron-core version; an untested one warns by name."""
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed as a package)"
-    if version not in TESTED:
+    """The release of the megatron.core that is imported; an untested one warns by name."""
+    release = megatron_release()
+    if release not in TESTED and release != UNKNOWN:
         warnings.warn(
-            f"megatron-core {version} was never tested with megatron_prism "
-            f"(tested: {', '.join(TESTED)}); seams may miss their target",
+            f"megatron-core {release} was never tested with megatron_prism "
+            f"(tested: {', '.join(TESTED)}); prism patches says what it lacks",
             stacklevel=2,
         )
-    return version
+    return release
 
 
 def install(options: flags.Options) -> Any:
@@ -95,7 +92,7 @@ def install(options: flags.Options) -> Any:
     from megatron_prism.plugin import (
         ballast,
         guard,
-        seams,
+        patch,
         seams_moe,
         seams_tiers,
         stock_capture,
@@ -126,17 +123,17 @@ def install(options: flags.Options) -> Any:
     held = ballast.follow_memory(options, proof, summary.coordinates(options))
     recording = _recording(options)
     observer = recording.observe if recording else None
-    context = seams.Context(
+    context = patch.Context(
         start=lambda: start_world(options, tier.device, store, observer, pace, proof, held),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=tuple(sorted(options.ranks)),
         rank=options.rank,
     )
-    seams.apply(seams_tiers.seams_for(tier.name), context)
+    patch.apply(seams_tiers.patches_for(tier.name), context)
     _capture(options, tier, version, proof)
     if recording is not None:
-        seams.apply(seams_moe.seams_for_recording(recording), context)
+        patch.apply(seams_moe.patches_for_recording(recording), context)
         if options.record is not None:
             proof.on_finish.append(recording.save)
     report = summary.Reporter(options, tier, proof, version, store)

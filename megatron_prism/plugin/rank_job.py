@@ -116,7 +116,7 @@ def _recorder(rank: int, tier: Any, job: Any) -> Any:
 
 def _start_world(recipe: Recipe, rank: int, tier: Any, proof: Any) -> Any:
     """Register the seams and bring the virtual world up, before Megatron is imported."""
-    from megatron_prism.plugin import flags, launch, seams, seams_tiers
+    from megatron_prism.plugin import flags, launch, patch, seams_tiers
 
     options = flags.Options(
         world=recipe.world,
@@ -130,17 +130,17 @@ def _start_world(recipe: Recipe, rank: int, tier: Any, proof: Any) -> Any:
         record=None,
     )
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(recipe.world.size)
-    context = seams.Context(
+    context = patch.Context(
         start=lambda: launch.start_world(options, tier.device),
         proof=proof,
         meta=tier.name == "meta",
         local_ranks=(rank,),
         rank=rank,
     )
-    chosen = seams_tiers.seams_for(tier.name)
+    chosen = seams_tiers.patches_for(tier.name)
     if tier.name == "meta" and recipe.prism.transformer_impl == "local_flash":
         chosen += (seams_tiers.FUSED_ATTENTION,)
-    seams.apply(chosen, context)
+    patch.apply(chosen, context)
     return context.start()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from megatron_prism.errors import NotTrainedError
+from megatron_prism.megatron_source import megatron_release
 from megatron_prism.plugin import rank_model
 from megatron_prism.recipe_schema import Recipe
 
@@ -160,7 +160,7 @@ class RankJob:
             "coordinates": place._asdict(),
             "tier": self.tier.name,
             "stand_ins": [*self.tier.stand_in, *self._stand_ins()],
-            "megatron_core": importlib.metadata.version("megatron-core"),
+            "megatron_core": megatron_release(),
             "parameters": self.proof.num_parameters,
             "steps": self.proof.steps,
             "master_parameter_moved": self.proof.has_moved(),

@@ -1,100 +1,26 @@
-"""What is changed in Megatron so that one rank can run alone, and why.  Only this place knows it.
+"""Patches of Megatron's start-up, groups, data and log, so that one rank can run alone.
 
-Each :class:`Seam` names the module it changes, the reason, and the lines it was read at.  ``hooks``
-applies it right after that module's import, so no copy of the old function survives.  Others are
-in ``seams_*`` by subject (pipeline, training, embedding, loss, moe, mtp, places; kernels: no GPU),
-gathered for each tier in ``seams_tiers``.  Nothing here re-implements a schedule, a bucket or a
-dispatcher: seams answer questions that only absent ranks could answer.
+Others are in ``seams_*`` by subject (kernels: no GPU),
+gathered for each tier in ``seams_tiers``.  Nothing here re-implements a schedule, a bucket
+or a dispatcher: patches answer questions that only absent ranks could answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin import flags, hooks
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.virtual.session import VirtualWorld
+from megatron_prism.plugin import flags
+from megatron_prism.plugin.patch import SPEEDS_UP, Context, Patch
 from megatron_prism.world import orthogonal_rank_groups
 
-__all__ = ["SEAMS", "Context", "Seam", "apply"]
-
-
-@dataclass
-class Context:
-    """What the seams need to know of this run; ``start`` brings the virtual world up."""
-
-    start: Callable[[], VirtualWorld]
-    proof: Proof
-    meta: bool
-    local_ranks: tuple[int, ...]
-    rank: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process does what rank 0 does once for all (build indices, compile)."""
-        return self.rank == min(self.local_ranks)
-
-    def all_local(self, world_size: int | None = None) -> bool:
-        """Whether the job is real; before torch.distributed starts only arguments know its size."""
-        return len(self.local_ranks) == (world_size or torch.distributed.get_world_size())
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One change: which module, why, where that was read, and the function that applies it."""
-
-    name: str
-    module: str
-    reason: str
-    source: str
-    apply: Callable[[ModuleType, Context], None]
-
-
-def apply(seams: tuple[Seam, ...], context: Context) -> None:
-    """Apply every seam, now or when its module is imported."""
-    for seam in seams:
-        hooks.after_import(seam.module, lambda module, seam=seam: seam.apply(module, context))
-
-
-def _wrap(
-    owner: Any,
-    name: str,
-    make: Callable[[Callable[..., Any]], Callable[..., Any]],
-    again: bool = False,
-) -> None:
-    """Replace ``owner.name`` by ``make(original)``; a name this release lacks is left alone.
-
-    A name that is replaced already is left alone too (one function reachable through two modules),
-    unless ``again`` says that this is another change of the same function.
-    """
-    original = getattr(owner, name, None)
-    if original is None or (getattr(original, "__prism__", False) and not again):
-        return
-    replacement = functools.wraps(original)(make(original))
-    replacement.__prism__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, replacement)
-
-
-def refused(what: str, fix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``_wrap``: a function that cannot run here says so by name."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(what, fix=fix)
-
-        return call
-
-    return make
+__all__ = ["PATCHES"]
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -126,8 +52,8 @@ def _fast_groups(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.RankGenerator, "get_ranks", get_ranks)
-    _wrap(module, "create_group", create_group)
+    context.replace(module.RankGenerator, "get_ranks", get_ranks)
+    context.replace(module, "create_group", create_group)
 
 
 # -- start-up --------------------------------------------------------------------------------------
@@ -137,7 +63,7 @@ def _our_flags(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda parser, *args, **kwargs: flags.add_flags(original(parser, *args, **kwargs))
 
-    _wrap(module, "add_megatron_arguments", make)
+    context.replace(module, "add_megatron_arguments", make)
 
 
 def _virtual_first(module: ModuleType, context: Context) -> None:
@@ -149,7 +75,7 @@ def _virtual_first(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "_initialize_distributed", make)
+    context.replace(module, "_initialize_distributed", make)
 
 
 def _compile_once(module: ModuleType, context: Context) -> None:
@@ -162,7 +88,7 @@ def _compile_once(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "compile_helpers", make)
+    context.replace(module, "compile_helpers", make)
 
 
 def _helpers_present() -> bool:
@@ -206,7 +132,7 @@ def _compile_as_leader(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "_compile_dependencies", make)
+    context.replace(module, "_compile_dependencies", make)
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -243,7 +169,7 @@ def _own_batches(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "get_tensor_model_parallel_rank", make)
+    context.replace(module, "get_tensor_model_parallel_rank", make)
 
 
 @contextlib.contextmanager
@@ -270,7 +196,7 @@ def _build_indices(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.BlendedMegatronDatasetBuilder, "build", make)
+    context.replace(module.BlendedMegatronDatasetBuilder, "build", make)
 
 
 def _train_flags(module: ModuleType, context: Context) -> None:
@@ -294,7 +220,7 @@ def _train_flags(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "build_train_valid_test_data_loaders", make)
+    context.replace(module, "build_train_valid_test_data_loaders", make)
 
 
 def _get_args() -> Any:
@@ -321,80 +247,107 @@ def _speak(module: ModuleType, context: Context) -> None:
 
         return replace
 
-    _wrap(module, "print_rank_0", make(lambda: 0 in context.local_ranks))
+    context.replace(module, "print_rank_0", make(lambda: 0 in context.local_ranks))
     last = make(lambda: torch.distributed.get_world_size() - 1 in context.local_ranks)
-    _wrap(module, "print_rank_last", last)
+    context.replace(module, "print_rank_last", last)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "fast-groups",
         "megatron.core.parallel_state",
         "65,536 ranks make 77,000 (0.16.1) or 208,000 (0.19.0) new_group calls, 5 to 8 s",
         "core/parallel_state.py:241, :506 @0.16.1; :259, :534 @0.19.0",
         _fast_groups,
+        targets=(
+            "RankGenerator.get_ranks",
+            "create_group",
+        ),
+        purpose=SPEEDS_UP,
     ),
-    Seam(
+    Patch(
         "own-batches",
         "megatron.core.parallel_state",
         "a virtual tensor-parallel source broadcasts no batch",
         "training/utils.py:529 @0.16.1; pretrain_gpt.py:104 @0.19.0",
         _own_batches,
+        targets=(
+            "get_tensor_model_parallel_rank",
+            "get_tensor_model_parallel_src_rank",
+        ),
     ),
-    Seam(
+    Patch(
         "flags",
         "megatron.training.arguments",
         "Megatron's parser refuses options it does not know",
         "training/arguments.py:92 @0.16.1; :121 @0.19.0",
         _our_flags,
+        targets=("add_megatron_arguments",),
     ),
-    Seam(
+    Patch(
         "virtual-world",
         "megatron.training.initialize",
         "--distributed-backend knows only nccl and gloo; an initialised default group is kept",
         "training/initialize.py:320 @0.16.1; :271 @0.19.0",
         _virtual_first,
+        targets=("_initialize_distributed",),
     ),
-    Seam(
+    Patch(
         "compile-leader",
         "megatron.training.initialize",
         "only rank 0 compiles the dataset helper",
         "training/initialize.py:183 @0.16.1",
         _compile_as_leader,
+        targets=("_compile_dependencies",),
     ),
-    Seam(
+    Patch(
         "compile-once",
         "megatron.core.datasets.utils",
         "the 0.19.2 wheel has the compiled helper but no Makefile: make fails, the job exits",
         "core/datasets/utils.py:21",
         _compile_once,
+        targets=("compile_helpers",),
     ),
-    Seam(
+    Patch(
         "build-indices",
         "megatron.core.datasets.blended_megatron_dataset_builder",
         "only rank 0 builds the sample index",
         "core/datasets/gpt_dataset.py:442 @0.16.1; :503 @0.19.0",
         _build_indices,
+        targets=("BlendedMegatronDatasetBuilder.build",),
     ),
-    Seam(
+    Patch(
         "train-flags",
         "megatron.training.training",
         "ranks without data learn from rank 0 whether to train",
         "training/training.py:3411 @0.16.1; :4593 @0.19.0",
         _train_flags,
+        targets=("build_train_valid_test_data_loaders",),
     ),
-    Seam(
+    Patch(
         "log",
         "megatron.training.utils",
         "the iteration log comes from the last rank, start-up messages from rank 0",
         "training/utils.py:427 @0.16.1",
         _speak,
+        targets=(
+            "print_rank_0",
+            "print_rank_last",
+        ),
+        purpose=SPEEDS_UP,
+        releases="<0.19",
     ),
-    Seam(
+    Patch(
         "log-0.19",
         "megatron.training.utils.common_utils",
         "the same in its new home",
         "training/utils/common_utils.py:470 @0.19.0",
         _speak,
+        targets=(
+            "print_rank_0",
+            "print_rank_last",
+        ),
+        purpose=SPEEDS_UP,
+        releases=">=0.19",
     ),
 )

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.patch import Context, Patch
 from megatron_prism.virtual.parts import Rows
 from megatron_prism.virtual.session import values_of
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 
 def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
@@ -46,15 +46,16 @@ def _whole_lookup(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.VocabParallelEmbedding, "forward", make)
+    context.replace(module.VocabParallelEmbedding, "forward", make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "whole-lookup",
         "megatron.core.tensor_parallel.layers",
         "tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
         "core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
         _whole_lookup,
+        targets=("VocabParallelEmbedding.forward",),
     ),
 )

@@ -11,17 +11,17 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
+from megatron_prism.plugin.patch import Context, Patch, refused
 from megatron_prism.tiers import hadamard, mla_rope
 
-__all__ = ["SEAMS", "SEAMS_META"]
+__all__ = ["PATCHES", "PATCHES_META"]
 
 
 def _mla_rope(module: ModuleType, context: Context) -> None:
     """The rotary embedding of multi-latent attention is four triton kernels by default."""
     for name, kernel in mla_rope.KERNELS.items():
         if hasattr(module, name):
-            setattr(module, name, kernel)
+            context.set(module, name, kernel)
 
 
 def _no_triton(module: ModuleType, context: Context) -> None:
@@ -38,7 +38,7 @@ def _no_triton(module: ModuleType, context: Context) -> None:
         return call
 
     owner = module.Autotuner if hasattr(module, "Autotuner") else module.JITFunction
-    _wrap(owner, "run", make)
+    context.replace(owner, "run", make)
 
 
 def _no_graphs(module: ModuleType, context: Context) -> None:
@@ -47,34 +47,34 @@ def _no_graphs(module: ModuleType, context: Context) -> None:
     for owner in ("FullCudaGraphWrapper", "CudaGraphManager", "TECudaGraphHelper"):
         if hasattr(module, owner):
             make = refused("CUDA graphs need a CUDA device", fix)
-            _wrap(getattr(module, owner), "__init__", make)
+            context.replace(getattr(module, owner), "__init__", make)
 
 
 def _plain_memory(module: ModuleType, context: Context) -> None:
     """Buffers that NCCL uses directly are as large as others; nvcc would build their pool."""
-    module.init = lambda: None
-    module.create_nccl_mem_pool = lambda symmetric=None: None
-    module.nccl_mem = lambda pool, **kwargs: contextlib.nullcontext()
+    context.set(module, "init", lambda: None)
+    context.set(module, "create_nccl_mem_pool", lambda symmetric=None: None)
+    context.set(module, "nccl_mem", lambda pool, **kwargs: contextlib.nullcontext())
 
 
 def _hadamard(module: ModuleType, context: Context) -> None:
     """Sparse attention's indexer turns its queries and keys with a CUDA package's kernel."""
     if module.hadamard_transform is None:
-        module.hadamard_transform = hadamard.transform
+        context.set(module, "hadamard_transform", hadamard.transform)
 
 
 def _no_fsdp2(module: ModuleType, context: Context) -> None:
     """torch shards what it has moved to the CUDA device itself."""
     what = "--use-torch-fsdp2 shards parameters on a CUDA device"
     make = refused(what, "leave it out, or --prism-tier cuda")
-    _wrap(module.TorchFullyShardedDataParallel, "__init__", make)
+    context.replace(module.TorchFullyShardedDataParallel, "__init__", make)
 
 
 def _no_offloaded_optimizer(module: ModuleType, context: Context) -> None:
     """It sorts parameters by the device they are on, and here that is one for all."""
     what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
     make = refused(what, "leave it out, or --prism-tier cuda")
-    _wrap(module.HybridDeviceOptimizer, "__init__", make)
+    context.replace(module.HybridDeviceOptimizer, "__init__", make)
 
 
 def _no_low_precision(module: ModuleType, context: Context) -> None:
@@ -89,7 +89,7 @@ def _no_low_precision(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.TransformerConfig, "__post_init__", make)
+    context.replace(module.TransformerConfig, "__post_init__", make)
 
 
 def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
@@ -121,7 +121,7 @@ _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 def _no_affinity(module: ModuleType, context: Context) -> None:
     """There is no GPU whose NUMA node this process could move to."""
-    _wrap(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
+    context.replace(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
 
 
 def _refuse_allgather(module: ModuleType, context: Context) -> None:
@@ -131,7 +131,7 @@ def _refuse_allgather(module: ModuleType, context: Context) -> None:
         "and tier meta has none",
         "use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
     )
-    _wrap(module.MoEAllGatherTokenDispatcher, "__init__", make)
+    context.replace(module.MoEAllGatherTokenDispatcher, "__init__", make)
 
 
 def _refuse_offloading(module: ModuleType, context: Context) -> None:
@@ -141,7 +141,7 @@ def _refuse_offloading(module: ModuleType, context: Context) -> None:
         "and tier meta cannot tell host from device",
         "leave it out (memory is then an upper bound), or --prism-tier cuda",
     )
-    _wrap(module.ChunkOffloadHandler, "__init__", make)
+    context.replace(module.ChunkOffloadHandler, "__init__", make)
 
 
 def _no_mixers(module: ModuleType, context: Context) -> None:
@@ -149,7 +149,7 @@ def _no_mixers(module: ModuleType, context: Context) -> None:
     for owner, what, fix in _MIXERS:
         if hasattr(module, owner):
             make = refused(what, f"{fix}, or --prism-tier cuda")
-            _wrap(getattr(module, owner), "__init__", make)
+            context.replace(getattr(module, owner), "__init__", make)
 
 
 _MIXERS = (
@@ -159,113 +159,136 @@ _MIXERS = (
      "stand-in here", "leave --experimental-attention-variant out"),
 )  # fmt: skip
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "no-low-precision",
         "megatron.core.transformer.transformer_config",
         "Megatron prints a traceback of the whole model in front of what is wrong",
         "core/transformer/transformer_config.py:909 @0.16.1; :1294 @0.19.0",
         _no_low_precision,
+        targets=("TransformerConfig.__post_init__",),
     ),
-    Seam(
+    Patch(
         "no-mamba",
         "megatron.core.ssm.mamba_mixer",
         "Megatron asks for a package that needs a GPU",
         "core/ssm/mamba_mixer.py:203 @0.19.0",
         _no_mixers,
+        targets=("MambaMixer.__init__",),
     ),
-    Seam(
+    Patch(
         "no-gated-delta-net",
         "megatron.core.ssm.gated_delta_net",
         "the same",
         "core/ssm/gated_delta_net/common.py:142 @0.19.0",
         _no_mixers,
+        targets=("GatedDeltaNet.__init__",),
     ),
-    Seam(
+    Patch(
         "no-offloaded-optimizer",
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
         "host and device are one here",
         "core/optimizer/cpu_offloading/hybrid_optimizer.py:256 @0.19.0",
         _no_offloaded_optimizer,
+        targets=("HybridDeviceOptimizer.__init__",),
     ),
-    Seam(
+    Patch(
         "no-affinity",
         "megatron.core.pipeline_parallel.utils",
         "offloading asks for the host cores beside the GPU",
         "core/pipeline_parallel/utils.py:131 @0.19.0",
         _no_affinity,
+        targets=("set_ideal_affinity_for_current_gpu",),
     ),
-    Seam(
+    Patch(
         "no-full-graph",
         "megatron.core.full_cuda_graph",
         "a traceback from within torch after the warm-up",
         "core/full_cuda_graph.py:167 @0.16.1",
         _no_graphs,
+        targets=("FullCudaGraphWrapper.__init__",),
     ),
-    Seam(
+    Patch(
         "no-graphs",
         "megatron.core.transformer.cuda_graphs",
         "graphs of layers: a traceback, or a refusal after the warm-up",
         "core/transformer/cuda_graphs.py:1374, :1677 @0.16.1; :1769 @0.19.0",
         _no_graphs,
+        targets=(
+            "CudaGraphManager.__init__",
+            "TECudaGraphHelper.__init__",
+        ),
     ),
-    Seam(
+    Patch(
         "plain-memory",
         "megatron.core.nccl_allocator",
         "--use-nccl-ub compiles an allocator against CUDA and NCCL",
         "core/nccl_allocator.py:32 @0.16.1; :86 @0.19.0",
         _plain_memory,
+        targets=(
+            "init",
+            "create_nccl_mem_pool",
+            "nccl_mem",
+        ),
     ),
-    Seam(
+    Patch(
         "hadamard",
         "megatron.core.transformer.experimental_attention_variant.dsa",
         "fast_hadamard_transform does not install without nvcc",
         "core/transformer/experimental_attention_variant/dsa.py:267 @0.19.0",
         _hadamard,
+        targets=("hadamard_transform",),
     ),
-    Seam(
+    Patch(
         "no-fsdp2",
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         "torch's FSDP2 wants its parameters on a CUDA device",
         "core/distributed/torch_fully_sharded_data_parallel.py:45 @0.19.0",
         _no_fsdp2,
+        targets=("TorchFullyShardedDataParallel.__init__",),
     ),
-    Seam(
+    Patch(
         "mla-rope",
         "megatron.core.fusions.fused_mla_yarn_rope_apply",
         "multi-latent attention launches triton kernels unless --no-rope-fusion",
         "core/fusions/fused_mla_yarn_rope_apply.py:258 @0.19.0",
         _mla_rope,
+        targets=tuple(mla_rope.KERNELS),
+        releases="<0.20",  # the kernels of 0.20 have no stand-in: no-triton refuses them by name
     ),
-    Seam(
+    Patch(
         "no-triton",
         "triton.runtime.jit",
         "a kernel without a stand-in is named",
         "triton/runtime/jit.py (JITFunction.run) @3.6",
         _no_triton,
+        targets=("JITFunction.run",),
     ),
-    Seam(
+    Patch(
         "no-autotuning",
         "triton.runtime.autotuner",
         "the same where triton would time a kernel first",
         "triton/runtime/autotuner.py (Autotuner.run) @3.6",
         _no_triton,
+        targets=("Autotuner.run",),
     ),
 )
 
-SEAMS_META: tuple[Seam, ...] = (
-    Seam(
+PATCHES_META: tuple[Patch, ...] = (
+    Patch(
         "refuse-offloading",
         "megatron.core.pipeline_parallel.fine_grained_activation_offload",
         "peaks came out as if nothing were offloaded",
         "core/pipeline_parallel/fine_grained_activation_offload.py:765 @0.16.1; :872 @0.19.0",
         _refuse_offloading,
+        targets=("ChunkOffloadHandler.__init__",),
     ),
-    Seam(
+    Patch(
         "refuse-allgather",
         "megatron.core.transformer.moe.token_dispatcher",
         "its tensors are sized by values",
         "core/transformer/moe/token_dispatcher.py (MoEAllGatherTokenDispatcher)",
         _refuse_allgather,
+        targets=("MoEAllGatherTokenDispatcher.__init__",),
     ),
 )

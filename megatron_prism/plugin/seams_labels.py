@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.patch import Context, Patch
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 
 def _label_phases(module: ModuleType, context: Context) -> None:
@@ -38,8 +38,8 @@ def _label_phases(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "forward_step", forward)
-    _wrap(module, "backward_step", backward)
+    context.replace(module, "forward_step", forward)
+    context.replace(module, "backward_step", backward)
 
     def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _label_phases(module: ModuleType, context: Context) -> None:
         "forward_backward_pipelining_without_interleaving",
         "forward_backward_pipelining_with_interleaving",
     ):
-        _wrap(module, name, schedule)
+        context.replace(module, name, schedule)
 
 
 def _label_combined(module: ModuleType, context: Context) -> None:
@@ -80,22 +80,30 @@ def _label_combined(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "combined_forward_backward_step", make)
+    context.replace(module, "combined_forward_backward_step", make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "label-phases",
         "megatron.core.pipeline_parallel.schedules",
         "the summary says in which phase and microbatch a peak occurred",
         "core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
         _label_phases,
+        targets=(
+            "forward_step",
+            "backward_step",
+            "forward_backward_no_pipelining",
+            "forward_backward_pipelining_without_interleaving",
+            "forward_backward_pipelining_with_interleaving",
+        ),
     ),
-    Seam(
+    Patch(
         "label-combined",
         "megatron.core.pipeline_parallel.combined_1f1b",
         "the same with --overlap-moe-expert-parallel-comm",
         "core/pipeline_parallel/combined_1f1b.py:237 @0.16.1; :281 @0.19.0",
         _label_combined,
+        targets=("combined_forward_backward_step",),
     ),
 )

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.patch import Context, Patch
 from megatron_prism.virtual.parts import Once
 from megatron_prism.virtual.session import values_of
 
-__all__ = ["SEAMS", "labels_of_locals"]
+__all__ = ["PATCHES", "labels_of_locals"]
 
 
 def labels_of_locals(
@@ -56,15 +56,16 @@ def _mirrored_labels(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.LanguageModule, "compute_language_model_loss", make)
+    context.replace(module.LanguageModule, "compute_language_model_loss", make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "mirrored-labels",
         "megatron.core.models.common.language_module.language_module",
         "labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
         "core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
         _mirrored_labels,
+        targets=("LanguageModule.compute_language_model_loss",),
     ),
 )

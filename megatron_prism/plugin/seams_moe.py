@@ -11,12 +11,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
+from megatron_prism.plugin.patch import Context, Patch, refused
 from megatron_prism.virtual.parts import Blocks
 from megatron_prism.virtual.recording import Recorder, Replayer
 from megatron_prism.virtual.session import values_of
 
-__all__ = ["SEAMS", "seams_for_recording"]
+__all__ = ["PATCHES", "patches_for_recording"]
 
 
 def _no_flex(module: ModuleType, context: Context) -> None:
@@ -29,7 +29,7 @@ def _no_flex(module: ModuleType, context: Context) -> None:
             "use --moe-token-dispatcher-type alltoall: tokens, experts and layers are the same",
         )
         if hasattr(module, owner):
-            _wrap(getattr(module, owner), "__init__", make)
+            context.replace(getattr(module, owner), "__init__", make)
 
 
 def _balanced_peers(module: ModuleType, context: Context) -> None:
@@ -53,28 +53,37 @@ def _balanced_peers(module: ModuleType, context: Context) -> None:
         ("MoEAlltoAllTokenDispatcher", "preprocess"),
         ("MoEAllGatherTokenDispatcher", "token_dispatch"),
     ):
-        _wrap(getattr(module, owner), name, make)
+        context.replace(getattr(module, owner), name, make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "no-flex",
         "megatron.core.transformer.moe.token_dispatcher",
         "DeepEP, HybridEP and NCCL EP know nothing of process groups",
         "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216, :1462 @0.19.0",
         _no_flex,
+        targets=(
+            "_DeepepManager.__init__",
+            "_HybridEPManager.__init__",
+            "_NCCLEPManager.__init__ >=0.19",
+        ),
     ),
-    Seam(
+    Patch(
         "balanced-peers",
         "megatron.core.transformer.moe.token_dispatcher",
         "mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
         "core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
         _balanced_peers,
+        targets=(
+            "MoEAlltoAllTokenDispatcher.preprocess",
+            "MoEAllGatherTokenDispatcher.token_dispatch",
+        ),
     ),
 )
 
 
-def seams_for_recording(recording: Recorder | Replayer) -> tuple[Seam, ...]:
+def patches_for_recording(recording: Recorder | Replayer | None) -> tuple[Patch, ...]:
     """The seam that keeps, or gives back, what every MoE layer's router decides."""
 
     def routing(module: ModuleType, context: Context) -> None:
@@ -83,19 +92,21 @@ def seams_for_recording(recording: Recorder | Replayer) -> tuple[Seam, ...]:
                 result = original(self, *args, **kwargs)
                 # probabilities of experts that only the recording chose stay 0: sizes are what
                 # a recording is for
+                assert recording is not None
                 routed = recording.route(self.layer_number or 0, result[1])
                 return (result[0], routed, *result[2:])
 
             return call
 
-        _wrap(module.TopKRouter, "routing", make)
+        context.replace(module.TopKRouter, "routing", make)
 
     return (
-        Seam(
+        Patch(
             "recorded-routing",
             "megatron.core.transformer.moe.router",
             "how many tokens an expert gets depends on what real peers computed",
             "core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
             routing,
+            targets=("TopKRouter.routing",),
         ),
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.patch import Context, Patch
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0
 
@@ -37,20 +37,26 @@ def _norm_of_heads(module: ModuleType, context: Context) -> None:
 
     for name in ("MegatronOptimizer", "LayerWiseDistributedOptimizer"):
         owner = getattr(module, name, None)
-        if owner is not None:
-            _wrap(owner, "has_grad_norm_group", make)
+        if owner is not None and owner.__module__ == module.__name__:
+            context.replace(owner, "has_grad_norm_group", make)
 
 
-SEAMS: tuple[Seam, ...] = tuple(
-    Seam(
+PATCHES: tuple[Patch, ...] = tuple(
+    Patch(
         f"norm-of-mtp-heads{where}",
         f"megatron.core.optimizer{where}",
         "whether some rank has detached MTP heads is asked of ranks that mirror this one",
         cited,
         _norm_of_heads,
+        targets=(f"{owner}.has_grad_norm_group",),
+        releases=">=0.19",
     )
-    for where, cited in (
-        (".optimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
-        (".layer_wise_optimizer", "core/optimizer/layer_wise_optimizer.py:815 @0.19.0"),
-    )
+    for where, owner, cited in (
+        (".optimizer", "MegatronOptimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
+        (
+            ".layer_wise_optimizer",
+            "LayerWiseDistributedOptimizer",
+            "core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
+        ),
+    )  # fmt: skip
 )

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+from megatron_prism.plugin.patch import Context, Patch
+from megatron_prism.plugin.seams import _get_args
 from megatron_prism.virtual.session import current
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 
 def _label_receives(module: ModuleType, context: Context) -> None:
@@ -32,8 +33,8 @@ def _label_receives(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "_p2p_ops", make)
-    _wrap(module, "_batched_p2p_ops", make)
+    context.replace(module, "_p2p_ops", make)
+    context.replace(module, "_batched_p2p_ops", make)
 
     def shapes(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
@@ -55,7 +56,7 @@ def _label_receives(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.P2PCommunicator, "_communicate_shapes", shapes)
+    context.replace(module.P2PCommunicator, "_communicate_shapes", shapes)
 
 
 def _shape_here(config: Any, *sent: Any) -> list[int]:
@@ -114,7 +115,7 @@ def _scaled_gradients(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.P2PCommunicator, "_communicate", make)
+    context.replace(module.P2PCommunicator, "_communicate", make)
 
 
 def _loss_scale(scale_loss: Any) -> Callable[[], Any] | None:
@@ -133,19 +134,25 @@ def _loss_scale(scale_loss: Any) -> Callable[[], Any] | None:
     return None if scaler is None else lambda: scaler.scale
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "label-receives",
         "megatron.core.pipeline_parallel.p2p_communication",
         "received activations and gradients have different scales; shapes need an oracle",
         "core/pipeline_parallel/p2p_communication.py:48, :66, :160",
         _label_receives,
+        targets=(
+            "_p2p_ops",
+            "_batched_p2p_ops",
+            "P2PCommunicator._communicate_shapes",
+        ),
     ),
-    Seam(
+    Patch(
         "loss-scale",
         "megatron.core.pipeline_parallel.p2p_communication",
         "under fp16 received gradients carry the loss scale",
         "core/pipeline_parallel/p2p_communication.py:254 @0.16.1; :275 @0.19.0",
         _scaled_gradients,
+        targets=("P2PCommunicator._communicate",),
     ),
 )

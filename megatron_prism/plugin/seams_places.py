@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from megatron_prism.plugin import checkpoint_memory
-from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+from megatron_prism.plugin.patch import PROTECTS, Context, Patch
+from megatron_prism.plugin.seams import _get_args
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 
 def _no_checkpoints(module: ModuleType, context: Context) -> None:
@@ -47,7 +48,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "save_checkpoint", make)
+    context.replace(module, "save_checkpoint", make)
 
 
 def _only_real(
@@ -73,7 +74,7 @@ def _only_real(
 def _no_gradients(module: ModuleType, context: Context) -> None:
     """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
     said = "gradients are not written: --save names the real job's folder"
-    _wrap(module, "save_grads", _only_real(context, said))
+    context.replace(module, "save_grads", _only_real(context, said))
 
 
 def _no_values_to_read(module: ModuleType, context: Context) -> None:
@@ -90,12 +91,12 @@ def _no_values_to_read(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "load_checkpoint", make)
+    context.replace(module, "load_checkpoint", make)
 
 
 def _unchecked_shards(module: ModuleType, context: Context) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
-    _wrap(module, "validate_sharding_integrity", _only_real(context))
+    context.replace(module, "validate_sharding_integrity", _only_real(context))
 
 
 # who would write -> the option that asks for it
@@ -126,7 +127,7 @@ def _no_writers(module: ModuleType, context: Context) -> None:
         return replace
 
     for name, option in _WRITERS.items():
-        _wrap(module, name, make(option))
+        context.replace(module, name, make(option))
 
 
 # where else it writes, under its rank's name or one for all -> the flag
@@ -154,13 +155,13 @@ def _no_others(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "set_global_variables", make)
+    context.replace(module, "set_global_variables", make)
 
 
 def _no_sniffing(module: ModuleType, context: Context) -> None:
     """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
     said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
-    _wrap(module, "run_gpu_sniff_test", _only_real(context, said))
+    context.replace(module, "run_gpu_sniff_test", _only_real(context, said))
 
 
 def _no_progress(module: ModuleType, context: Context) -> None:
@@ -176,12 +177,12 @@ def _no_progress(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "append_to_progress_log", make)
+    context.replace(module, "append_to_progress_log", make)
 
 
 def _no_throughputs(module: ModuleType, context: Context) -> None:
     """At a checkpoint it reads the file back, which only rank 0's host need have."""
-    _wrap(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
+    context.replace(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
 
 
 def _no_traces(module: ModuleType, context: Context) -> None:
@@ -204,85 +205,110 @@ def _no_traces(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "train", make)
+    context.replace(module, "train", make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "no-checkpoints",
         "megatron.training.checkpointing",
         "--save names the real job's folder, and virtual ranks have no shards to put there",
         "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
         _no_checkpoints,
+        targets=("save_checkpoint",),
+        purpose=PROTECTS,
     ),
-    Seam(
+    Patch(
         "no-gradients",
         "megatron.training.checkpointing",
         "gradients that are saved go to the real job's folder, too",
         "training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
         _no_gradients,
+        targets=("save_grads",),
+        purpose=PROTECTS,
     ),
-    Seam(
+    Patch(
         "no-values-to-read",
         "megatron.training.checkpointing",
         "on shapes --load looked for the folder of iteration 0",
         "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
         _no_values_to_read,
+        targets=("load_checkpoint",),
     ),
-    Seam(
+    Patch(
         "unchecked-shards",
         "megatron.core.dist_checkpointing.validation",
         "an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
         "core/dist_checkpointing/validation.py:363 @0.19.0",
         _unchecked_shards,
+        targets=("validate_sharding_integrity",),
     ),
-    Seam(
+    Patch(
         "no-writers",
         "megatron.training.global_vars",
         "an emulated last rank would write its losses among the real job's",
         "training/global_vars.py:170 @0.16.1; :210 @0.19.0",
         _no_writers,
+        targets=(
+            "_set_tensorboard_writer",
+            "_set_wandb_writer",
+            "_set_one_logger",
+        ),
+        purpose=PROTECTS,
     ),
-    Seam(
+    Patch(
         "no-others",
         "megatron.training.global_vars",
         "traces of routing, logits and the map of parameter groups are the real job's files",
         "training/training.py:3566, :2092, :2137 @0.19.0",
         _no_others,
+        targets=("set_global_variables",),
+        purpose=PROTECTS,
     ),
-    Seam(
+    Patch(
         "no-sniffing",
         "megatron.training.gpu_sniff_test",
         "it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
         "training/gpu_sniff_test.py:144 @0.19.0",
         _no_sniffing,
+        targets=("run_gpu_sniff_test",),
+        releases=">=0.19",
     ),
-    Seam(
+    Patch(
         "no-progress",
         "megatron.training.utils",
         "--log-progress appends to a file of the real job",
         "training/utils.py:451 @0.16.1",
         _no_progress,
+        targets=("append_to_progress_log",),
+        purpose=PROTECTS,
+        releases="<0.19",
     ),
-    Seam(
+    Patch(
         "no-progress-0.19",
         "megatron.training.utils.log_utils",
         "the same in its new home",
         "training/utils/log_utils.py:114 @0.19.0",
         _no_progress,
+        targets=("append_to_progress_log",),
+        purpose=PROTECTS,
+        releases=">=0.19",
     ),
-    Seam(
+    Patch(
         "no-throughputs",
         "megatron.training.training",
         "it reads the progress file, which a virtual rank 0 has not begun",
         "training/training.py:2114 @0.16.1; :2954 @0.19.0",
         _no_throughputs,
+        targets=("compute_throughputs_and_append_to_progress_log",),
     ),
-    Seam(
+    Patch(
         "no-traces",
         "megatron.training.training",
         "--use-pytorch-profiler writes among the real job's traces",
         "training/training.py:2638 @0.16.1; :3668 @0.19.0",
         _no_traces,
+        targets=("train",),
+        purpose=PROTECTS,
     ),
 )

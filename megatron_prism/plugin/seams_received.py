@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_prism.plugin.seams import Context, Seam, _wrap, refused
+from megatron_prism.plugin.patch import Context, Patch, refused
 from megatron_prism.virtual.session import current, values_of
 
-__all__ = ["SEAMS", "tokens_of"]
+__all__ = ["PATCHES", "tokens_of"]
 
 
 def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torch.Tensor | None:
@@ -67,10 +67,10 @@ def _received_tokens(module: ModuleType, context: Context) -> None:
 
         return call
 
-    for name in ("GPTModel", "HybridModel", "MambaModel"):
-        if (model := vars(module).get(name)) is not None:
-            _wrap(model, "forward", make)
-            _wrap(model, "build_schedule_plan", make)  # --overlap-moe-expert-parallel-comm
+    for model in filter(None, map(vars(module).get, ("GPTModel", "HybridModel", "MambaModel"))):
+        context.replace(model, "forward", make)
+        if "build_schedule_plan" in vars(model):  # --overlap-moe-expert-parallel-comm
+            context.replace(model, "build_schedule_plan", make)
 
 
 class _Zeroed:
@@ -115,7 +115,7 @@ def _whole_ring(module: ModuleType, context: Context) -> None:
         return backward
 
     if (attention := getattr(module, "AttnFuncWithCPAndKVP2P", None)) is not None:
-        attention.backward = staticmethod(make(attention.backward))
+        context.set(attention, "backward", staticmethod(make(attention.backward)))
 
 
 def _own_broadcasts(module: ModuleType, context: Context) -> None:
@@ -139,50 +139,65 @@ def _own_broadcasts(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "broadcast_data", make)
+    context.replace(module, "broadcast_data", make)
 
 
 def _images_have_places(module: ModuleType, context: Context) -> None:
     """LLaVA's sequences are as long as the values of its tokens say: refused before it is built."""
     if context.meta:
         what = "LLaVA puts images where the tokens say, and tier meta has no values"
-        _wrap(module.LLaVAModel, "__init__", refused(what, "use --prism-tier cpu"))
+        context.replace(module.LLaVAModel, "__init__", refused(what, "use --prism-tier cpu"))
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "images-have-places",
         "megatron.core.models.multimodal.llava_model",
         "lengths of sequences are values, and shapes have none",
         "core/models/multimodal/llava_model.py:482 @0.19.0",
         _images_have_places,
+        targets=("LLaVAModel.__init__",),
     ),
-    Seam(
+    Patch(
         "own-broadcasts",
         "megatron.core.tensor_parallel.data",
         "a virtual source sends no sizes, and shapes have none to read: batches had no dimensions",
         "core/tensor_parallel/data.py:64 @0.16.1 and @0.19.0",
         _own_broadcasts,
+        targets=("broadcast_data",),
     ),
     *(
-        Seam(
-            "received-tokens",
+        Patch(
+            f"received-tokens{where}",
             module,
             "nothing but a direction shared by all tokens can be learned from noise",
             "core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
             _received_tokens,
+            targets=targets,
+            releases=releases,
         )
-        for module in (
-            "megatron.core.models.gpt.gpt_model",
-            "megatron.core.models.hybrid.hybrid_model",
-            "megatron.core.models.mamba.mamba_model",
-        )
+        for where, module, targets, releases in (
+            (
+                "",
+                "megatron.core.models.gpt.gpt_model",
+                ("GPTModel.forward", "GPTModel.build_schedule_plan"),
+                "",
+            ),
+            (
+                "-hybrid",
+                "megatron.core.models.hybrid.hybrid_model",
+                ("HybridModel.forward",),
+                ">=0.19",
+            ),
+            ("-mamba", "megatron.core.models.mamba.mamba_model", ("MambaModel.forward",), "<0.19"),
+        )  # fmt: skip
     ),
-    Seam(
+    Patch(
         "whole-ring",
         "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
         "the real neighbour overwrites the half that stays unwritten; a mirrored one adds it up",
         "transformer_engine/pytorch/.../context_parallel.py:3030 @2.20.2",
         _whole_ring,
+        targets=("AttnFuncWithCPAndKVP2P.backward",),
     ),
 )

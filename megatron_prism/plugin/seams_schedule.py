@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_prism.errors import UnsupportedError, UsageError
+from megatron_prism.megatron_source import megatron_release
 from megatron_prism.plugin.schedule_settings import ScheduleSettings
 from megatron_prism.plugin.schedule_tape import Group, Like, Replaced, Tape, Token
 from megatron_prism.plugin.seams_schedule_model import (
@@ -62,7 +62,7 @@ def record(settings: ScheduleSettings) -> Programs:
     with _lock:
         programs = [_stage(settings, config, stage) for stage in range(settings.pp)]
     source = {
-        "megatron_core": metadata.version("megatron-core"),
+        "megatron_core": megatron_release(),
         "made_by": "Megatron's scheduler without a model: order only, no times, no memory",
         **settings.described(),
     }

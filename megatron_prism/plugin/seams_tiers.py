@@ -26,21 +26,22 @@ from megatron_prism.plugin import (
     seams_received,
     seams_training,
 )
-from megatron_prism.plugin.seams import Context, Seam, _wrap
+from megatron_prism.plugin.patch import Context, Patch
 from megatron_prism.tiers import cuda_stubs, stand_ins
 from megatron_prism.tiers.virtual_te import padding
 
-__all__ = ["FUSED_ATTENTION", "SEAMS_META", "SEAMS_WITHOUT_CUDA", "seams_for"]
+__all__ = ["FUSED_ATTENTION", "PATCHES_META", "PATCHES_WITHOUT_CUDA", "every_patch", "patches_for"]
 
 
 def _no_fused_kernels(module: ModuleType, context: Context) -> None:
     """Start-up runs ``$CUDA_HOME/bin/nvcc -V`` unconditionally at 0.16.1."""
-    module.load = lambda args: None
+    context.set(module, "load", lambda args: None)
 
 
 def _name_without_te(module: ModuleType, context: Context) -> None:
     """0.16.1 tests a name that it only binds if Transformer Engine imports."""
-    module.__dict__.setdefault("te_general_gemm", None)
+    if not hasattr(module, "te_general_gemm"):
+        context.set(module, "te_general_gemm", None)
 
 
 def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
@@ -55,7 +56,7 @@ def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.WrappedTorchNorm, "__new__", make)
+    context.replace(module.WrappedTorchNorm, "__new__", make)
 
 
 def _context_parallel_attention(module: ModuleType, context: Context) -> None:
@@ -86,8 +87,8 @@ def _context_parallel_attention(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(base, "__init__", make)
-    _wrap(base, "forward", forward)
+    context.replace(base, "__init__", make)
+    context.replace(base, "forward", forward)
 
 
 def _one_generator(module: ModuleType, context: Context) -> None:
@@ -107,7 +108,7 @@ def _one_generator(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "_get_cuda_rng_state", make)
+    context.replace(module, "_get_cuda_rng_state", make)
 
 
 def _flash_attention(module: ModuleType, context: Context) -> None:
@@ -121,7 +122,7 @@ def _flash_attention(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.DotProductAttention, "forward", make, again=True)
+    context.replace(module.DotProductAttention, "forward", make, again=True)
 
 
 def _balanced_splits(module: ModuleType, context: Context) -> None:
@@ -156,7 +157,7 @@ def _balanced_splits(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", make)
+    context.replace(module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", make)
 
 
 def _static_permute(module: ModuleType, context: Context) -> None:
@@ -170,15 +171,16 @@ def _static_permute(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "permute", make)
+    context.replace(module, "permute", make)
 
 
 def _always_finite(module: ModuleType, context: Context) -> None:
     """Shapes have no infinities: the check reads a number that is not there."""
-    for name in ("MixedPrecisionOptimizer", "FP32Optimizer"):
-        owner = getattr(module, name, None)
-        if owner is not None:
-            _wrap(owner, "_unscale_main_grads_and_check_for_nan", lambda _: lambda self: False)
+    context.replace(
+        module.MixedPrecisionOptimizer,
+        "_unscale_main_grads_and_check_for_nan",
+        lambda _: lambda self: False,
+    )
 
 
 def _believe_the_step(module: ModuleType, context: Context) -> None:
@@ -193,99 +195,123 @@ def _believe_the_step(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "logical_and_across_model_parallel_group", make)
+    context.replace(module, "logical_and_across_model_parallel_group", make)
 
 
-SEAMS_WITHOUT_CUDA: tuple[Seam, ...] = (
-    Seam(
+PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
+    Patch(
         "no-fused-kernels",
         "megatron.legacy.fused_kernels",
         "start-up runs nvcc",
         "legacy/fused_kernels/__init__.py:21 @0.16.1; gone in 0.19.0",
         _no_fused_kernels,
+        targets=("load",),
+        releases="<0.19",
     ),
-    Seam(
+    Patch(
         "one-generator",
         "megatron.core.tensor_parallel.random",
         "the device's random state is the host's",
         "core/tensor_parallel/random.py:235 @0.16.1",
         _one_generator,
+        targets=("_get_cuda_rng_state",),
     ),
-    Seam(
+    Patch(
         "name-without-te",
         "megatron.core.transformer.moe.moe_utils",
         "without Transformer Engine the router raises NameError",
         "core/transformer/moe/moe_utils.py (te_general_gemm) @0.16.1",
         _name_without_te,
+        targets=("te_general_gemm",),
     ),
-    Seam(
+    Patch(
         "sequence-parallel-norm",
         "megatron.core.transformer.torch_norm",
         "without apex or Transformer Engine there is no norm for sequence parallelism",
         "core/transformer/torch_norm.py:32 @0.16.1",
         _sequence_parallel_norm,
+        targets=("WrappedTorchNorm.__new__",),
     ),
-    Seam(
+    Patch(
         "context-parallel-attention",
         "megatron.core.transformer.dot_product_attention",
         "without Transformer Engine there is no attention for context parallelism",
         "core/transformer/dot_product_attention.py:58 @0.16.1",
         _context_parallel_attention,
+        targets=(
+            "DotProductAttention.__init__",
+            "DotProductAttention.forward",
+        ),
     ),
 )
 
-FUSED_ATTENTION = Seam(
+FUSED_ATTENTION = Patch(
     "flash-attention",
     "megatron.core.transformer.dot_product_attention",
     "without a GPU there is no fused attention to run, and its memory is another class",
     "core/transformer/dot_product_attention.py:100 @0.16.1",
     _flash_attention,
+    targets=("DotProductAttention.forward",),
 )
 
-SEAMS_META: tuple[Seam, ...] = (
-    Seam(
+PATCHES_META: tuple[Patch, ...] = (
+    Patch(
         "balanced-splits",
         "megatron.core.transformer.moe.token_dispatcher",
         "token counts steer shapes, and shapes have no data",
         "core/transformer/moe/token_dispatcher.py:871 @0.16.1",
         _balanced_splits,
+        targets=("MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",),
     ),
-    Seam(
+    Patch(
         "always-finite",
         "megatron.core.optimizer.optimizer",
         "found_inf is a number, and shapes have none",
         "core/optimizer/optimizer.py:496 @0.16.1; :713 @0.19.0",
         _always_finite,
+        targets=("MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",),
     ),
-    Seam(
+    Patch(
         "believe-the-step",
         "megatron.training.utils",
         "update_successful is reduced as a device tensor",
         "training/utils.py:273 @0.16.1",
         _believe_the_step,
+        targets=("logical_and_across_model_parallel_group",),
+        releases="<0.19",
     ),
-    Seam(
+    Patch(
         "believe-the-step-0.19",
         "megatron.training.utils.common_utils",
         "the same in its new home",
         "training/utils/common_utils.py:309 @0.19.0",
         _believe_the_step,
+        targets=("logical_and_across_model_parallel_group",),
+        releases=">=0.19",
     ),
-    Seam(
+    Patch(
         "static-permute",
         "megatron.core.transformer.moe.moe_utils",
         "masked_select has no meta kernel",
         "core/transformer/moe/moe_utils.py",
         _static_permute,
+        targets=("permute",),
     ),
 )
 
 
-def seams_for(tier: str) -> tuple[Seam, ...]:
+def patches_for(tier: str) -> tuple[Patch, ...]:
     """Every seam that a run on ``tier`` needs."""
-    chosen = seams.SEAMS + seams_pipeline.SEAMS + seams_labels.SEAMS + seams_training.SEAMS
-    chosen += seams_places.SEAMS + seams_moe.SEAMS + seams_embedding.SEAMS + seams_loss.SEAMS
-    chosen += seams_received.SEAMS + seams_mtp.SEAMS
+    chosen = seams.PATCHES + seams_pipeline.PATCHES + seams_labels.PATCHES + seams_training.PATCHES
+    chosen += (
+        seams_places.PATCHES + seams_moe.PATCHES + seams_embedding.PATCHES + seams_loss.PATCHES
+    )
+    chosen += seams_received.PATCHES + seams_mtp.PATCHES
     if tier != "cuda":
-        chosen += SEAMS_WITHOUT_CUDA + seams_kernels.SEAMS
-    return chosen + SEAMS_META + seams_kernels.SEAMS_META if tier == "meta" else chosen
+        chosen += PATCHES_WITHOUT_CUDA + seams_kernels.PATCHES
+    return chosen + PATCHES_META + seams_kernels.PATCHES_META if tier == "meta" else chosen
+
+
+def every_patch() -> tuple[Patch, ...]:
+    """Those of all tiers and options."""
+    return (*patches_for("meta"), FUSED_ATTENTION, *seams_moe.patches_for_recording(None))

@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.errors import PrismError, UnsupportedError
-from megatron_prism.plugin.seams import Context, Seam, _get_args, _wrap
+from megatron_prism.plugin.patch import PROTECTS, SPEEDS_UP, Context, Patch
+from megatron_prism.plugin.seams import _get_args
 from megatron_prism.virtual.backend import PrismGroup
 from megatron_prism.virtual.session import current
 
-__all__ = ["SEAMS"]
+__all__ = ["PATCHES"]
 
 
 def _token_count(module: ModuleType, context: Context) -> None:
@@ -32,7 +33,7 @@ def _token_count(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "finalize_model_grads", make)
+    context.replace(module, "finalize_model_grads", make)
 
 
 def _tied_embedding(module: ModuleType, context: Context) -> None:
@@ -66,7 +67,7 @@ def _tied_embedding(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.LanguageModule, "setup_embeddings_and_output_layer", make)
+    context.replace(module.LanguageModule, "setup_embeddings_and_output_layer", make)
 
 
 # -- proof -----------------------------------------------------------------------------------------
@@ -148,12 +149,14 @@ def _prove(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "train_step", step)
-    _wrap(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
-    _wrap(module, "evaluate", evaluate)
-    _wrap(module, "disable_forward_pre_hook", gathers)  # before evaluations and checkpoints
-    _wrap(module, "save_checkpoint_and_time", gathers)
-    _wrap(module, "pretrain", whole)
+    context.replace(module, "train_step", step)
+    context.replace(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
+    context.replace(module, "evaluate", evaluate)
+    context.replace(
+        module, "disable_forward_pre_hook", gathers
+    )  # before evaluations and checkpoints
+    context.replace(module, "save_checkpoint_and_time", gathers)
+    context.replace(module, "pretrain", whole)
 
 
 def _no_restarts(module: ModuleType, context: Context) -> None:
@@ -170,7 +173,7 @@ def _no_restarts(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "maybe_wrap_for_inprocess_restart", make)
+    context.replace(module, "maybe_wrap_for_inprocess_restart", make)
 
 
 def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
@@ -188,7 +191,11 @@ def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module.FullyShardedDataParallel, "__init__", make)
+    owner = module.FullyShardedDataParallel
+    if isinstance(owner, type):
+        context.replace(owner, "__init__", make)
+    else:  # 0.20 makes one of two classes
+        context.replace(module, "FullyShardedDataParallel", make)
 
 
 def _own_words(module: ModuleType, context: Context) -> None:
@@ -206,50 +213,65 @@ def _own_words(module: ModuleType, context: Context) -> None:
 
         return call
 
-    _wrap(module, "build_module", make)
+    context.replace(module, "build_module", make)
 
 
-SEAMS: tuple[Seam, ...] = (
-    Seam(
+PATCHES: tuple[Patch, ...] = (
+    Patch(
         "no-megatron-fsdp",
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
         "Megatron-FSDP's shards of virtual ranks are those of the local one",
         "core/distributed/fsdp/mcore_fsdp_adapter.py:58 @0.16.1; :63 @0.19.0",
         _no_megatron_fsdp,
+        targets=("FullyShardedDataParallel", "FullyShardedDataParallel.__init__ <0.20"),
     ),
-    Seam(
+    Patch(
         "own-words",
         "megatron.core.transformer.spec_utils",
         "a refusal ends with what to type",
         "core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
         _own_words,
+        targets=("build_module",),
+        purpose=SPEEDS_UP,
     ),
-    Seam(
+    Patch(
         "no-restarts",
         "megatron.training.inprocess_restart",
         "in-process restart waits for processes that do not exist",
         "training/inprocess_restart.py:131 @0.19.0",
         _no_restarts,
+        targets=("maybe_wrap_for_inprocess_restart",),
     ),
-    Seam(
+    Patch(
         "token-count",
         "megatron.core.distributed.finalize_model_grads",
         "the number of tokens comes from the last stage",
         "core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
         _token_count,
+        targets=("finalize_model_grads",),
     ),
-    Seam(
+    Patch(
         "tied-embedding",
         "megatron.core.models.common.language_module.language_module",
         "first and last stage add their copies of the embedding",
         "core/models/common/language_module/language_module.py:245 @0.16.1",
         _tied_embedding,
+        targets=("LanguageModule.setup_embeddings_and_output_layer",),
     ),
-    Seam(
+    Patch(
         "proof",
         "megatron.training.training",
         "an emulated run that did not train must not exit 0",
         "training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
         _prove,
+        targets=(
+            "train_step",
+            "dummy_train_step",
+            "evaluate",
+            "disable_forward_pre_hook",
+            "save_checkpoint_and_time",
+            "pretrain",
+        ),
+        purpose=PROTECTS,
     ),
 )

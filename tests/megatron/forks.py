@@ -39,25 +39,25 @@ def capture(jobs, tier="meta"):
 
 
 def prepare(tier, local_flash=True):
-    """Import everything with the seams in place; returns what a fork calls with a seams.Context."""
+    """Import everything with the seams in place; returns what a fork calls with a patch.Context."""
     import importlib
 
     from megatron_prism import tiers
-    from megatron_prism.plugin import proof, seams, seams_tiers
+    from megatron_prism.plugin import patch, proof, seams_tiers
 
     installed = tiers.install(tier)
     shape = tier == "meta"
     one = proof.Proof(installed.live, shapes_only=shape)
-    shared = seams.Context(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
+    shared = patch.Context(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
     # fast-groups remembers which ranks are local; these worlds are small enough without
-    chosen = tuple(s for s in seams_tiers.seams_for(tier) if s.name != "fast-groups")
+    chosen = tuple(s for s in seams_tiers.patches_for(tier) if s.name != "fast-groups")
     if tier == "meta" and local_flash:
         chosen += (seams_tiers.FUSED_ATTENTION,)
-    seams.apply(chosen, shared)
+    patch.apply(chosen, shared)
     for name in MODULES:
         importlib.import_module(name)
     # the modules are changed already; a fork only has to say which rank it is
-    seams.apply = lambda chosen, context: vars(shared).update(vars(context))
+    patch.apply = lambda chosen, context: vars(shared).update(vars(context))
     proof.Proof = lambda *args, **kwargs: one
     gc.collect()
     gc.freeze()

@@ -11,13 +11,13 @@ _LOOKUPS = """
 import itertools
 import torch
 from megatron_prism import tiers
-from megatron_prism.plugin import seams, seams_embedding
+from megatron_prism.plugin import patch, seams_embedding
 from megatron_prism.plugin.proof import Proof
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
 here = tiers.install("cpu")
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-seams.apply(seams_embedding.SEAMS, seams.Context(lambda: world, Proof(), False, (1,), 1))
+patch.apply(seams_embedding.PATCHES, patch.Context(lambda: world, Proof(), False, (1,), 1))
 session.start(world)
 
 from megatron.core import ModelParallelConfig, parallel_state

@@ -9,14 +9,14 @@ _STAGE = """
 import sys
 import torch
 from megatron_prism import tiers
-from megatron_prism.plugin import seams, seams_pipeline, seams_training
+from megatron_prism.plugin import patch, seams_pipeline, seams_training
 from megatron_prism.plugin.proof import Proof
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values, rms
 here = tiers.install("cpu")
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-context = seams.Context(lambda: world, Proof(), False, (1,), 1)
-seams.apply(seams_pipeline.SEAMS + seams_training.SEAMS, context)
+context = patch.Context(lambda: world, Proof(), False, (1,), 1)
+patch.apply(seams_pipeline.PATCHES + seams_training.PATCHES, context)
 session.start(world)
 
 from megatron.core import parallel_state

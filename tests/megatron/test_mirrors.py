@@ -11,14 +11,14 @@ _START = """
 import types
 import torch
 from megatron_prism import tiers
-from megatron_prism.plugin import seams, seams_loss, seams_moe
+from megatron_prism.plugin import patch, seams_loss, seams_moe
 from megatron_prism.plugin.proof import Proof
 from megatron_prism.virtual import session
 from megatron_prism.virtual.values import Values
 here = tiers.install("cpu")
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
-chosen = seams_loss.SEAMS + seams_moe.SEAMS
-seams.apply(chosen, seams.Context(lambda: world, Proof(), False, (5,), 5))
+chosen = seams_loss.PATCHES + seams_moe.PATCHES
+patch.apply(chosen, patch.Context(lambda: world, Proof(), False, (5,), 5))
 session.start(world)
 from megatron.core import parallel_state
 torch.manual_seed(1)

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -387,3 +388,24 @@ def test_a_last_stage_alone_learns_what_follows(more):
     assert status == 0, said[-2000:]
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_release_whose_writers_have_other_names_is_not_started(tmp_path):
+    """What keeps a job from the real one's files is gone there: it ends before it writes."""
+    from megatron_prism.megatron_source import locate
+
+    here = locate("megatron.training").parent
+    there = tmp_path / "other" / "megatron" / "training"
+    shutil.copytree(here, there, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in there.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(re.sub(r"\bsave_checkpoint\b", "store_checkpoint", text), encoding="utf-8")
+    places = [tmp_path / name for name in ("checkpoints", "curves")]
+    words = ["--save", str(places[0]), "--save-interval", "1", "--tensorboard-dir", str(places[1])]
+    path = os.pathsep.join([str(tmp_path / "other"), os.environ.get("PYTHONPATH", "")])
+    done = run(*WORLD, "--prism-ranks", "0", *words, env={"PYTHONPATH": path})
+    assert done.returncode == 1, done.stderr
+    assert "no-checkpoints" in done.stderr
+    assert "prism patches" in done.stderr
+    assert not any(place.exists() for place in places)
+    assert "iteration" not in done.stdout

@@ -1,0 +1,145 @@
+"""Patches fail closed: every target is there, and a target that is renamed is noticed."""
+
+import dataclasses
+import json
+import re
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from megatron_prism import cli, megatron_source
+from megatron_prism.errors import UnsupportedError
+from megatron_prism.plugin import hooks, patch, seams_tiers
+from megatron_prism.plugin.proof import Proof
+from megatron_prism.process_changes import ProcessChanges
+
+pytestmark = pytest.mark.megatron
+pytest.importorskip("megatron.core")
+
+RELEASE = megatron_source.parse_release(megatron_source.megatron_release())
+FOUND = [one for one in patch.statuses(seams_tiers.every_patch()) if one.state == patch.FOUND]
+
+
+def context():
+    return patch.Context(lambda: None, Proof(), True, (0,), 0)
+
+
+def test_this_release_has_every_target(capsys):
+    assert cli.main(["patches", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["megatron_core"] == megatron_source.megatron_release()
+    states = {f"{row['patch']} {row['target']}": row["state"] for row in said["targets"]}
+    assert [target for target, state in states.items() if state == patch.MISSING] == []
+    assert sum(state == patch.FOUND for state in states.values()) > 50
+
+
+def test_every_patch_says_what_it_replaces():
+    every = seams_tiers.every_patch()
+    assert len({(one.name, one.module) for one in every}) == len(every)
+    for one in every:
+        assert one.targets, one.name
+        assert one.purpose in (patch.PROTECTS, patch.ENABLES, patch.SPEEDS_UP)
+        assert one.reason
+        assert "@" in one.source or ".py" in one.source, one.name
+
+
+@pytest.mark.parametrize("one", FOUND, ids=lambda one: f"{one.patch.name}:{one.target}")
+def test_a_renamed_target_is_noticed(one, monkeypatch):
+    """As a release would rename it: in the source of the module that would be imported."""
+    path, real = megatron_source.locate(one.patch.module), megatron_source.read_source
+    name, _, member = one.target.partition(".")
+    special = member in ("__init__", "__new__")  # every class has one
+
+    def renamed(place):
+        source = real(place)
+        if place != path:
+            return source
+        word = name if special or not member else member
+        return re.sub(rf"\b{word}\b", f"{word}_renamed", source)
+
+    monkeypatch.setattr(megatron_source, "read_source", renamed)
+    (status,) = [s for s in patch.statuses([one.patch]) if s.target == one.target]
+    inherits = member and not special and _bases(real(path), name)
+    assert status.state == (patch.FOUND if inherits else patch.MISSING)
+
+
+def _bases(source, name):
+    """Whether the member of a class may come from another one, which only its import shows."""
+    return re.search(rf"^class {name}\([^)]*\w", source, re.MULTILINE)
+
+
+@pytest.mark.parametrize("one", FOUND, ids=lambda one: f"{one.patch.name}:{one.target}")
+def test_a_target_that_an_import_shows_to_be_missing_stops_it(one):
+    """Also where the source did not show it: inherited members, names made when it is imported."""
+    module, (name, _, member) = ModuleType(one.patch.module), one.target.partition(".")
+    for target in one.patch.paths(RELEASE):
+        owner, _, leaf = target.partition(".")
+        known = vars(module).setdefault(owner, type(owner, (), {}) if leaf else lambda *a: None)
+        if leaf and leaf not in ("__init__", "__new__"):
+            setattr(known, leaf, lambda *a: None)
+    if member and member not in ("__init__", "__new__"):
+        delattr(getattr(module, name), member)
+    else:
+        setattr(module, name, (lambda *a: None) if member else None)
+        if not member:
+            delattr(module, name)
+    if one.patch.purpose == patch.SPEEDS_UP:
+        return
+    only = dataclasses.replace(one.patch, apply=lambda module, context: None)
+    with pytest.raises(UnsupportedError, match=re.escape(one.patch.name)):
+        patch._apply(only, RELEASE, context(), module)
+
+
+@pytest.mark.parametrize("purpose", [patch.PROTECTS, patch.ENABLES, patch.SPEEDS_UP])
+def test_what_a_missing_target_leads_to(purpose, tmp_path, monkeypatch):
+    package = tmp_path / "planted_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("def other(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    one = patch.Patch("planted", "planted_package", "why", "x.py:1 @1", lambda m, c: None,
+                      targets=("gone",), purpose=purpose)  # fmt: skip
+    if purpose == patch.SPEEDS_UP:
+        with pytest.warns(UserWarning, match="planted"):
+            patch.apply([one], context())
+    else:
+        with pytest.raises(UnsupportedError, match="planted_package:gone") as caught:
+            patch.apply([one], context())
+        assert caught.value.exit_code == 1
+        assert "prism patches" in caught.value.fix
+    hooks.clear()
+
+
+def test_a_module_that_moved_is_missing(tmp_path):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    info = "MAJOR = 0\nMINOR = 21\nPATCH = 3\nPRE_RELEASE = 'rc0'\n"
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text(info)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
+    assert megatron_source.megatron_release([str(tmp_path)]) == "0.21.3rc0"
+    found = patch.statuses(seams_tiers.every_patch(), [str(tmp_path)])
+    core = [one for one in found if one.patch.module.startswith("megatron.core.")]
+    assert {one.state for one in core} == {patch.MISSING, patch.NOT_NEEDED}
+    training = [one for one in found if one.patch.module.startswith("megatron.training.")]
+    assert {one.state for one in training} == {patch.NOT_NEEDED}  # there is none at all
+
+
+def test_a_patch_replaces_only_what_it_declares():
+    module = SimpleNamespace(declared=lambda: 1, other=lambda: 2)
+    changes = ProcessChanges()
+    here = dataclasses.replace(context(), changes=changes)
+    one = patch.Patch("planted", "nowhere", "why", "", lambda m, c: None, targets=("declared",))
+    with here.applying(one):
+        here.replace(module, "declared", lambda original: lambda: 10 * original())
+        with pytest.raises(AssertionError, match="replaces other and does not declare it"):
+            here.replace(module, "other", lambda original: original)
+    assert module.declared() == 10
+    changes.undo()
+    assert module.declared() == 1
+
+
+def test_finding_out_takes_no_time():
+    import time
+
+    patch.statuses(seams_tiers.every_patch())
+    begin = time.process_time()
+    patch.statuses(seams_tiers.every_patch())
+    assert time.process_time() - begin < 0.3
