@@ -11,12 +11,24 @@ import argparse
 import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import check_outputs, console, print_json, progress
 from megatron_prism.errors import PrismError, UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.costs.machine import Machine
+    from megatron_prism.diagnosis import Diagnosis
+    from megatron_prism.fault_plan import Fault
+    from megatron_prism.faults import Planted
+    from megatron_prism.flight_dump import DumpSet
+    from megatron_prism.programs import Programs
+    from megatron_prism.recipe_schema import Recipe
+    from megatron_prism.replay.impaired import SlowNic
+    from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["hang"]
 
@@ -68,7 +80,7 @@ def hang(args: argparse.Namespace) -> int:
     return int(found.exit_code)
 
 
-def _write(args: argparse.Namespace, found: Any) -> None:
+def _write(args: argparse.Namespace, found: Diagnosis) -> None:
     """The verdict as Markdown, as a page, as a trace."""
     from megatron_prism.report import hang as report
     from megatron_prism.report import hang_trace
@@ -83,7 +95,7 @@ def _write(args: argparse.Namespace, found: Any) -> None:
             console(stderr=True).print(f"wrote {path}")
 
 
-def _of_dumps(args: argparse.Namespace) -> Any:
+def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     """The verdict on dumps, tried on the job's programs where these are named."""
     from megatron_prism import flight_workers
     from megatron_prism import hang as judge
@@ -132,12 +144,17 @@ def _of_dumps(args: argparse.Namespace) -> Any:
 
 
 def _on_programs(
-    dumps: Any, found: Any, recipe: Any, programs: Any, path: Path, confirm: bool
-) -> Any:
+    dumps: DumpSet,
+    found: Diagnosis,
+    recipe: Recipe | None,
+    programs: Programs,
+    path: Path,
+    confirm: bool,
+) -> Diagnosis:
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism import explain, placement
 
-    if confirm and recipe.world != programs.world:
+    if recipe is not None and confirm and recipe.world != programs.world:
         raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
                          fix="its overrides, too: parallel.world_size=16")  # fmt: skip
     found = explain.explain(dumps, found, programs)
@@ -146,7 +163,7 @@ def _on_programs(
     shown = [p for p in placed.places if p.rank in named]
     shown += [p for p in placed.places if p.rank not in named][: _SHOWN - len(shown)]
     lines, confirmed = placed.lines, placed.confirmed
-    if confirm:
+    if recipe is not None and confirm:
         from megatron_prism.plugin import confirm as trials
 
         trial = trials.confirm(recipe, programs, path, dumps, found, placed,
@@ -157,7 +174,7 @@ def _on_programs(
     )
 
 
-def _job(recipe: Any, path: str | None, place: Path) -> Any:
+def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
     """The programs of the job, captured now in ``place`` if only a recipe is named."""
     from megatron_prism.slices import open_programs
 
@@ -165,10 +182,11 @@ def _job(recipe: Any, path: str | None, place: Path) -> Any:
         return open_programs(path)
     from megatron_prism.plugin import capture
 
+    assert recipe is not None, "the job's programs or its recipe"
     return capture.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
-def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
+def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
     """(verdict, what was planted or None)."""
     from megatron_prism import graph
     from megatron_prism import hang as judge
@@ -215,7 +233,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Any, Any]:
     return found, planted
 
 
-def _cost(programs: Any, planted: Any) -> str:
+def _cost(programs: Programs, planted: Planted) -> str:
     """What faults that only cost time cost, by a replay of both worlds."""
     healthy, hardware = _replayed(programs, ())
     faulty, _ = _replayed(planted.programs, planted.slow_nics)
@@ -225,7 +243,7 @@ def _cost(programs: Any, planted: Any) -> str:
             f"the replay on {hardware.name}; nobody's watchdog fires")  # fmt: skip
 
 
-def _replayed(programs: Any, slow_nics: Any) -> tuple[Any, Any]:
+def _replayed(programs: Programs, slow_nics: Sequence[SlowNic]) -> tuple[Timeline, Machine]:
     """(the timeline, the machine) of programs on the machine that they are of."""
     from megatron_prism import cli_settings, costs, graph
     from megatron_prism.costs.machine import machine
@@ -239,11 +257,12 @@ def _replayed(programs: Any, slow_nics: Any) -> tuple[Any, Any]:
     return timeline.replay(joined, prices), hardware
 
 
-def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:
+def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
     from megatron_prism.fault_files import load_plan
     from megatron_prism.fault_plan import parse
 
-    found, seed, truth = [], 0, None
+    found: list[Fault] = []
+    seed, truth = 0, None
     for word in words:
         key, equals, value = word.partition("=")
         if key == "fault" and value:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import graph, stochastic
 from megatron_prism.costs import Prices
@@ -23,12 +23,15 @@ from megatron_prism.graph import WorldGraph
 from megatron_prism.programs import Programs
 from megatron_prism.replay import whatif
 
+if TYPE_CHECKING:
+    from megatron_prism.plugin.flags import Options
+
 __all__ = ["world_of"]
 
 
 def world_of(
     programs: Programs,
-    options: Any,
+    options: Options,
     pricing: Callable[[WorldGraph], Prices],
     machine: Machine,
     calibration: Path,

@@ -212,7 +212,7 @@ class LiveBytes(TorchDispatchMode):
             self.track(made)
 
     def _ask(self, func: OpOverload) -> Known:
-        """What is known of ``func``, asked once, because an operator's own hash is a call to Python."""
+        """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
         view = _is_view(func)
         answer = shapes.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)

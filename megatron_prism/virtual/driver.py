@@ -83,7 +83,7 @@ class Driver:
         self._call("cuMemsetD8_v2", address, 0, num_bytes)
         return address.value or 0
 
-    def words(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def words(self, num_bytes: int, device: torch.device | str) -> torch.Tensor:
         """The same as a uint8 tensor on torch's ``device``."""
         import torch
 
