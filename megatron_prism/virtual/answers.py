@@ -30,7 +30,7 @@ __all__ = [
     "reduced",
 ]
 
-_NAMES = {
+_NAMES: dict[object, str] = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
     ReduceOp.MIN: "min",
@@ -48,7 +48,8 @@ def reduce_op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
 
     Raises UnsupportedError for PREMUL_SUM, whose factor c10d does not give back to Python.
     """
-    name = _NAMES.get(getattr(op, "op", op))
+    kind: object = getattr(op, "op", op)
+    name = _NAMES.get(kind)
     if name is None:
         raise UnsupportedError(
             f"reduce op {op} has no virtual answer",
