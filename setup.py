@@ -52,7 +52,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "dev": [*TEST, "ruff>=0.6"],
+        "dev": [*TEST, "ruff>=0.6", "mypy>=2", "types-PyYAML"],
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={

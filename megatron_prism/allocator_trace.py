@@ -115,10 +115,15 @@ def load(path: str | os.PathLike[str]) -> tuple[History, ...]:
 
 
 def _history(run: dict[str, object], source: str) -> History:
-    columns = [run[key] for key in ("action", "address", "bytes", "stream")]
-    if not all(isinstance(c, list) and all(type(x) is int for x in c) for c in columns):
-        raise ValueError("its columns are no whole numbers")
-    if min(map(min, columns), default=0) < 0:  # type: ignore[arg-type]
+    columns = [_column(run[key]) for key in ("action", "address", "bytes", "stream")]
+    if min(map(min, columns), default=0) < 0:
         raise ValueError("its columns have negative numbers")
-    rows = zip(*columns, strict=True)  # type: ignore[arg-type]
-    return History(str(run["conf"]), tuple((ACTIONS[a], *rest) for a, *rest in rows), source)  # type: ignore[misc]
+    events = tuple((ACTIONS[a], at, size, on) for a, at, size, on in zip(*columns, strict=True))
+    return History(str(run["conf"]), events, source)
+
+
+def _column(values: object) -> list[int]:
+    """The whole numbers of a column; ValueError for anything else."""
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError("its columns are no whole numbers")
+    return values

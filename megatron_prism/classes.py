@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from megatron_prism.membership import Membership, of_family, of_lists
 from megatron_prism.ops import IS_PAIR
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
+
+if TYPE_CHECKING:
+    from megatron_prism.program import Splits
 
 __all__ = ["Classes", "equal_programs", "partition"]
 
@@ -113,7 +117,7 @@ def equal_programs(programs: tuple[Program, ...]) -> np.ndarray:
     )
 
 
-def _vocabulary(programs: tuple[Program, ...]) -> tuple[list[str], list[object]]:
+def _vocabulary(programs: tuple[Program, ...]) -> tuple[list[str], list[Splits]]:
     strings = list(dict.fromkeys(text for program in programs for text in program.strings))
     splits = list(dict.fromkeys(split for program in programs for split in program.splits))
     return strings, splits

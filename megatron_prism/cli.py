@@ -112,7 +112,7 @@ def recipes(args: argparse.Namespace) -> int:
 class Command:
     """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed."""
 
-    function: Callable[[Any], int]
+    function: Callable[..., int]
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     raw: bool = False
 

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.cli_output import check_outputs, console, print_json, steps
@@ -19,6 +19,7 @@ from megatron_prism.errors import UsageError
 
 if TYPE_CHECKING:
     from megatron_prism.diagnosis import Diagnosis
+    from megatron_prism.fault_plan import Fault
     from megatron_prism.faults import Planted
     from megatron_prism.flight_dump import DumpSet
     from megatron_prism.programs import Programs
@@ -72,7 +73,7 @@ def hang(args: argparse.Namespace) -> int:
     return int(found.exit_code)
 
 
-def _write(args: argparse.Namespace, found: Any) -> None:
+def _write(args: argparse.Namespace, found: Diagnosis) -> None:
     """The verdict as Markdown, as a page, as a trace."""
     for path, text in (
         (args.markdown, found.to_markdown),
@@ -84,7 +85,7 @@ def _write(args: argparse.Namespace, found: Any) -> None:
             console(stderr=True).print(f"wrote {path}")
 
 
-def _of_dumps(args: argparse.Namespace) -> Any:
+def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     """The verdict on dumps, tried on the job's programs where these are named."""
     from megatron_prism import flight_workers
     from megatron_prism import hang as judge
@@ -158,7 +159,7 @@ def _on_programs(
     )
 
 
-def _job(recipe: Any, path: str | None, place: Path) -> Any:
+def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
     """The programs of the job, captured now in ``place`` if only a recipe is named."""
     from megatron_prism.slices import open_programs
 
@@ -166,6 +167,7 @@ def _job(recipe: Any, path: str | None, place: Path) -> Any:
         return open_programs(path)
     from megatron_prism.plugin import capture
 
+    assert recipe is not None, "the job's programs or its recipe"
     return capture.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
@@ -199,11 +201,12 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
     return found.verdict, found.planted
 
 
-def _faults(words: list[str]) -> tuple[list[Any], int, Path | None]:
+def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
     from megatron_prism.fault_files import load_plan
     from megatron_prism.fault_plan import parse
 
-    found, seed, truth = [], 0, None
+    found: list[Fault] = []
+    seed, truth = 0, None
     for word in words:
         key, equals, value = word.partition("=")
         if key == "fault" and value:

@@ -10,12 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism import units
 from megatron_prism.cli_memory_text import annotation, describe, exact
 from megatron_prism.cli_output import check_outputs, console, print_json, print_table
 from megatron_prism.errors import UnitError, UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.memory_baseline import Baseline, Change
 
 __all__ = ["ACTIONS", "limit_of", "memory", "size"]
 
@@ -77,7 +80,7 @@ def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]
     return places, settings
 
 
-def _measure(path: str, alloc: str = "", device: str = "h200") -> Any:
+def _measure(path: str, alloc: str = "", device: str = "h200") -> Baseline:
     from megatron_prism.memory_baseline import peak_memory
     from megatron_prism.slices import open_programs
 
@@ -89,7 +92,7 @@ def _device(settings: dict[str, str]) -> str:
     return settings.get("device", "h200")
 
 
-def size(given: Mapping[str, Any], key: str, default: int | None = 0) -> Any:
+def size(given: Mapping[str, Any], key: str, default: int = 0) -> int:
     """Bytes that ``key`` was given.  UsageError for what is no size."""
     if given.get(key) is None:
         return default
@@ -104,7 +107,8 @@ def size(given: Mapping[str, Any], key: str, default: int | None = 0) -> Any:
 
 def limit_of(given: Mapping[str, Any]) -> int | None:
     """``limit`` - ``headroom``, None without a limit."""
-    limit, headroom = size(given, "limit", None), size(given, "headroom")
+    limit = None if given.get("limit") is None else size(given, "limit")
+    headroom = size(given, "headroom")
     if headroom and limit is None:
         raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
     if limit is not None and headroom >= max(limit, 1):
@@ -152,22 +156,25 @@ def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]
     return status
 
 
-def _runs_out(path: str, changes: list[Any], now: Any) -> dict[str, str]:
+def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]:
     """Where every class that is over its limit would run out, by class."""
     over = [change for change in changes if change.what == "over"]
     if not over:
         return {}
-    from megatron_prism import memory
+    from megatron_prism import allocator, memory
     from megatron_prism.slices import open_programs
 
     programs = open_programs(path)
-    settings = memory.allocator.Settings.parse(now.job.get("alloc_conf", ""))
+    settings = allocator.Settings.parse(now.job.get("alloc_conf", ""))
     found = {}
     for change in over:
         one = now.classes[change.name]
-        beyond = one["peak_device"] - one["peak_reserved"] if change.level == "device" else 0
+        device = one.get("peak_device")
+        beyond = 0
+        if change.level == "device" and device is not None:
+            beyond = device - one["peak_reserved"]
         rank = int(change.ranks.replace(",", "-").replace(":", "-").split("-")[0])
-        place = memory.overflow(programs.of(rank), change.before - beyond, settings)
+        place = memory.overflow(programs.of(rank), (change.before or 0) - beyond, settings)
         found[change.name] = (
             "  fits if the allocator gives its cache back in time"
             if place is None
@@ -188,7 +195,7 @@ def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str])
     return _report(args, changes, places[0])
 
 
-def _either(path: str) -> Any:
+def _either(path: str) -> Baseline:
     """A baseline, or programs that are measured now."""
     from megatron_prism import memory_baseline
 
@@ -247,7 +254,7 @@ def _bytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else units.format_bytes(num_bytes)
 
 
-def _overview(made: Any) -> None:
+def _overview(made: Baseline) -> None:
     rows = [
         (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
          units.format_bytes(one["peak_reserved"]), _bytes(one.get("nccl")),
@@ -261,7 +268,10 @@ def _overview(made: Any) -> None:
 
 
 def _report(
-    args: argparse.Namespace, changes: list[Any], path: str, runs_out: dict[str, str] | None = None
+    args: argparse.Namespace,
+    changes: list[Change],
+    path: str,
+    runs_out: dict[str, str] | None = None,
 ) -> int:
     failed = [change for change in changes if change.fails]
     if args.json:

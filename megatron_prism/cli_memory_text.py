@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import units
+
+if TYPE_CHECKING:
+    from megatron_prism.memory_baseline import Change
 
 __all__ = ["annotation", "describe", "exact"]
 
@@ -17,22 +20,23 @@ def exact(num_bytes: int) -> str:
     return f"{units.format_bytes(num_bytes)} ({num_bytes:,} B)"
 
 
-def describe(change: Any) -> str:
+def describe(change: Change) -> str:
     """A few lines about one class."""
     head = f"{change.name} (ranks {change.ranks}): {change.what}"
+    before, after = change.before or 0, change.after or 0  # None is said otherwise
     if change.what == "appeared":
-        return f"{head}: {exact(change.after)}, and the baseline has no such class"
+        return f"{head}: {exact(after)}, and the baseline has no such class"
     if change.what == "vanished":
-        return f"{head}: the baseline has {exact(change.before)}"
-    grown = change.after - change.before
+        return f"{head}: the baseline has {exact(before)}"
+    grown = after - before
     if change.what == "leaks":
-        return "\n".join([f"{head} {change.after:,} B an iteration", *_origins(change)])
+        return "\n".join([f"{head} {after:,} B an iteration", *_origins(change)])
     if change.what == "over":
         return (
-            f"{head} the limit: {change.level} {exact(change.after)} (modelled), "
-            f"{exact(grown)} above {exact(change.before)}"
+            f"{head} the limit: {change.level} {exact(after)} (modelled), "
+            f"{exact(grown)} above {exact(before)}"
         )
-    lines = [f"{head} {grown:+,} B: {exact(change.before)} -> {exact(change.after)}"]
+    lines = [f"{head} {grown:+,} B: {exact(before)} -> {exact(after)}"]
     if change.moved:
         lines.append(f"  peak moved: {change.moved}")
     if change.by_kind:
@@ -40,14 +44,14 @@ def describe(change: Any) -> str:
     return "\n".join([*lines, *_origins(change)])
 
 
-def _origins(change: Any) -> list[str]:
+def _origins(change: Change) -> list[str]:
     return [
         f"  {g.num_bytes:+15,} B  {g.kind:5}  {g.site or '?'}  {g.module}"
         for g in sorted(change.origins, key=lambda g: -abs(g.num_bytes))[:_SHOWN]
     ]
 
 
-def annotation(change: Any, path: str) -> str:
+def annotation(change: Change, path: str) -> str:
     """``::error file=…,line=…::``: what GitHub shows beside the line that grew."""
     site = next((g.site for g in change.origins if g.num_bytes > 0 and g.site), "")
     file, _, line = site.rpartition(":")

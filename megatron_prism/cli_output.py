@@ -13,10 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megatron_prism.artefact import check_not_taken, check_writable
 from megatron_prism.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_prism.programs import Programs
 
 __all__ = [
     "check_outputs",
@@ -58,7 +63,7 @@ class _Visible:
         for line in lines:
             self.write(line)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
 
@@ -89,7 +94,7 @@ def output_failed(error: OSError) -> int:
     return 1
 
 
-def console(stderr: bool = False) -> Any:
+def console(stderr: bool = False) -> Console:
     """A rich Console that takes text as it is, but ``shown``; wide when it is not a terminal."""
     from rich.console import Console
 
@@ -100,8 +105,9 @@ def console(stderr: bool = False) -> Any:
     stream = sys.stderr if stderr else sys.stdout
     file = stream.stream if isinstance(stream, _Visible) else None  # None: also what comes later
     width = None if stream.isatty() else PIPE_WIDTH
-    plain = {"highlight": False, "markup": False, "soft_wrap": True}
-    made = Plain(stderr=stderr, file=file, width=width, **plain)
+    made = Plain(
+        stderr=stderr, file=file, width=width, highlight=False, markup=False, soft_wrap=True
+    )
     made.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
     return made
 
@@ -187,7 +193,7 @@ def _same(path: Path, other: str) -> bool:
     return path.exists() and os.path.exists(other) and path.samefile(other)
 
 
-def warn_without_times(programs: Any) -> None:
+def warn_without_times(programs: Programs) -> None:
     """Say it where no segment says how long it takes or what it computes, as in a schedule's file:
     what is added up then are calls and the shortest kernel."""
     from megatron_prism.ops import CODE

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import cli_settings
 from megatron_prism.cli_output import check_outputs, console, print_json, print_table
 from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.programs import Programs
 
 __all__ = ["calibrate", "capture", "check", "classes", "show"]
 
@@ -70,7 +73,7 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _overview(programs: Any) -> None:
+def _overview(programs: Programs) -> None:
     from megatron_prism.selectors import format_ranks
     from megatron_prism.units import format_bytes
 
@@ -88,7 +91,7 @@ def _overview(programs: Any) -> None:
     print_table(("ranks", "ops", "live peak", "of which"), rows)
 
 
-def _ops(programs: Any, rank: int, around: str | None, group: str | None) -> None:
+def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> None:
     from megatron_prism.fault_plan import named_group
     from megatron_prism.program_text import format_op
 
@@ -169,7 +172,7 @@ def check(args: argparse.Namespace) -> int:
     if circle is not None and circle.verdict == "healthy":
         circle = None
     if args.json:
-        rows: list[dict[str, Any]] = [
+        rows: list[dict[str, object]] = [
             {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
              "picture": f.picture, "likely": f.likely}
             for f in found

@@ -20,6 +20,9 @@ from megatron_prism.cli_output import console, print_json
 from megatron_prism.errors import UnitError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
+    from megatron_prism.programs import Programs
     from megatron_prism.unit_time import Step, Timeline
 
 __all__ = ["chart", "parse_settings", "schedule"]
@@ -81,7 +84,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+_KEYS: dict[str, tuple[str, Callable[[str], object]]] = {
     **{key: (key, units.parse_count) for key in ("pp", "vpp", "microbatches", "group_size")},
     **{key: (key, units.parse_count) for key in ("layers", "first_layers", "last_layers", "mtp")},
     "overlap": ("overlap_p2p", _switch),
@@ -122,7 +125,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _record(settings: dict[str, Any]) -> Any:
+def _record(settings: dict[str, Any]) -> Programs:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of packages that Megatron would rather have
@@ -138,7 +141,7 @@ def _record(settings: dict[str, Any]) -> Any:
 
 
 # -- output ----------------------------------------------------------------------------------------
-def _title(recorded: Any, times: Timeline) -> str:
+def _title(recorded: Programs, times: Timeline) -> str:
     from megatron_prism.unit_time import cost_of
 
     costs = ", ".join(f"{phase} {cost}" for phase, cost in cost_of(recorded).items())
@@ -152,7 +155,7 @@ def _title(recorded: Any, times: Timeline) -> str:
     )
 
 
-def _contents(recorded: Any) -> Iterator[str]:
+def _contents(recorded: Programs) -> Iterator[str]:
     """What the chunks are made of, where that was said: the notes before a stage's first step."""
     for number, program in enumerate(recorded.programs):
         notes = list(itertools.takewhile(lambda op: op.name == "mark", program))
@@ -169,7 +172,7 @@ def _number(value: Fraction) -> str:
     return str(value) if value.denominator == 1 else f"{float(value):.2f}"
 
 
-def _as_json(recorded: Any, times: Timeline) -> dict[str, Any]:
+def _as_json(recorded: Programs, times: Timeline) -> dict[str, object]:
     from megatron_prism.unit_time import cost_of
 
     stages = [
@@ -240,7 +243,7 @@ def _letter(step: Step) -> str:
     return letter if forward else letter.upper()
 
 
-def _coloured(line: str) -> Any:
+def _coloured(line: str) -> Text:
     """The line with forwards, backwards and bubbles told apart, for terminals that can."""
     from rich.text import Text
 

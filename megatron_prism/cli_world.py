@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli_output import console, print_json, print_table
 from megatron_prism.errors import UnitError, UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.world import World
 
 __all__ = ["world"]
 
@@ -68,7 +71,7 @@ def _world_settings(words: Sequence[str]) -> tuple[dict[str, str], str | None, t
     return sizes, sizes.pop("rank", None), (int(release[0]), int(release[1]))
 
 
-def _world(settings: dict[str, str]) -> Any:
+def _world(settings: dict[str, str]) -> World:
     from megatron_prism import units
     from megatron_prism.world import World, implied_size
 
@@ -94,7 +97,7 @@ def _world(settings: dict[str, str]) -> Any:
     return World(size, **values)
 
 
-def _print_world(the_world: Any, ranks: Sequence[int], release: tuple[int, int]) -> None:
+def _print_world(the_world: World, ranks: Sequence[int], release: tuple[int, int]) -> None:
     from megatron_prism.world import format_ranks
 
     out = console()
@@ -109,5 +112,5 @@ def _print_world(the_world: Any, ranks: Sequence[int], release: tuple[int, int])
         where = " ".join(f"{k} {v}" for k, v in the_world.coordinates(rank)._asdict().items())
         out.print(f"\nrank {rank}: {where}")
         groups = the_world.groups(rank, megatron=release, gloo=False)
-        rows = [(name, f"{len(g):,}", format_ranks(g)) for name, g in groups.items()]
-        print_table(("group", "size", "ranks"), rows)
+        sizes = [(name, f"{len(g):,}", format_ranks(g)) for name, g in groups.items()]
+        print_table(("group", "size", "ranks"), sizes)

@@ -62,7 +62,7 @@ class _Explainer:
         self.groups = memberships(programs)
         self.wanted = {rank: self._observed(rank) for rank in state.dumps}
         self.counts = self._relative(state.enqueued)
-        self.plans: dict[int, object] = {}  # of the programs as they are, made once
+        self.plans: dict[int, quiescence.Plan] = {}  # of the programs as they are, made once
         self.healthy = quiescence.run(programs, None, self.plans).finished
         self.calls = [self._calls_of(p) for p in programs.programs]
 

@@ -38,7 +38,7 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
         raise UsageError(f"cannot read the plan {path}: {error}", fix="a YAML list") from error
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")
-    found = []
+    found: list[Fault] = []
     for row in rows:
         if isinstance(row, dict) and any(str(k).startswith("fault-injector-") for k in row):
             names = {str(k)[15:].replace("-", "_"): v for k, v in row.items()}

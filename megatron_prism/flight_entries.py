@@ -11,14 +11,17 @@ import functools
 import operator
 import re
 from collections import Counter
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from megatron_prism.collectives import TABLE
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Entry
 
 __all__ = ["aborted", "entries_of", "integer", "of_batches", "typed"]
+
+T = TypeVar("T")
+Row = Mapping[str, Any]  # one entry as torch, or whoever wrote the file, has it: unchecked
 
 _NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
 _NAMES |= {method: row.name for row in TABLE for method in row.methods}
@@ -28,7 +31,7 @@ _NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_co
            "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
 
 
-def entries_of(raw: list[dict[Any, Any]]) -> tuple[Entry, ...]:
+def entries_of(raw: Sequence[Row]) -> tuple[Entry, ...]:
     """All entries, in the order of the dump."""
     return (_columns(raw) if raw else ()) or tuple(_entry(e, i) for i, e in enumerate(raw))
 
@@ -42,9 +45,9 @@ _SAID = operator.itemgetter(
 )  # fmt: skip
 
 
-def _columns(raw: list[dict[Any, Any]]) -> tuple[Entry, ...]:
+def _columns(raw: Sequence[Row]) -> tuple[Entry, ...]:
     """The same in 2.2 us an entry instead of 3.6; nothing if a single one is unusual."""
-    kinds: dict[Any, Entry] = {}
+    kinds: dict[object, Entry] = {}
     like = []
     try:
         columns = list(zip(*map(_COUNTED, raw), strict=True))
@@ -67,12 +70,10 @@ def _columns(raw: list[dict[Any, Any]]) -> tuple[Entry, ...]:
         ):
             return ()
     record, created, timeout, calls, messages = columns
-    said = Entry(*zip(*like, strict=True))
-    seq = [m if to >= 0 else c for m, to, c in zip(messages, said.to, calls, strict=True)]
-    said = said._replace(
-        record=record, created_ns=created, timeout_ms=timeout, calls=calls, seq=seq
-    )
-    return tuple(map(Entry._make, zip(*said, strict=True)))
+    said = dict(zip(Entry._fields, zip(*like, strict=True), strict=True))
+    seq = [m if to >= 0 else c for m, to, c in zip(messages, said["to"], calls, strict=True)]
+    said |= {"record": record, "created_ns": created, "timeout_ms": timeout, "calls": calls}
+    return tuple(map(Entry._make, zip(*(said | {"seq": tuple(seq)}).values(), strict=True)))
 
 
 def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
@@ -113,7 +114,7 @@ def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple
         issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
 
 
-def aborted(raw: list[dict[Any, Any]]) -> set[int]:
+def aborted(raw: Sequence[Row]) -> set[int]:
     """Places of a group's last calls that are over because they were aborted, not because they
     ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
 
@@ -136,19 +137,19 @@ def aborted(raw: list[dict[Any, Any]]) -> set[int]:
     return found
 
 
-def _clock(row: dict[Any, Any], key: str) -> int:
+def _clock(row: Row, key: str) -> int:
     value = row.get(key)
     return value if type(value) is int else 0
 
 
-def typed(value: Any, kind: type, what: str) -> Any:
+def typed(value: object, kind: type[T], what: str) -> T:
     """``value`` if it is a ``kind``; DumpError if not."""
     if not isinstance(value, kind):
         raise DumpError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
-def integer(value: Any, what: str, default: int = -1, entry: int = -1) -> int:
+def integer(value: object, what: str, default: int = -1, entry: int = -1) -> int:
     """A number of 64 bits, also from text; DumpError names ``what`` is none."""
     if type(value) is int and -(1 << 63) <= value < 1 << 63:
         return value  # nearly always; there are millions of them
@@ -168,7 +169,7 @@ _PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
 
 
 @functools.lru_cache(1 << 14)
-def _one(value: Any) -> Any:
+def _one(value: T) -> T:
     """The same object for equal values, so that a million entries share their sizes and sites."""
     return value
 
@@ -181,7 +182,7 @@ def _called(text: str) -> tuple[str, int]:
     return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
 
 
-def _entry(row: dict[Any, Any], number: int) -> Entry:
+def _entry(row: Row, number: int) -> Entry:
     get = row.get
     group = get("process_group")
     if not isinstance(group, tuple | list) or len(group) != 2:
@@ -216,7 +217,7 @@ def _entry(row: dict[Any, Any], number: int) -> Entry:
     )
 
 
-def _numbers(sizes: Any) -> tuple[int, ...]:
+def _numbers(sizes: object) -> tuple[int, ...]:
     """Elements of each tensor."""
     found = []
     for shape in sizes if type(sizes) is list else typed(sizes or [], list, "sizes"):

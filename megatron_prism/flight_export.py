@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from megatron_prism.errors import UsageError
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.quiescence import Standstill
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["DTYPE_WORDS", "check_free", "dump_of", "dumps_of", "write"]
 
 DTYPE_WORDS = {
@@ -33,6 +36,18 @@ DTYPE_WORDS = {
     "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool",
     "fp8e4m3": "Float8_e4m3fn", "fp8e5m2": "Float8_e5m2",
 }  # fmt: skip
+Row = dict[str, Any]  # an entry, or a part of one, as torch writes it
+
+
+class How(TypedDict, total=False):
+    """Settings of ``dump_of``."""
+
+    active_only: bool
+    stacks: bool
+    timing: bool
+    version: str
+
+
 _TALK = IS_COLLECTIVE | IS_PAIR
 _HIDDEN = ".dumps-partial-"  # what a writer that was killed leaves behind
 _CLOSING = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATTER_coalesced"}
@@ -45,7 +60,7 @@ def write(
     prefix: str = "_dump_",
     as_json: bool = False,
     force: bool = False,
-    **how: Any,
+    **how: Unpack[How],
 ) -> Path:
     """One file per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
 
@@ -82,7 +97,7 @@ def check_free(folder: Path, force: bool) -> None:
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
 
 
-def dumps_of(state: Standstill, **how: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+def dumps_of(state: Standstill, **how: Unpack[How]) -> Iterator[tuple[int, dict[str, object]]]:
     """(rank, its dump) of every rank that leaves one; ``how`` as in ``dump_of``."""
     names = _numbers(state)
     for rank in range(state.programs.world.size):
@@ -106,7 +121,7 @@ def dump_of(
     stacks: bool = True,
     timing: bool = False,
     version: str = "2.10",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The dump of ``rank`` as torch would pickle it.
 
     active_only : only what is outstanding (Megatron's default);  stacks : one frame, the op's site
@@ -183,8 +198,8 @@ class _Writer:
         self.named = {c["desc"]: (number, c["desc"]) for number, c in self.config.items()}
         self.fault = state.faults.get(rank)
 
-    def entries(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def entries(self) -> list[Row]:
+        found: list[Row] = []
         names = self.program.ops["name"]
         launched: set[int] = set()
         batches = self.program.ops["batch"]
@@ -202,7 +217,7 @@ class _Writer:
                         found.append(self._closing(found[-1], inside[op.batch]))
         return found
 
-    def _closing(self, last: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+    def _closing(self, last: Row, indices: list[int]) -> Row:
         """The record of a batch as a whole (ProcessGroupNCCL::endCoalescing)."""
         progress = [self._progress(index) for index in indices]
         done, started = (all(seen) for seen in zip(*progress, strict=True))
@@ -219,7 +234,7 @@ class _Writer:
             "retired": done,
         }
 
-    def _entry(self, op: Op, index: int, record: int, launched: set[int]) -> dict[str, Any]:
+    def _entry(self, op: Op, index: int, record: int, launched: set[int]) -> Row:
         pair = op.name in ("send", "recv")
         counts = self.messages if pair else self.collectives
         if op.batch < 0 or op.batch not in launched:  # a batch is one launch
@@ -242,7 +257,7 @@ class _Writer:
             "retired": done,
         }
 
-    def _alike(self, op: Op, index: int) -> dict[str, Any]:
+    def _alike(self, op: Op, index: int) -> Row:
         """What all ranks of this program write of the op, in torch's order of keys."""
         key = ("entry", int(self.state.programs.program_of[self.rank]), index)
         found = self.state.said.get(key)
@@ -294,6 +309,6 @@ def _sizes(op: Op) -> tuple[list[list[int]], list[list[int]]]:
     return [[max(0, inputs)]], [[max(0, outputs)]]
 
 
-def _frames(site: str) -> list[dict[str, Any]]:
+def _frames(site: str) -> list[Row]:
     file, _, line = site.rpartition(":")
     return [{"name": "", "filename": file, "line": int(line)}] if file and line.isdigit() else []

@@ -22,15 +22,15 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Group, Status
-from megatron_prism.flight_entries import aborted, entries_of, integer, of_batches, typed
+from megatron_prism.flight_entries import Row, aborted, entries_of, integer, of_batches, typed
 from megatron_prism.guards import bounded_memory, no_collector
 
 __all__ = ["bounded_memory", "files", "gather", "load", "of_value", "parse", "read"]
@@ -177,13 +177,13 @@ def _bytes(path: Path) -> bytes:
 class _Unpickler(pickle.Unpickler):
     """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> NoReturn:
         raise HostileError(
             f"asks for {module}.{name}, which no dump needs; nothing was executed",
             fix="do not open this file with anything else",
         )
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise HostileError("asks for an object from outside; nothing was executed")
 
 
@@ -200,7 +200,7 @@ def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
 
 
-def of_value(value: Any, rank: int) -> Dump:
+def of_value(value: object, rank: int) -> Dump:
     """One dump out of the value that torch pickles.  DumpError if it is none."""
     top = typed(value, dict, "the file")
     version = top.get("version")
@@ -231,12 +231,12 @@ def of_value(value: Any, rank: int) -> Dump:
     return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed)
 
 
-def _table(top: dict[Any, Any], key: str) -> dict[Any, dict[Any, Any]]:
+def _table(top: Row, key: str) -> dict[object, Row]:
     found = typed(top.get(key) or {}, dict, key)
     return {k: typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
 
 
-def _group(name: str, config: dict[Any, Any]) -> Group:
+def _group(name: str, config: Row) -> Group:
     ranks = config.get("ranks", [])
     if isinstance(ranks, str):  # thousands of dumps say the same of their largest groups
         return _group_of_text(name, str(config.get("desc", ""))[:200], ranks)
@@ -248,21 +248,21 @@ def _group_of_text(name: str, desc: str, ranks: str) -> Group:
     return _made(name, desc, re.findall(r"-?\d{1,9}", ranks))
 
 
-def _made(name: str, desc: str, ranks: Any) -> Group:
+def _made(name: str, desc: str, ranks: object) -> Group:
     members = tuple(integer(r, f"a rank of group {name:.20}") for r in typed(ranks, list, "ranks"))
     if len(set(members)) != len(members) or any(r < 0 for r in members):
         raise DumpError(f"group {name:.20} has members that cannot be")
     return Group(name, desc, members)
 
 
-def _status(row: dict[Any, Any]) -> Status:
-    words = ("enqueued", "started", "completed")
-    return Status(
-        *(integer(row.get(f"last_{w}_collective"), f"last_{w}_collective") for w in words)
-    )
+def _status(row: Row) -> Status:
+    def last(word: str) -> int:
+        return integer(row.get(f"last_{word}_collective"), f"last_{word}_collective")
+
+    return Status(last("enqueued"), last("started"), last("completed"))
 
 
-def _aborted_ids(raw: list[dict[Any, Any]], status: Mapping[str, Status], groups: int) -> set[str]:
+def _aborted_ids(raw: Sequence[Row], status: Mapping[str, Status], groups: int) -> set[str]:
     """pg_ids of groups whose names newer groups have; where no entry tells and every group was
     made again, all ids but the newest."""
     named = {(e["pg_id"], str(e["process_group"][0])) for e in raw
@@ -282,7 +282,7 @@ def _aborted_ids(raw: list[dict[Any, Any]], status: Mapping[str, Status], groups
 
 
 def _names_of_ids(
-    status: Mapping[str, Status], groups: Mapping[str, Group], raw: list[dict[Any, Any]]
+    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[Row]
 ) -> dict[str, str]:
     """pg_id -> name of the group."""
     known = {str(e.get("pg_id")): str(e["process_group"][0]) for e in raw}

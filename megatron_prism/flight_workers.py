@@ -19,19 +19,24 @@ import os
 import signal
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism import flight_recorder
 from megatron_prism.errors import DumpError
 from megatron_prism.flight_dump import Dump, DumpSet, Entry
 from megatron_prism.guards import bounded_memory, no_collector
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
 __all__ = ["read"]
+
+Packed = tuple[Any, ...]  # the fields of a Dump, its entries by columns
 
 _MOST = 8
 _AHEAD = 2  # dumps that a worker has been told of, so that it does not wait for the next
@@ -55,7 +60,9 @@ def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSe
         return flight_recorder.gather(loaded)
 
 
-def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump | DumpError]]:
+def _loaded(
+    files: dict[int, Path], processes: int
+) -> Generator[tuple[int, Dump | DumpError], None, None]:
     ranks, context = sorted(files), multiprocessing.get_context("spawn")
     largest = max(file.stat().st_size for file in files.values())
     workers: dict[Connection, SpawnProcess] = {}
@@ -88,7 +95,7 @@ def _loaded(files: dict[int, Path], processes: int) -> Iterator[tuple[int, Dump 
 
 def _dealt(
     ranks: Sequence[int], files: dict[int, Path], pipes: Sequence[Connection]
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Packed | Exception]]:
     """(rank, what was read of it or the error), in the order of ``ranks``; a worker that is done
     gets the next.
 
@@ -105,7 +112,8 @@ def _dealt(
             deal(pipe)
     for rank in ranks:
         while rank not in found:
-            for pipe in connection.wait(pipes):
+            ready = connection.wait(pipes)
+            for pipe in (one for one in pipes if one in ready):
                 done, packed = pipe.recv()
                 deal(pipe)
                 found[done] = packed
@@ -124,24 +132,24 @@ def _work(pipe: Connection, largest: int) -> None:
         except (EOFError, OSError):  # nobody wants more
             return
         try:
-            packed = _load(rank, file, largest)
+            packed: Packed | Exception = _load(rank, file, largest)
         except Exception as error:  # whatever it is, the caller shall know
             packed = error
         pipe.send((rank, packed))
 
 
-def _end_with(parent: Any) -> None:
+def _end_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
 
 
-def _load(rank: int, file: Path, largest: int) -> tuple[Any, ...] | DumpError:
+def _load(rank: int, file: Path, largest: int) -> Packed | DumpError:
     with bounded_memory(largest), no_collector():
         found = flight_recorder.load(rank, file)
     return found if isinstance(found, DumpError) else _pack(found)
 
 
-def _pack(dump: Dump) -> tuple[Any, ...]:
+def _pack(dump: Dump) -> Packed:
     """Pickle writes a repeated object once, and an array as its bytes."""
     columns = list(zip(*dump.entries, strict=True))
     packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
@@ -149,9 +157,9 @@ def _pack(dump: Dump) -> tuple[Any, ...]:
     return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
 
 
-def _unpack(packed: tuple[Any, ...]) -> Dump:
+def _unpack(packed: Packed) -> Dump:
     rank, version, groups, status, columns, *rest = packed
-    share: dict[Any, Any] = {}  # a number of 8 bytes is 32 as an object
+    share: dict[int, int] = {}  # a number of 8 bytes is 32 as an object
     lists = [c if word else list(map(share.setdefault, c, c))
              for c, word in zip(columns, _WORDS, strict=False)]  # fmt: skip
     entries = tuple(map(Entry._make, zip(*lists, strict=True)))

@@ -16,7 +16,7 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from megatron_prism import moments, outside, sources, wait_graph, watchdog
@@ -270,7 +270,9 @@ class _Judge:
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
         return Diagnosis("healthy", missing=(*missing, outside.UNSEEN))
 
-    def _result(self, verdict: str, culprits: list[Blamed], cycle: Iterable[int] = ()) -> Diagnosis:
+    def _result(
+        self, verdict: str, culprits: list[Blamed], cycle: Collection[int] = ()
+    ) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
         victims, chain = sources.waiting(state, blamed, cycle)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)

@@ -143,7 +143,7 @@ def _deadlock(graph: WorldGraph, made: dag.Dag, stuck: np.ndarray) -> Diagnosis:
     culprits = _Jury(graph).odd(involved, "") if len(involved) > 1 else []
     chain = [f"{op.name} #{place} of {op.group} on ranks {format_ranks(sorted(ranks))} waits for "
              f"the next" for ranks, op, place in rows]  # fmt: skip
-    _, op, place = rows[0] if rows else (set(), None, -1)
+    first, place = (rows[0][1], rows[0][2]) if rows else (None, -1)
     why = "its calls, made otherwise by the ranks of its stage, close the ring"
     victims = tuple(
         Waiting(r, tuple(sorted(ranks - {r})), call.name, call.group, at)
@@ -154,8 +154,8 @@ def _deadlock(graph: WorldGraph, made: dag.Dag, stuck: np.ndarray) -> Diagnosis:
         "deadlock",
         tuple(Blamed(r, "order", why) for r in culprits),
         victims,
-        op.group if op else "",
-        op.name if op else "",
+        first.group if first else "",
+        first.name if first else "",
         place,
         "certain",
         (f"{int(stuck.sum()):,} of {len(made):,} nodes can never run: nothing is runnable and "

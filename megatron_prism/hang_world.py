@@ -8,7 +8,7 @@ and, where a job knows them, the programs as they should be (``explain``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import flight_export, flight_recorder, graph, watchdog
 from megatron_prism.diagnosis import Diagnosis
@@ -18,6 +18,12 @@ from megatron_prism.hang import of_dumps, of_graph
 from megatron_prism.programs import Programs
 from megatron_prism.quiescence import Standstill
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_prism.flight_export import How
+    from megatron_prism.replay.timeline import Timeline
+
 __all__ = ["first_watchdog", "of_standstill"]
 
 
@@ -25,7 +31,7 @@ def of_standstill(
     state: Standstill,
     healthy: Programs | None = None,
     told: Callable[[float], None] | None = None,
-    **how: Any,
+    **how: Unpack[How],
 ) -> Diagnosis:
     """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
 
@@ -48,7 +54,7 @@ def of_standstill(
     return seen if seen.culprits else found
 
 
-def first_watchdog(state: Standstill, healthy: Any) -> str:
+def first_watchdog(state: Standstill, healthy: Timeline) -> str:
     """Whose watchdog would fire first, when, and what it prints; "" if nobody is left to say it.
 
     healthy : the Timeline of the programs without a fault; a call is issued when its rank is ready

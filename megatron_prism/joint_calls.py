@@ -20,7 +20,11 @@ SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "b
 Calls = dict[int, list[Entry]]
 
 
-def signature(entries: list[Entry]) -> tuple[object, ...]:
+Sign = tuple[str, tuple[str, ...], object]  # operation, dtypes, shape
+Signature = tuple[Sign, ...]
+
+
+def signature(entries: list[Entry]) -> Signature:
     """What must be alike."""
     return tuple((e.op, e.dtypes, e.numbers if e.op in SIZED else ()) for e in entries)
 
@@ -60,7 +64,6 @@ def _new(column: np.ndarray) -> np.ndarray:
 
 _ROW = np.dtype([("group", "i4"), ("sign", "i4"), ("rank", "i4"), ("place", "i4"), ("to", "i8"),
                  ("seq", "i8")])  # fmt: skip
-Sign = tuple[str, tuple[str, ...], object]
 
 
 def _rows(state: State, ranks: list[int]) -> tuple[np.ndarray, list[Sign], list[str]]:
@@ -70,14 +73,15 @@ def _rows(state: State, ranks: list[int]) -> tuple[np.ndarray, list[Sign], list[
     rows = np.empty(sum(len(state.dumps[rank].entries) for rank in ranks), _ROW)
     end = 0
     for number, rank in enumerate(ranks):
-        columns = Entry(*zip(*state.dumps[rank].entries, strict=True))
-        begin, end = end, end + len(columns.op)
+        entries = zip(*state.dumps[rank].entries, strict=True)
+        columns = dict(zip(Entry._fields, entries, strict=True))
+        begin, end = end, end + len(columns["op"])
         mine = rows[begin:end]
-        mine["group"] = [names.setdefault(g, len(names)) for g in columns.group]
-        said = zip(columns.op, columns.dtypes, columns.numbers, strict=True)
+        mine["group"] = [names.setdefault(g, len(names)) for g in columns["group"]]
+        said = zip(columns["op"], columns["dtypes"], columns["numbers"], strict=True)
         mine["sign"] = [signs.setdefault(s, len(signs)) for s in said]
         mine["rank"], mine["place"] = number, np.arange(end - begin)
-        mine["to"], mine["seq"] = columns.to, columns.seq
+        mine["to"], mine["seq"] = columns["to"], columns["seq"]
     return rows, list(signs), list(names)
 
 

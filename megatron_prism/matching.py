@@ -219,7 +219,8 @@ class _Checker:
         program = self.program(index)
         found = program.groups().get(name, np.empty(0, dtype=np.int64))
         ops = program.ops[found]
-        return found[(ops["name"] == CODE[what]) & (ops["peer"] % size == offset)]
+        chosen: np.ndarray = found[(ops["name"] == CODE[what]) & (ops["peer"] % size == offset)]
+        return chosen
 
     # -- pictures ---------------------------------------------------------------------------------
     def finding(

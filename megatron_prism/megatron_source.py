@@ -115,8 +115,8 @@ def _collect(body: list[ast.stmt], found: dict[str, Definition]) -> None:
                     if isinstance(name, ast.Name):
                         found[name.id] = Definition("other")
         else:  # what is bound under if, try and with is bound in the module
-            for name in ("body", "orelse", "finalbody"):
-                _collect(getattr(node, name, []), found)
+            for part in ("body", "orelse", "finalbody"):
+                _collect(getattr(node, part, []), found)
             for handler in getattr(node, "handlers", []):
                 _collect(handler.body, found)
 

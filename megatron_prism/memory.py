@@ -151,7 +151,8 @@ def _runs(program: Program) -> np.ndarray:
     for column in labels:
         new[1:] |= column[1:] != column[:-1]
     ends = np.append(np.flatnonzero(new) - 1, len(ops) - 1)
-    return ends[np.cumsum(new)]
+    found: np.ndarray = ends[np.cumsum(new)]
+    return found
 
 
 def _holdings(program: Program, top: int) -> tuple[Holding, ...]:
@@ -289,7 +290,7 @@ def analyse(
         name, shown = class_name(programs.world, ranks.tolist()), format_ranks(ranks.tolist())
         found.append(ClassMemory(name, shown, ranks.size, top, (least + most) // 2, (least, most),
                                  int(index), growth(program)))  # fmt: skip
-    return tuple(sorted(found, key=lambda one: int(re.match(r"\d+", one.ranks)[0])))
+    return tuple(sorted(found, key=lambda one: int(re.split(r"\D", one.ranks, maxsplit=1)[0])))
 
 
 def _changes(program: Program) -> list[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from megatron_prism import allocator, guards
 from megatron_prism.artefact import write_whole
@@ -24,6 +24,9 @@ from megatron_prism.errors import UsageError
 from megatron_prism.memory import KINDS, ClassMemory, analyse
 from megatron_prism.ops import CODED
 from megatron_prism.programs import Programs
+
+if TYPE_CHECKING:
+    from megatron_prism.memory import Holding
 
 __all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "peak_memory",
            "save"]  # fmt: skip
@@ -42,12 +45,56 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # would end a line of a report, 
 _NUMBERS = ("count", "peak_allocated", "peak_reserved")
 
 
+class At(TypedDict):
+    """Where a class peaks."""
+
+    step: str
+    phase: str
+    microbatch: int
+    chunk: int
+    op: str
+    site: str
+
+
+class Origin(TypedDict):
+    """A ``Holding``, as JSON has it."""
+
+    kind: str
+    module: str
+    site: str
+    num_bytes: int
+    count: int
+
+
+class Known(TypedDict, total=False):
+    """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
+
+    reserved_between: list[int]
+    growth: int | None
+    growth_top: list[Origin]
+    nccl: int | None
+    peak_device: int | None
+
+
+class Figures(Known):
+    """Of one class of ranks; bytes."""
+
+    ranks: str
+    count: int
+    peak_allocated: int
+    peak_reserved: int
+    at: At
+    by_category: dict[str, int]
+    top: list[Origin]
+    smaller: int
+
+
 @dataclass(frozen=True)
 class Baseline:
     """job: what decides the numbers (arguments, versions, tier); classes: name -> its figures."""
 
     job: Mapping[str, str]
-    classes: Mapping[str, Mapping[str, Any]]
+    classes: Mapping[str, Figures]
     device: str = PROVENANCE["peak_device"]  # what peak_device is made of
 
     @property
@@ -140,7 +187,7 @@ def measure(
     world = programs.world
     job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
     device = device or communicators.Calibration()
-    classes = {}
+    classes: dict[str, Figures] = {}
     for one in analyse(programs, settings):
         nccl = device.nccl(connected.used_by(programs, one.program))
         beyond = None if nccl is None or device.process is None else nccl + device.process
@@ -152,9 +199,19 @@ def measure(
     return Baseline(job, classes, device.provenance())
 
 
-def _figures(one: ClassMemory) -> dict[str, Any]:
+def _origin(h: Holding) -> Origin:
+    return {
+        "kind": h.kind,
+        "module": h.module,
+        "site": h.site,
+        "num_bytes": h.num_bytes,
+        "count": h.count,
+    }
+
+
+def _figures(one: ClassMemory) -> Figures:
     top, op = one.peak, one.peak.op
-    listed = [asdict(h) for h in top.holdings[:TOP]]
+    listed = [_origin(h) for h in top.holdings[:TOP]]
     left = sum(h.num_bytes for h in top.holdings[TOP:])
     return {
         "ranks": one.ranks,
@@ -170,11 +227,11 @@ def _figures(one: ClassMemory) -> dict[str, Any]:
             "op": op.name,
             "site": top.site,
         },
-        "by_category": top.by_kind,
+        "by_category": dict(top.by_kind),
         "top": listed,
         "smaller": left,
         "growth": None if one.growth is None else sum(h.num_bytes for h in one.growth),
-        "growth_top": [asdict(h) for h in (one.growth or ())[:TOP] if h.num_bytes > 0],
+        "growth_top": [_origin(h) for h in (one.growth or ())[:TOP] if h.num_bytes > 0],
     }
 
 
@@ -267,8 +324,9 @@ def compare(
             )
             found.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
         if new is not None and limit is not None:
-            level = "reserved" if new.get("peak_device") is None else "device"
-            if (size := new[f"peak_{level}"]) > limit:
+            device = new.get("peak_device")
+            level = "reserved" if device is None else "device"
+            if (size := new["peak_reserved"] if device is None else device) > limit:
                 ranks = new["ranks"]
                 found.append(Change("over", name, ranks, limit, size, {}, (), level=level))
     return found
@@ -288,9 +346,7 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         )
 
 
-def _change(
-    name: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, tol_bytes: int
-) -> Change:
+def _change(name: str, old: Figures | None, new: Figures | None, tol_bytes: int) -> Change:
     if old is None or new is None:
         there = new if old is None else old
         assert there is not None
@@ -310,7 +366,7 @@ def _change(
     return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
 
 
-def _origins(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Growth, ...]:
+def _origins(old: Figures, new: Figures) -> tuple[Growth, ...]:
     """What each origin holds more; a line that only moved within its file is the same origin."""
     exact: dict[tuple[str, str, str], int] = {}
     for sign, side in ((-1, old), (1, new)):

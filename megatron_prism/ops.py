@@ -194,6 +194,6 @@ def limits(field: str) -> tuple[int, int]:
 
     Those of 64 bits stay below 2^59, so that what follows from them (bytes, sums) fits as well.
     """
-    kinds = {name: kind for table in (ALLOCATION, OP) for name, (kind, _) in table.fields.items()}
+    kinds = {name: table[name] for table in (ALLOCATION, OP) for name in table.names or ()}
     most = min(int(np.iinfo(kinds.get(field, np.int32)).max), 1 << 59)
     return -most if field == "peer" else 0 if field in ("rank", "storage", "bytes") else -1, most

@@ -35,12 +35,15 @@ __all__ = ["Builder", "Program"]
 _HANDLE = list(OP.names or ()).index("handle")
 
 
+Splits = tuple[tuple[int, ...], tuple[int, ...]]  # to and from every member
+
+
 class Builder:
     """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op)."""
 
     def __init__(self) -> None:
         self._strings: dict[str, int] = {"": 0, "main": 1}
-        self._splits: dict[Any, int] = {}
+        self._splits: dict[Splits, int] = {}
         self._rows: list[tuple[int, ...]] = []
         self._allocations: list[tuple[int, int, int, int]] = []
         self._streams: list[int] = []  # of each allocation
@@ -201,9 +204,9 @@ class Program:
             self.strings, self.splits
         )
 
-    __hash__ = None  # type: ignore[assignment] - programs are compared, never looked up
+    __hash__ = None  # type: ignore[assignment] # programs are compared, never looked up
 
-    def columns(self, strings: Sequence[str], splits: Sequence[Any]) -> bytes:
+    def columns(self, strings: Sequence[str], splits: Sequence[Splits]) -> bytes:
         """Ops and allocations as bytes, texts numbered by ``strings`` (others follow in order)."""
         ops, memory = self.ops.copy(), self.allocations.copy()
         known = {text: i for i, text in enumerate(strings)}
@@ -220,12 +223,14 @@ class Program:
     @cached_property
     def bytes_in(self) -> np.ndarray:
         """Bytes of every op's input, int64 [n]; 0 where there is none."""
-        return np.maximum(self.ops["num_in"], 0) * ITEM_SIZE[self.ops["dtype"]]
+        found: np.ndarray = np.maximum(self.ops["num_in"], 0) * ITEM_SIZE[self.ops["dtype"]]
+        return found
 
     @cached_property
     def bytes_out(self) -> np.ndarray:
         """Bytes of every op's output, int64 [n]; 0 where there is none."""
-        return np.maximum(self.ops["num_out"], 0) * ITEM_SIZE[self.ops["dtype"]]
+        found: np.ndarray = np.maximum(self.ops["num_out"], 0) * ITEM_SIZE[self.ops["dtype"]]
+        return found
 
     @cached_property
     def sequence(self) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -24,6 +24,8 @@ from megatron_prism.selectors import format_ranks
 from megatron_prism.world import World
 
 __all__ = ["parse"]
+
+Fields = dict[str, Any]  # keyword arguments of what is made of them
 
 _LABEL = re.compile(r"(?P<mb>\d+)?(?P<phase>[A-Z-])(?P<chunk>\d+)?")
 _TOKEN = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"|[^\s#]+|#.*')
@@ -110,7 +112,11 @@ class _Reader:
             yield word, key, _unquoted(value)
 
     def _number(
-        self, word: re.Match[str], value: str, field: str, read: Any = units.parse_count
+        self,
+        word: re.Match[str],
+        value: str,
+        field: str,
+        read: Callable[[str], int] = units.parse_count,
     ) -> int:
         """A number for column ``field``."""
         try:
@@ -123,7 +129,7 @@ class _Reader:
         return int(found)
 
     def _world(self, words: list[re.Match[str]], head: re.Match[str]) -> None:
-        values: dict[str, Any] = {}
+        values: Fields = {}
         for word, key, value in self._pairs(words):
             if key not in _WORLD:
                 self.fail(word.start(), f"a world has no {key}", f"use {', '.join(_WORLD)}")
@@ -168,9 +174,10 @@ class _Reader:
                     self.fail(word.start(), error.message, error.fix or "ranks=0-3")
             else:
                 self.fail(word.start(), f"a program has no {key}", "program rank=0 ranks=0-3")
-        if rank is None and ranks is None:
-            self.fail(head.start(), "whose program is this?", "program rank=0 ranks=0-3")
-        rank = ranks[0] if rank is None else rank
+        if rank is None:
+            if ranks is None:
+                self.fail(head.start(), "whose program is this?", "program rank=0 ranks=0-3")
+            rank = ranks[0]
         if not 0 <= rank < world.size:
             self.fail(head.start(), f"rank {rank} is outside a world of {world.size}", "rank=0")
         mine = [rank] if ranks is None else list(ranks)
@@ -199,14 +206,14 @@ class _Reader:
             self._unknown(words[1], "op", NAMES)
         builder.add(words[1][0], **values, **self._fields(words[2:]))
 
-    def _unknown(self, word: re.Match[str], what: str, known: Any) -> NoReturn:
+    def _unknown(self, word: re.Match[str], what: str, known: Sequence[str]) -> NoReturn:
         close = difflib.get_close_matches(word[0], known, n=1)
         fix = (
             f"did you mean {close[0]}?" if close else f"use one of {', '.join(filter(None, known))}"
         )
         self.fail(word.start(), f"there is no {what} {word[0]}", fix)
 
-    def _label(self, word: re.Match[str]) -> dict[str, Any]:
+    def _label(self, word: re.Match[str]) -> Fields:
         match = _LABEL.fullmatch(word[0])
         if match is None or match["phase"] not in _LETTERS:
             self.fail(
@@ -232,8 +239,8 @@ class _Reader:
         sign = 1 if words[1][0] == "alloc" else -1
         builder.memory(values["storage"], sign * values["bytes"], note)
 
-    def _fields(self, words: list[re.Match[str]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _fields(self, words: list[re.Match[str]]) -> Fields:
+        values: Fields = {}
         splits: dict[str, tuple[int, ...]] = {}
         seen: set[str] = set()
         for word in words:
@@ -263,7 +270,7 @@ class _Reader:
             values["splits"] = (splits["to"], splits["from"])
         return values
 
-    def _field(self, word: re.Match[str], key: str, value: str) -> dict[str, Any]:
+    def _field(self, word: re.Match[str], key: str, value: str) -> Fields:
         if key == "n":
             number = self._number(word, value, "num_in")
             return {"num_in": number, "num_out": number}

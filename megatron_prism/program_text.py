@@ -24,7 +24,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+
+import numpy as np
 
 from megatron_prism import units
 from megatron_prism.ops import Op
@@ -71,7 +72,7 @@ def dump_ops(program: Program) -> Iterator[str]:
         yield _format_memory(row, program.strings)
 
 
-def _format_memory(row: Any, strings: tuple[str, ...]) -> str:
+def _format_memory(row: np.void, strings: tuple[str, ...]) -> str:
     name, size = ("alloc", row["bytes"]) if row["bytes"] >= 0 else ("free", -row["bytes"])
     line = f"-    {name:10}  storage={row['storage']} bytes={_exact(int(size), units.BINARY)}"
     return f"{line} note={_quoted(strings[row['note']])}" if row["note"] else line
@@ -117,6 +118,8 @@ def _quoted(text: str) -> str:
 def _exact(value: int, scales: dict[str, int]) -> str:
     """In the largest unit that loses nothing: 412us, 38MiB, 1501ns."""
     unit = max(
-        (u for u, s in scales.items() if value % s == 0 and value >= s), key=scales.get, default=""
+        (u for u, s in scales.items() if value % s == 0 and value >= s),
+        key=scales.__getitem__,
+        default="",
     )
     return f"{value // scales[unit]}{unit}" if unit else str(value)

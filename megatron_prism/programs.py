@@ -72,7 +72,7 @@ class Programs:
 
     @staticmethod
     def one_per_rank(
-        programs: Sequence[Program], world: World | None = None, **more: Any
+        programs: Sequence[Program], world: World | None = None, **more: Mapping[str, Any]
     ) -> Programs:
         """A world in which every rank has a program of its own, as in a real run's dumps."""
         ordered = tuple(sorted(programs, key=lambda program: program.rank))
@@ -95,7 +95,7 @@ class Programs:
 
     def of(self, rank: int) -> Program:
         """The program that ``rank`` runs."""
-        return self.programs[self.program_of[self.world.check_rank(rank)]]
+        return self.programs[int(self.program_of[self.world.check_rank(rank)])]
 
     def ranks_of(self, index: int) -> np.ndarray:
         """The ranks that run program ``index``, ascending, int64 [n]."""
@@ -132,7 +132,8 @@ def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = Fals
     }
     arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
     with whole_file(path, force=force) as file:
-        np.savez_compressed(file, **arrays) if _small(arrays) else np.savez(file, **arrays)
+        write = np.savez_compressed if _small(arrays) else np.savez
+        write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
     return path
 
 
@@ -171,7 +172,7 @@ def load(path: str | os.PathLike[str]) -> Programs:
 FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
 
 
-def _check_format(path: Path, head: Any) -> None:
+def _check_format(path: Path, head: object) -> None:
     version = head.get("format") if isinstance(head, dict) else None
     if version not in range(1, FORMAT + 1):
         what = f"format {version}" if isinstance(version, int) else "no format version"

@@ -16,15 +16,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import pytest
 
 from megatron_prism import __version__
 
+if TYPE_CHECKING:
+    from megatron_prism.programs import Programs
+
 __all__ = ["MemoryGuard", "prism_memory", "pytest_addoption", "pytest_report_header"]
+
+Record = Callable[[str, object], None]
 
 _KEYS = ("job", "settings", "baseline", "tol_bytes", "limit", "headroom", "device")
 
@@ -34,7 +40,7 @@ def pytest_report_header() -> str:
     return f"megatron_prism: {__version__}"
 
 
-def pytest_addoption(parser: Any) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     """``--prism-mem-update``."""
     parser.getgroup("megatron_prism").addoption(
         "--prism-mem-update",
@@ -43,7 +49,7 @@ def pytest_addoption(parser: Any) -> None:
     )
 
 
-def pytest_configure(config: Any) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """The marker."""
     config.addinivalue_line(
         "markers",
@@ -52,9 +58,9 @@ def pytest_configure(config: Any) -> None:
 
 
 @pytest.fixture
-def prism_memory(request: Any, record_property: Any) -> MemoryGuard:
+def prism_memory(request: pytest.FixtureRequest, record_property: Record) -> MemoryGuard:
     """Peaks of a job against the baseline of this test."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for mark in reversed(list(request.node.iter_markers("prism_memory"))):
         unknown = set(mark.kwargs) - set(_KEYS)
         if mark.args or unknown:
@@ -74,12 +80,12 @@ class MemoryGuard:
     """The fixture's value; ``check`` may be called once per baseline."""
 
     def __init__(
-        self, given: dict[str, Any], place: Path, update: bool, record: Any, root: Path
+        self, given: Mapping[str, Any], place: Path, update: bool, record: Record, root: Path
     ) -> None:
         self.given, self.place, self.update, self.record = given, place, update, record
         self.root = root
 
-    def check(self, job: Any = None, **more: Any) -> None:
+    def check(self, job: object = None, **more: object) -> None:
         """Fail if a class of ``job`` grew beyond ``tol_bytes`` or exceeds ``limit - headroom``.
 
         job      : name or file of a recipe, captured programs (a path or Programs)
@@ -96,13 +102,13 @@ class MemoryGuard:
         if problem:
             pytest.fail(problem, pytrace=False)
 
-    def _problem(self, job: Any, more: dict[str, Any]) -> str:
+    def _problem(self, job: object, more: Mapping[str, object]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
         from megatron_prism import memory_baseline
         from megatron_prism.cli_memory import limit_of, size
         from megatron_prism.cli_memory_text import describe
 
-        wanted = self.given | more | ({} if job is None else {"job": job})
+        wanted = {**self.given, **more, **({} if job is None else {"job": job})}
         unknown = set(wanted) - set(_KEYS)
         if unknown or "job" not in wanted:
             return f"prism_memory.check takes {', '.join(_KEYS)}; job is needed"
@@ -126,7 +132,7 @@ class MemoryGuard:
         return "\n".join(map(describe, failed))
 
 
-def _programs(job: Any, settings: Any) -> Any:
+def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     """Programs as they are, opened, or captured from a recipe."""
     from megatron_prism import recipe as recipes
     from megatron_prism.errors import UsageError

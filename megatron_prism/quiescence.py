@@ -22,7 +22,7 @@ from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
 
-__all__ = ["Fault", "Standstill", "run"]
+__all__ = ["Plan", "Fault", "Standstill", "run"]
 
 _WAIT, _RECORD, _HOST, _SEND = (CODE[n] for n in ("wait", "record", "host_wait", "send"))
 _BARRIER = CODE["barrier"]
@@ -68,7 +68,7 @@ class Standstill:
 def run(
     programs: Programs,
     faults: Mapping[int, Fault] | None = None,
-    plans: dict[int, Any] | None = None,
+    plans: dict[int, Plan] | None = None,
 ) -> Standstill:
     """Run all ranks until nobody can go on.
 
@@ -78,7 +78,7 @@ def run(
 
 
 @dataclass
-class _Plan:
+class Plan:
     """One program: what each op waits for, and who waits for it."""
 
     names: list[int]
@@ -95,7 +95,7 @@ class _Plan:
 
 class _Run:
     def __init__(
-        self, programs: Programs, faults: dict[int, Fault], plans: dict[int, Any] | None = None
+        self, programs: Programs, faults: dict[int, Fault], plans: dict[int, Plan] | None = None
     ) -> None:
         self.programs, self.faults = programs, faults
         self.groups = memberships(programs)
@@ -202,7 +202,7 @@ class _Run:
                     self.hosts.append(rank)
 
 
-def _plan(program: Program) -> _Plan:
+def _plan(program: Program) -> Plan:
     """The order that streams, handles, communicators and the host impose."""
     ops, n = program.ops, len(program)
     names, sequence = ops["name"].tolist(), program.sequence.tolist()
@@ -252,7 +252,7 @@ def _plan(program: Program) -> _Plan:
     for i in waits:  # as NCCL's and gloo's hold the host
         hosts[i] = True
     opens = [together[batch][0] if batch >= 0 else i for i, batch in enumerate(batches)]
-    return _Plan(names, [len(b) for b in needs], followers, hosts, calls, opens)
+    return Plan(names, [len(b) for b in needs], followers, hosts, calls, opens)
 
 
 def _calls(program: Program, sequence: Sequence[int]) -> list[tuple[str, int, int, bytes]]:

@@ -118,7 +118,8 @@ def orthogonal_rank_groups(
         firsts = np.unique(where @ strides[~kept])
         if num_groups < possible:
             firsts = np.intersect1d(firsts, _corners(sizes[~kept], strides[~kept])[:num_groups])
-    return (firsts[:, None] + _corners(sizes[kept], strides[kept])).tolist()
+    groups: list[list[int]] = (firsts[:, None] + _corners(sizes[kept], strides[kept])).tolist()
+    return groups
 
 
 def _corners(sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, TypeGuard, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
@@ -23,6 +23,9 @@ from yaml import YAMLError
 from megatron_prism import guards, recipe_checks, recipe_schema
 from megatron_prism.errors import RecipeError
 from megatron_prism.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train", "find", "given",
            "keys", "load",
@@ -51,7 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def load_prism_section(path: str | Path) -> dict[str, Any]:
+def load_prism_section(path: str | Path) -> dict[str, object]:
     """What a file says for the --prism-* flags: the keys of ``prism:`` it sets, and ``world_size``.
 
     The file may be a whole recipe or hold only these sections.  Raises RecipeError.
@@ -59,7 +62,8 @@ def load_prism_section(path: str | Path) -> dict[str, Any]:
     file = find(path)
     given = _read(file)
     _merge(OmegaConf.structured(Recipe), given, f"{file}")  # for its errors
-    section = dict(OmegaConf.to_container(given.get("prism") or OmegaConf.create({}), resolve=True))
+    held = OmegaConf.to_container(given.get("prism") or OmegaConf.create({}), resolve=True)
+    section = {str(key): value for key, value in held.items()} if isinstance(held, dict) else {}
     if (parallel := given.get("parallel")) is not None and "world_size" in parallel:
         section["world_size"] = parallel.world_size
     if section.get("ranks") is not None:
@@ -104,15 +108,19 @@ def find(path: str | Path) -> Path:
     )
 
 
-def keys(section: type = Recipe, prefix: str = "") -> list[str]:
+def keys(section: type[DataclassInstance] = Recipe, prefix: str = "") -> list[str]:
     """Every key a recipe may set, dotted, in the order of the schema."""
     hints = get_type_hints(section, vars(recipe_schema))
     found: list[str] = []
     for item in fields(section):
         kind = hints[item.name]
         key = f"{prefix}{item.name}"
-        found += keys(kind, f"{key}.") if is_dataclass(kind) else [key]
+        found += keys(kind, f"{key}.") if _is_section(kind) else [key]
     return found
+
+
+def _is_section(kind: object) -> TypeGuard[type[DataclassInstance]]:
+    return isinstance(kind, type) and is_dataclass(kind)
 
 
 def _read(file: Path) -> DictConfig:
@@ -163,13 +171,15 @@ def _refuse_odd(value: str, where: str) -> None:
 
 def _merge(config: DictConfig, more: DictConfig, where: str) -> DictConfig:
     try:
-        return OmegaConf.merge(config, more)
+        merged = OmegaConf.merge(config, more)
     except errors.ConfigKeyError as error:
         raise _unknown(str(error.full_key), where) from None
     except errors.OmegaConfBaseException as error:
         raise _wrong_type(error, where) from None
     except TypeError as error:  # a list where a mapping is
         raise RecipeError(f"{where}: {error}", fix="give the key a value of its type") from None
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _plain(config: DictConfig, file: Path) -> Recipe:
@@ -177,7 +187,7 @@ def _plain(config: DictConfig, file: Path) -> Recipe:
         recipe = OmegaConf.to_object(config)
     except errors.MissingMandatoryValue as error:
         key = str(error.full_key)
-        if is_dataclass(kind := get_type_hints(Recipe, vars(recipe_schema)).get(key)):
+        if _is_section(kind := get_type_hints(Recipe, vars(recipe_schema)).get(key)):
             key = keys(kind, f"{key}.")[0]
         raise RecipeError(
             f"{file}: {key} is missing", fix=f"add {key}=VALUE, or put it there"

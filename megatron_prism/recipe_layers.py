@@ -71,8 +71,8 @@ def layers_of(recipe: Recipe, stage: int) -> tuple[int, ...]:
     chunks, last = p.vpp or 1, p.pp - 1
     ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
     given = [n for n in ends.values() if n is not None]
-    if ends.get(stage) is not None:
-        layers = ends[stage]
+    if (own := ends.get(stage)) is not None:
+        layers = own
     elif given:
         layers = (m.num_layers - sum(given)) // (p.pp - len(given))
     else:

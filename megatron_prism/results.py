@@ -7,7 +7,7 @@ renderer as ``module:function``, which is looked up when the result is written.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TypeVar, cast
+from typing import TypeVar
 
 __all__ = ["rendered"]
 
@@ -19,4 +19,4 @@ def rendered(renderer: str, result: object, kind: type[T]) -> T:
     module, _, function = renderer.partition(":")
     found = getattr(import_module(f"megatron_prism.{module}"), function)(result)
     assert isinstance(found, kind)
-    return cast(T, found)
+    return found

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_prism.errors import WorldError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["format_ranks", "select"]
 
@@ -23,7 +26,7 @@ class HasRanks(Protocol):
     """What a selector needs of a world; ``world.World`` is the one that has it."""
 
     def check_rank(self, rank: int) -> int: ...
-    def matching(self, **coordinates: int) -> object: ...
+    def matching(self, **coordinates: int) -> np.ndarray: ...
 
 
 def select(world: HasRanks, text: str) -> tuple[int, ...]:
@@ -50,7 +53,7 @@ def _by_coordinates(world: HasRanks, selector: str, terms: list[str]) -> list[in
             what = "is given twice" if match else "is no condition like pp=3"
             raise WorldError(f"selector {selector!r}: {term!r} {what}", fix=HELP)
         wanted[match["axis"]] = int(match["value"])
-    found = world.matching(**wanted).tolist()
+    found: list[int] = world.matching(**wanted).tolist()
     if not found:
         raise WorldError(
             f"selector {selector!r}: no rank of {world} has all of these", fix="drop one condition"

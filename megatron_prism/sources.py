@@ -238,7 +238,8 @@ def waiting(
     state: State, blamed: Collection[int], cycle: Collection[int]
 ) -> tuple[tuple[Waiting, ...], tuple[str, ...]]:
     """All others that wait, and in words those of them who wait for ``blamed`` or in the circle."""
-    victims, chain = [], []
+    victims: list[Waiting] = []
+    chain: list[str] = []
     for rank in sorted(state.outstanding):
         head = state.head(rank)
         if head is None or rank in blamed:

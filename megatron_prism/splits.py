@@ -92,12 +92,12 @@ def _compare(
             rank, text = broken[0]
             yield name, number, (int(ranks[0]), int(rank)), f"rank {rank} {text}"
             continue
-        sends = [fifo.elements(number, 0) for fifo in table]
-        wants = [fifo.elements(number, 1) for fifo in table]
-        if any(side is None or len(side) != len(ranks) for side in sends + wants):
-            yield from _incomplete(name, number, ranks, sends + wants)
+        sides = [fifo.elements(number, way) for way in (0, 1) for fifo in table]
+        known = [side for side in sides if side is not None and len(side) == len(ranks)]
+        if len(known) < len(sides):
+            yield from _incomplete(name, number, ranks, sides)
             continue
-        sent, wanted = np.stack(sends), np.stack(wants).T
+        sent, wanted = np.stack(known[: len(table)]), np.stack(known[len(table) :]).T
         if not np.array_equal(sent, wanted):
             i, j = map(int, np.argwhere(sent != wanted)[0])
             text = (

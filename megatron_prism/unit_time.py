@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from megatron_prism.errors import ProgramError
 from megatron_prism.ops import NAMES, PHASE_NAMES, label
@@ -82,14 +81,17 @@ def timeline(programs: Programs, cost: Mapping[str, int] | None = None) -> Timel
     )
 
 
+End = tuple[str, str, tuple[int, int]]  # group, send or recv, (sender, receiver)
+
+
 class _Channels:
     """Messages: the k-th send of a directed pair in a group meets the k-th receive."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.posted: dict[Any, list[Fraction]] = defaultdict(list)
+        self.posted: dict[End, list[Fraction]] = defaultdict(list)
 
-    def post(self, name: str, group: str, rank: int, peer: int, when: Fraction) -> tuple[Any, int]:
+    def post(self, name: str, group: str, rank: int, peer: int, when: Fraction) -> tuple[End, int]:
         """Post a side; returns where the other side will be."""
         other = (rank + peer) % self.size
         ends = (rank, other) if name == "send" else (other, rank)
@@ -111,7 +113,7 @@ class _Stage:
         self.at = 0
         self.clocks: dict[int, Fraction] = defaultdict(Fraction)
         self.floor = Fraction()  # no stream goes on before: where the host waited
-        self.pending: dict[int, tuple[Fraction, Any, int, int]] = {}
+        self.pending: dict[int, tuple[Fraction, End, int, int]] = {}
         self.batches: dict[int, list[int]] = defaultdict(list)
         self.events: dict[int, Fraction] = {}
         self.parts: dict[tuple[int, int, int], list[tuple[Fraction, Fraction]]] = defaultdict(list)
@@ -128,7 +130,8 @@ class _Stage:
 
     @property
     def here(self) -> str:
-        return NAMES[self.columns[0][self.at]]
+        name: str = NAMES[self.columns[0][self.at]]
+        return name
 
     def advance(self) -> bool:
         """Play until something is waited for that is not there; whether it got anywhere."""

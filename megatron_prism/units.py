@@ -12,6 +12,7 @@ are powers of 1024; KB, MB, GB, TB powers of 1000; a network's Gbit/s are bits.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from megatron_prism.errors import UnitError
@@ -84,13 +85,12 @@ def format_count(count: int) -> str:
 
 
 def _parse(
-    text: str | int, units: dict[str, int | Fraction], what: str, like: str, *, bare: str
+    text: str | int, units: Mapping[str, int | Fraction], what: str, like: str, *, bare: str
 ) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     # longer ones are no quantities, and reading them as one takes forever
-    short = isinstance(text, str) and len(text) <= 400
-    match = _QUANTITY.fullmatch(text) if short else None
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
     if match is None:
         raise UnitError(f"{text!r} is no {what}", fix=f"write it like {like}")
     unit = match["unit"] or bare

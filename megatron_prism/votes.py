@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_prism.flight_dump import Entry
 from megatron_prism.joint_calls import signature, suspects
 from megatron_prism.outstanding import State, call_text
+
+if TYPE_CHECKING:
+    from megatron_prism.joint_calls import Signature
 
 __all__ = ["Odd", "mismatches"]
 
@@ -91,7 +95,8 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
         usual, count = votes.most_common(1)[0]
         if [n for _, n in votes.most_common(2)] == [count, count]:
             texts = {r: _text(e) for r, e in calls.items()}
-            kind = _kind(*list(votes)[:2])
+            one, other, *_ = votes
+            kind = _kind(one, other)
             return Odd(kind, first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
@@ -100,8 +105,8 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
 
 
 def _elsewhere(
-    made: _Made, like: Entry, here: set[int], known: set[tuple[object, ...]]
-) -> Iterator[tuple[object, ...]]:
+    made: _Made, like: Entry, here: set[int], known: set[Signature]
+) -> Iterator[Signature]:
     """What siblings of the ranks ``here`` call at this place of their own groups: those whose calls
     before it are alike, since numbers say nothing where siblings make calls of their own."""
     state = made.state
@@ -120,11 +125,11 @@ def _fit(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
     return all(a == b for a, b in zip(one, other, strict=True) if a and b)
 
 
-def _kind(a: tuple[object, ...], b: tuple[object, ...]) -> str:
+def _kind(a: Signature, b: Signature) -> str:
     if len(a) != len(b):
         return "coalescing"
     for x, y in zip(a, b, strict=True):
-        for name, p, q in zip(("operation", "dtype", "shape"), x, y, strict=True):  # type: ignore
+        for name, p, q in zip(("operation", "dtype", "shape"), x, y, strict=True):
             if p != q:
                 return name
     return "shape"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,9 @@ class Coordinates(NamedTuple):
     ep: int
     etp: int
     edp: int
+
+
+Ranks = TypeVar("Ranks", int, np.ndarray)  # one of them or many
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class World:
     @property
     def edp(self) -> int:
         """Data parallel size of the experts: size / (etp x ep x pp)."""
-        return self.size // (self.etp * self.ep * self.pp)
+        return self.size // ((self.etp or self.tp) * self.ep * self.pp)
 
     @property
     def stages(self) -> range:
@@ -148,7 +151,7 @@ class World:
         axes, sizes = self._grids[grid]
         return math.prod(sizes[: axes.index(axis)])
 
-    def _along(self, axis: str, ranks: int | np.ndarray) -> int | np.ndarray:
+    def _along(self, axis: str, ranks: Ranks) -> Ranks:
         """The coordinate ``axis`` (one of AXES) of one rank or of an array of ranks."""
         grid = "expert" if axis in ("ep", "etp", "edp") else "dense"
         name = {"etp": "tp", "edp": "dp"}.get(axis, axis)

@@ -14,13 +14,16 @@ import itertools
 import os
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import guards
 from megatron_prism.costs import nccl
 from megatron_prism.costs.machine import Machine
 from megatron_prism.costs.overlap import Overlap, read_rows
 from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.costs.data_file import Row
 
 __all__ = ["METHOD", "Calibration", "Shape", "modelled", "read_calibration"]
 
@@ -132,7 +135,7 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         ) from error
 
 
-def _rows(stored: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _rows(stored: Row, name: str) -> list[Row]:
     """The rows of that name, none in files of earlier releases."""
     rows = stored.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -141,7 +144,7 @@ def _rows(stored: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _host(
-    rows: list[dict[str, Any]],
+    rows: list[Row],
 ) -> tuple[dict[tuple[str, bool], int], dict[tuple[str, bool], int]]:
     """(collective, asynchronous) -> ns of the host, and right after another call."""
     found, again = {}, {}
@@ -155,7 +158,7 @@ def _host(
     return found, again
 
 
-def _ns_of(row: dict[str, Any], column: str) -> int:
+def _ns_of(row: Row, column: str) -> int:
     ns = int(row[column])
     if not 0 < ns < 1 << 40:
         raise ValueError(f"the host takes {ns} ns for {row['op']}")

@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import guards
 from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.costs.data_file import Row
 
 __all__ = ["Calibration", "Communicator", "connection_bytes", "fitting", "read", "shipped"]
 
@@ -162,7 +165,7 @@ def read(name: str | os.PathLike[str]) -> Calibration:
         ) from error
 
 
-def _calibration(stored: dict[str, Any]) -> Calibration:
+def _calibration(stored: Row) -> Calibration:
     cells: dict[tuple[str, int, int, str], list[int]] = {}
     for row in stored["rows"]:
         if not all(type(size) is int for size in row["bytes"]) or not row["bytes"]:
@@ -185,9 +188,9 @@ def _calibration(stored: dict[str, Any]) -> Calibration:
         collective = [n for step, n in steps.items() if not step.startswith(("neighb", "all_to"))]
         alone["all", size] = max(0, sum(collective) - init)
         for kind, step in _ALONE.items():
-            found = cells.get(("alone", size, 0, step))
-            if found is not None:  # of neighbours rank 0 has one, those between two
-                taken = found[0] if kind == "peer" else median_low(found)
+            cell = cells.get(("alone", size, 0, step))
+            if cell is not None:  # of neighbours rank 0 has one, those between two
+                taken = cell[0] if kind == "peer" else median_low(cell)
                 alone[kind, size] = max(0, taken - init)
         pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
         if pair is not None and size == 2 and len(pair) == 2:

@@ -54,7 +54,8 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     found = []
     for key in zip(*columns, strict=True):
         if key not in known:
-            known[key] = parts_of(program.strings[key[0]], *key[1:], machine, table)
+            note, flops, traffic, kernels = key
+            known[key] = parts_of(program.strings[note], flops, traffic, kernels, machine, table)
         found.append(known[key])
     slower = _slowdown(found, table)
     priced = {one: _priced(one, slower) for one in known.values()}

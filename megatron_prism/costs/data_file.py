@@ -13,6 +13,9 @@ from megatron_prism.errors import UsageError
 __all__ = ["read", "shipped"]
 
 
+Row = dict[str, Any]  # an object of JSON: whoever reads it checks what there is
+
+
 def shipped(folder: Path) -> dict[str, Path]:
     """Name -> file of what comes with the package."""
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
@@ -24,7 +27,7 @@ def read(
     what: str,
     fields: Collection[str],
     optional: Collection[str] = (),
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, Row]:
     """The file of that name, and its ``fields``: all of them but ``optional`` ones, and no others.
 
     UsageError says what is wrong; ``what`` it is (a machine) is for people.

@@ -56,9 +56,11 @@ class Distribution:
         if self.kind == "gamma":
             shape, scale = self.numbers
             x, below = _gamma(shape)
-            return scale * np.interp(probabilities(scores), below, x)
+            found: np.ndarray = scale * np.interp(probabilities(scores), below, x)
+            return found
         n = len(self.numbers)
-        return np.interp(probabilities(scores), (np.arange(n) + 0.5) / n, self.numbers)
+        even: np.ndarray = np.interp(probabilities(scores), (np.arange(n) + 0.5) / n, self.numbers)
+        return even
 
     def below(self, values: np.ndarray) -> np.ndarray:
         """The chance of at most ``values``."""
@@ -68,14 +70,15 @@ class Distribution:
             return probabilities((values - self.numbers[0]) / max(self.numbers[1], 1e-300))
         if self.kind == "gamma":
             shape, scale = self.numbers
-            return np.interp(np.asarray(values) / scale, *_gamma(shape))
+            found: np.ndarray = np.interp(np.asarray(values) / scale, *_gamma(shape))
+            return found
         return np.searchsorted(self.numbers, values, side="right") / len(self.numbers)
 
     @property
     def spread(self) -> float:
         """Half the way from score -1 to score 1, over the median: the relative deviation."""
         low, middle, high = self.at(np.array([-1.0, 0.0, 1.0])).tolist()
-        return (high - low) / 2 / middle
+        return float((high - low) / 2 / middle)
 
     def __str__(self) -> str:
         said = f"{self.kind}, spread {100 * self.spread:.2g} %"
@@ -153,7 +156,8 @@ def _normal() -> tuple[np.ndarray, np.ndarray]:
 
 def probabilities(scores: np.ndarray) -> np.ndarray:
     """The chance of at most these standard normal scores."""
-    return np.interp(scores, _Z, _normal()[0])
+    found: np.ndarray = np.interp(scores, _Z, _normal()[0])
+    return found
 
 
 def largest(rng: np.random.Generator, of: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -84,14 +85,15 @@ def fitted(programs: Programs, other: Variability) -> Variability:
     left = 1 - float(np.mean([one.share for one in found]))
     if left > 0.005:
         said += f"; without {100 * left:.0f} % of the time, in which the device waits for the host"
+    spreads: dict[str, Any] = {part: shape.spread for part, shape in shapes.items()}
     return dataclasses.replace(
         other,
         name="slices",
         source=f"{said} ({other.source})",
         gpu=gpu,
         slow_gpu=(0.0, 1.0),
-        **{part: shape.spread for part, shape in shapes.items()},
         shapes={**other.shapes, **shapes},
+        **spreads,
     )
 
 
@@ -146,7 +148,8 @@ def _segments(one: _Device) -> np.ndarray:
     chosen = longest[:enough]
     totals = samples.sum(axis=1, keepdims=True) / samples.sum(axis=1).mean()
     ratios = samples[:, chosen] / means[chosen] / totals
-    return _widened(ratios, len(samples))[~waited[:, chosen]]
+    found: np.ndarray = _widened(ratios, len(samples))[~waited[:, chosen]]
+    return found
 
 
 def _widened(ratios: np.ndarray, iterations: int) -> np.ndarray:

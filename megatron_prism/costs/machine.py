@@ -95,5 +95,6 @@ def _wrong(key: str, value: object) -> str | None:
 
 
 def _positive(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 < value < 1e30  # type: ignore[operator] - no NaN, no Infinity either
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return 0 < value < 1e30  # no NaN, no Infinity either

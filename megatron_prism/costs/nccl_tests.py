@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_prism.collectives import BY_NAME
 from megatron_prism.errors import UsageError
@@ -168,7 +167,7 @@ def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
         )
 
 
-def calibration(runs: Iterable[Run], node_gpus: int | None = None) -> dict[str, Any]:
+def calibration(runs: Iterable[Run], node_gpus: int | None = None) -> dict[str, object]:
     """What ``read_calibration`` reads.  ``node_gpus``: of one NVLink domain, if hosts are smaller.
 
     UsageError for runs that contradict each other.

@@ -22,12 +22,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.costs import data_file
 from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.costs.data_file import Row
 
 __all__ = ["PRODUCTS", "Kernel", "OpTable", "read"]
 
@@ -253,7 +256,7 @@ def read(name: str | os.PathLike[str]) -> OpTable:
         ) from error
 
 
-def _grid(key: str, stored: dict[str, Any]) -> _Grid:
+def _grid(key: str, stored: Row) -> _Grid:
     axes = tuple(np.log(np.asarray(axis, dtype=float)) for axis in stored["axes"])
     times = [math.nan if ns is None else float(ns) for ns in stored["ns"]]
     found = np.asarray(times).reshape([len(axis) for axis in axes])
@@ -264,7 +267,7 @@ def _grid(key: str, stored: dict[str, Any]) -> _Grid:
     return _Grid(axes, np.log(found))
 
 
-def _sustained(stored: dict[str, Any], grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
+def _sustained(stored: Row, grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
     """(shares, factors over what the table has for the product: the limit slowed that down too)."""
     shares, factors = np.asarray(stored["points"], dtype=float).T
     if not ((np.diff(shares) > 0).all() and (factors > 0.5).all() and (factors < 10).all()):

@@ -15,7 +15,10 @@ import bisect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_prism.costs.data_file import Row
 
 __all__ = ["KINDS", "METHOD", "Overlap", "read_rows"]
 
@@ -47,7 +50,7 @@ class Overlap:
         return compute, call
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Overlap]:
+def read_rows(rows: Iterable[Row]) -> dict[str, Overlap]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     known = [row for row in rows if row.get("method") == METHOD]

@@ -67,7 +67,7 @@ class Variability:
     def without(self, *parts: str) -> Variability:
         """The same, but these parts do not vary."""
         kept = {name: shape for name, shape in self.shapes.items() if name not in parts}
-        none = {name: (0.0, 1.0) if name in CHANCES else 0.0 for name in parts}
+        none: dict[str, Any] = {name: (0.0, 1.0) if name in CHANCES else 0.0 for name in parts}
         by = 0.0 if "call" in parts else self.calls_by
         return dataclasses.replace(self, shapes=kept, calls_by=by, **none)
 
@@ -84,7 +84,7 @@ class Variability:
             numbers = tuple((middle + factor * (even - middle)).tolist())
             shape = Distribution("empirical", numbers)
         shapes = {**self.shapes, part: shape}
-        more: dict[str, Any] = {part: factor * getattr(self, part)}
+        more = {part: factor * getattr(self, part)}
         if part == "call":
             more["calls_by"] = factor * self.calls_by
         return dataclasses.replace(self, shapes=shapes, **more)
@@ -117,7 +117,8 @@ def _product(scores: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarr
     for i in used[::width].tolist():
         weight, value = weights[i : i + width].sum(), other[min(i + width // 2, used[-1])]
         chance += weight * probabilities(np.interp(grid / value, one, scores))
-    return np.interp(probabilities(scores), chance / chance[-1], grid)
+    found: np.ndarray = np.interp(probabilities(scores), chance / chance[-1], grid)
+    return found
 
 
 def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float) -> np.ndarray:
@@ -128,7 +129,8 @@ def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float)
     grid = np.geomspace(low, high, 4 * _STEPS)
     below = (1 - chance) * probabilities(np.interp(grid, values, scores))
     below += chance * probabilities(np.interp(grid / factor, values, scores))
-    return np.interp(probabilities(scores), below, grid)
+    found: np.ndarray = np.interp(probabilities(scores), below, grid)
+    return found
 
 
 def variability(name: str | os.PathLike[str]) -> Variability:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,10 @@ from megatron_prism.costs.communicators import Calibration, Communicator
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import memory_watch
 from megatron_prism.virtual.tally import Tally
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.flags import Options
+    from megatron_prism.plugin.proof import Proof
 
 __all__ = ["Ballast", "connected_by", "follow_memory", "from_options", "take_device_memory"]
 
@@ -89,7 +93,7 @@ def connected_by(tally: Tally) -> tuple[Communicator, ...]:
     return used.all()
 
 
-def from_options(options: Any) -> Ballast | None:
+def from_options(options: Options) -> Ballast | None:
     """The ballast that ``options`` ask for.  UsageError where it would say nothing."""
     if options.ballast is None:
         return None
@@ -112,7 +116,7 @@ def from_options(options: Any) -> Ballast | None:
     return Ballast(calibration)
 
 
-def follow_memory(options: Any, proof: Any, place: str) -> Ballast | None:
+def follow_memory(options: Options, proof: Proof, place: str) -> Ballast | None:
     """Have ``proof`` watch and explain this rank's device memory; returns the ballast, if any.
 
     place : the rank's coordinates in words

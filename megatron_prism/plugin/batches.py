@@ -8,9 +8,8 @@ chunks r and 2*cp-1-r of each, as Megatron deals them (core/utils.py get_batch_o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ __all__ = ["batches"]
 
 def batches(
     recipe: Recipe, device: torch.device, dp_rank: int, cp_rank: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, torch.Tensor]]:
     """Endless microbatches for one rank, the same on every run.  RecipeError for a short text."""
     size, tokens, cp = recipe.train.micro_batch_size, recipe.model.seq_length, recipe.world.cp
     keep = _chunks(tokens, cp, cp_rank)
@@ -61,7 +60,7 @@ def _chunks(tokens: int, cp: int, cp_rank: int) -> torch.Tensor:
     return torch.cat([part[cp_rank], part[2 * cp - 1 - cp_rank]])
 
 
-def _samples(recipe: Recipe) -> Any:
+def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
     """A function sample number -> ``[seq_length + 1]`` token ids, reproducible."""
     tokens, vocabulary, seed = recipe.model.seq_length, recipe.model.vocab_size, recipe.train.seed
     if recipe.train.data == "mock":

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Group
 
 __all__ = ["Behind", "in_a_row"]
 
@@ -30,7 +33,7 @@ _PRODUCT, _COPIED = 8192, 1 << 26  # rows; bytes: both sides fill every GPU's ca
 _AHEAD_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
 _HEAT_S, _COOLS_S = 1.0, 0.1  # of products, if nothing was computed for so long
 
-Call = Callable[[], Any]
+Call = Callable[[], object]
 Mark = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
@@ -50,7 +53,7 @@ class Behind:
         self._word = torch.zeros(1, device="cuda")
         self._used = 0.0
 
-    def __call__(self, name: str, call: Call, count: int, group: Any) -> list[int]:
+    def __call__(self, name: str, call: Call, count: int, group: Group) -> list[int]:
         """ns of up to ``count`` calls of a collective ``name``; all ranks of ``group`` must call
         this.  Times that are no more than the copies' own are left out."""
         dist.all_reduce(self._word, group=group)
@@ -81,7 +84,7 @@ class Behind:
     def _compute(self) -> None:
         torch.mm(*self._factors, out=self._product)
 
-    def _span(self, call: Call | None, group: Any) -> Mark:
+    def _span(self, call: Call | None, group: Group) -> Mark:
         """Marks around two copies, with the call between them, if there is one."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._compute()
@@ -95,7 +98,7 @@ class Behind:
         return begin, end
 
 
-def of_all_ranks(name: str, spent: torch.Tensor, group: Any) -> list[int]:
+def of_all_ranks(name: str, spent: torch.Tensor, group: Group) -> list[int]:
     """ns of each call that took any time, from what it took this rank (float [calls])."""
     op = dist.ReduceOp.MAX if name in ONE_WAY else dist.ReduceOp.MIN
     dist.all_reduce(spent, op=op, group=group)

@@ -21,6 +21,9 @@ from torch._C import _distributed_c10d as c10d
 
 __all__ = ["host_calls", "middle"]
 
+Call = Callable[[], dist.Work | None]
+Row = dict[str, Any]  # JSON: op, asynchronous, ns, again
+
 _BYTES = 1 << 18
 _REPEATS, _CALLS = 7, 20
 _DEPTH = 40  # frames above a call in Megatron's forward
@@ -28,19 +31,19 @@ _WIDTH = 256  # of the model between calls
 _TIMES = {"ns", "again"}
 
 
-def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
+def host_calls(rank: int, size: int) -> list[Row]:
     """Rows {op, asynchronous, ns, again}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this
     rank after a step of the model, and right after such a call (messages: no ``again``).
 
     Every rank of the default group (``size`` of them) must call it.
     """
-    group: Any = dist.distributed_c10d._get_default_group()
+    group = dist.distributed_c10d._get_default_group()
     part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
     whole, other = (torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
                     for _ in range(2))  # fmt: skip
     rows, between = [], _step("cuda")
     for asynchronous in (False, True):
-        calls: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Call] = {
             "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [whole]),
             "broadcast": _with(c10d.BroadcastOptions, asynchronous, group.broadcast, [whole]),
             "all_gather": _with(
@@ -65,7 +68,7 @@ def host_calls(rank: int, size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def middle(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def middle(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of several ``host_calls``, each with the medians of its times: a shared host is slow
     or quick for ten seconds at a time, so one moment does not say how it usually is."""
     return [
@@ -78,7 +81,12 @@ def middle(rounds: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     ]
 
 
-def _with(kind: Any, asynchronous: bool, method: Any, *args: Any) -> Callable[[], Any]:
+def _with(
+    kind: Callable[[], Any],
+    asynchronous: bool,
+    method: Callable[..., dist.Work | None],
+    *args: object,
+) -> Call:
     """The call with its options; ``rootRank`` 0 where there is a root."""
     options = kind()
     options.asyncOp = asynchronous
@@ -99,7 +107,7 @@ def _step(device: str) -> Callable[[], None]:
     return step
 
 
-def _host_ns(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[int, int]:
+def _host_ns(call: Call, between: Call) -> tuple[int, int]:
     """ns of the host for one call with ``between`` before it, and for one right after that; deep in
     the Python stack."""
     return _below(_DEPTH, lambda: _measured(call, between))
@@ -109,7 +117,7 @@ def _below(depth: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int
     return _below(depth - 1, measure) if depth else measure()
 
 
-def _measured(call: Callable[[], Any], between: Callable[[], Any]) -> tuple[int, int]:
+def _measured(call: Call, between: Call) -> tuple[int, int]:
     found = []
     for _ in range(_REPEATS + 1):  # the first makes connections
         torch.cuda.synchronize()

@@ -24,12 +24,15 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from megatron_prism.costs.overlap import KINDS, METHOD
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.signatures import Json
 
 __all__ = ["overlaps"]
 
@@ -44,7 +47,7 @@ _LEAST_NS = 30_000  # of both side by side; less says nothing beside that head
 _HEAT_S = 2.0
 _MOST = 0.9  # of either that the other can take; noise must not become a huge factor
 
-Call = Callable[[], Any]
+Call = Callable[[], object]
 Phases = tuple[float, float, float, float]  # ns, as ``_on_host`` has them
 
 
@@ -60,9 +63,7 @@ class Round(NamedTuple):
     covered: bool
 
 
-def overlaps(
-    cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]
-) -> list[dict[str, Any]]:
+def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Json]:
     """Rows of factors, as ``costs.overlap`` reads them; every rank of the world takes part.
 
     ``calls`` gives the calls of messages of so many bytes, by name.
@@ -193,9 +194,12 @@ class _Phases:
 
 def _read(marks: list[list[torch.cuda.Event]]) -> Round:
     behind, beside = marks
-    times = [phase[i].elapsed_time(phase[i + 1]) * 1e6 for phase in marks for i in (0, 2)]
+    call, compute, call_beside, compute_beside = (
+        phase[i].elapsed_time(phase[i + 1]) * 1e6 for phase in marks for i in (0, 2)
+    )
     both = beside[2].elapsed_time(beside[1]) * 1e6
-    return Round(*times, both, beside[1].elapsed_time(beside[3]) >= 0)
+    covered = beside[1].elapsed_time(beside[3]) >= 0
+    return Round(call, compute, call_beside, compute_beside, both, covered)
 
 
 def _call_first(rounds: list[Round]) -> list[tuple[float, float]]:

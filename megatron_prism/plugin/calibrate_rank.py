@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -21,9 +21,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_prism.artefact import write_whole
 from megatron_prism.costs.collective import METHOD
-from megatron_prism.plugin.calibrate_calls import Behind, in_a_row
+from megatron_prism.plugin.calibrate_calls import Behind, Call, in_a_row
 from megatron_prism.plugin.calibrate_host import host_calls, middle
 from megatron_prism.plugin.calibrate_overlap import overlaps
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.signatures import Json
+    from megatron_prism.tiers.signatures import Group
 
 __all__ = ["main"]
 
@@ -48,7 +52,7 @@ class _Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda" if self.cuda else "cpu")
 
-    def samples_ns(self) -> Callable[[str, Callable[[], Any], int, Any], list[int]]:
+    def samples_ns(self) -> Callable[[str, Call, int, Group], list[int]]:
         """Measures (a collective, its call, how often, among which group): ns of each."""
         return Behind() if self.cuda else lambda _, call, count, __: in_a_row(call, count)
 
@@ -75,11 +79,11 @@ def _fill(*tensors: torch.Tensor) -> None:
 
 
 def _calls(
-    bench: _Bench, group: Any, n: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> dict[str, Callable[[], Any]]:
+    bench: _Bench, group: Group, n: int, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> dict[str, Call]:
     """Collective -> a call whose message is the first of ``tensors``, as nccl-tests counts it."""
     whole, other, part = tensors
-    calls: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Call] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "broadcast": lambda: dist.broadcast(whole, 0, group=group),
@@ -92,9 +96,7 @@ def _calls(
     return calls
 
 
-def _messages(
-    rank: int, group: Any, whole: torch.Tensor, other: torch.Tensor
-) -> dict[str, Callable[[], Any]]:
+def _messages(rank: int, group: Group, whole: torch.Tensor, other: torch.Tensor) -> dict[str, Call]:
     """One way (send) and both ways at once (exchange) between two ranks, as pipelines do it."""
     peer = 1 - rank
     there, back = (
@@ -102,7 +104,7 @@ def _messages(
         dist.P2POp(dist.irecv, other, peer, group),
     )
 
-    def run(ops: list[Any]) -> None:
+    def run(ops: list[dist.P2POp]) -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
@@ -112,7 +114,7 @@ def _messages(
     }
 
 
-def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]]:
+def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Json]:
     """Rows of every group size; all ranks call ``then`` after each."""
     rows, measure = [], bench.samples_ns()
     for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
@@ -133,7 +135,7 @@ def _collectives(bench: _Bench, then: Callable[[], None]) -> list[dict[str, Any]
     return rows
 
 
-def _text(stored: dict[str, Any]) -> str:
+def _text(stored: Json) -> str:
     """JSON with a line for each row of measurements."""
     lines = []
     for key, value in stored.items():
@@ -144,9 +146,9 @@ def _text(stored: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _calls_stage(bench: _Bench) -> dict[str, Any]:
+def _calls_stage(bench: _Bench) -> Json:
     """What calls take of device and host; the host at several moments."""
-    hosts: list[list[dict[str, Any]]] = []
+    hosts: list[list[Json]] = []
 
     def look_at_host() -> None:
         hosts.append(host_calls(bench.rank, bench.size) if bench.cuda else [])
@@ -168,8 +170,8 @@ def _calls_stage(bench: _Bench) -> dict[str, Any]:
     }
 
 
-def _overlap_stage(bench: _Bench) -> list[dict[str, Any]]:
-    def calls(size: int) -> dict[str, Callable[[], Any]]:
+def _overlap_stage(bench: _Bench) -> list[Json]:
+    def calls(size: int) -> dict[str, Call]:
         return _calls(bench, None, bench.size, _tensors(bench, bench.size, size))
 
     return overlaps(bench.cuda, bench.size, calls)

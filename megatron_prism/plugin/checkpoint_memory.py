@@ -9,7 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.proof import Proof
 
 __all__ = ["weigh"]
 
@@ -18,14 +21,14 @@ class _Complete(Exception):
     """The state dict is there."""
 
 
-def weigh(module: ModuleType, proof: Any, save: Callable[[], Any]) -> None:
+def weigh(module: ModuleType, proof: Proof, save: Callable[[], object]) -> None:
     """The part ``checkpoint`` of the rank's memory; ``save`` is Megatron's save_checkpoint with all
     its arguments, ``module`` its module.  Stays unknown, and says so, where a stand-in lacks what
     only checkpoints ask for.
     """
     complete = module.generate_state_dict
 
-    def generate(*args: Any, **kwargs: Any) -> None:
+    def generate(*args: object, **kwargs: object) -> None:
         complete(*args, **kwargs)
         raise _Complete
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -22,7 +22,10 @@ from megatron_prism.programs import Programs
 from megatron_prism.recipe_schema import Recipe
 
 if TYPE_CHECKING:
+    from megatron_prism.diagnosis import Diagnosis
     from megatron_prism.flight_dump import DumpSet, Entry
+    from megatron_prism.placement import Placed
+    from megatron_prism.plugin.signatures import Summary
 
 __all__ = ["Trial", "confirm"]
 
@@ -39,9 +42,14 @@ class Trial:
 
 
 def confirm(
-    recipe: Recipe, programs: Programs, path: Path, dumps: DumpSet, verdict: Any, placed: Any,
+    recipe: Recipe,
+    programs: Programs,
+    path: Path,
+    dumps: DumpSet,
+    verdict: Diagnosis,
+    placed: Placed,
     console: Console,
-) -> Trial:  # fmt: skip
+) -> Trial:
     """Run the culprits for real.  ``path``: where ``programs`` are, for the workers."""
     if not placed.stops:
         return Trial(("no place is known to run a suspect's code to",), None)
@@ -62,7 +70,7 @@ def confirm(
 
 def _run(
     recipe: Recipe, programs: Programs, path: Path, rank: int, index: int, console: Console
-) -> dict[str, Any]:
+) -> Summary:
     """The summary of the rank's worker, with what its witness saw."""
     train = dataclasses.replace(recipe.train, iterations=_STEPS)
     recipe = dataclasses.replace(recipe, train=train)
@@ -72,8 +80,8 @@ def _run(
 
 
 def _judge(
-    programs: Programs, dumps: DumpSet, verdict: Any, rank: int, index: int,
-    summary: dict[str, Any],
+    programs: Programs, dumps: DumpSet, verdict: Diagnosis, rank: int, index: int,
+    summary: Summary,
 ) -> tuple[list[str], bool]:  # fmt: skip
     said = summary["witness"]
     calls = [Op(**call) for call in said["calls"]]
@@ -102,7 +110,7 @@ def _judge(
     return lines, right and same and summary["steps"] == _STEPS
 
 
-def _history(dumps: DumpSet, verdict: Any, rank: int, calls: list[Op]) -> tuple[int, int]:
+def _history(dumps: DumpSet, verdict: Diagnosis, rank: int, calls: list[Op]) -> tuple[int, int]:
     """(calls of the iteration that the rank's dump has before the place, how many of them, going
     backwards, the code makes too); (0, 0) without a history."""
     dump = dumps.dumps.get(rank)
@@ -118,7 +126,7 @@ def _history(dumps: DumpSet, verdict: Any, rank: int, calls: list[Op]) -> tuple[
     return count, same
 
 
-def _place(entries: list[Entry], verdict: Any, rank: int) -> int:
+def _place(entries: list[Entry], verdict: Diagnosis, rank: int) -> int:
     """How many of the dump's calls come before the one in question."""
     kind = next(c.kind for c in verdict.culprits if c.rank == rank)
     for i, e in enumerate(entries):

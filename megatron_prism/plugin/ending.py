@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
 
 from megatron_prism.errors import NotTrainedError, PrismError
 
@@ -18,13 +18,14 @@ __all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report"]
 
 LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
 
+Status = str | int | None  # of sys.exit
 Check = Callable[[], "PrismError | None"]
 
 _checks: list[Check] = []
-_ended: dict[str, Any] = {}  # "status" of sys.exit or of a failure
+_ended: dict[str, object] = {}  # "status" of sys.exit or of a failure
 
 
-def note(status: Any) -> None:
+def note(status: Status) -> None:
     """Remember with which status the process is about to end."""
     _ended["status"] = status
 
@@ -78,11 +79,13 @@ def is_worker() -> bool:
 def _watch() -> None:
     original_exit, original_hook, pid = sys.exit, sys.excepthook, os.getpid()
 
-    def note_exit(status: Any = None) -> None:
+    def note_exit(status: Status = None) -> None:
         note(status)
         original_exit(status)
 
-    def note_exception(kind: Any, value: Any, trace: Any) -> None:
+    def note_exception(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
         note(1)
         if isinstance(value, PrismError):
             report(value)

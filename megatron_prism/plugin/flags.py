@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin import hang_flags
@@ -137,13 +137,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as our error, so that one place prints it."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         raise UsageError(
             f"bad --prism option: {message}", fix="see the flags with: prism run --help"
         )
 
 
-def _recipe_defaults(path: str) -> dict[str, Any]:
+def _recipe_defaults(path: str) -> dict[str, object]:
     from megatron_prism.recipe import load_prism_section  # the only module with OmegaConf
 
     section = load_prism_section(Path(path))

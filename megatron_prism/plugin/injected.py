@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -20,6 +20,9 @@ from torch import distributed as dist
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.fault_plan import Fault
 from megatron_prism.virtual.arguments import arguments
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.signatures import Args
 
 __all__ = ["another_call", "another_tensor", "leave", "options", "spoil", "splits"]
 
@@ -37,7 +40,7 @@ _OTHERS = {  # our name -> c10d's method and the options that it takes
 }
 
 
-def another_tensor(fault: Fault, op: str, args: list[Any]) -> list[Any]:
+def another_tensor(fault: Fault, op: str, args: Args) -> list[object]:
     """shape, dtype: the arguments with another tensor."""
     if op not in _IN_PLACE:
         raise UnsupportedError(
@@ -55,16 +58,16 @@ def another_tensor(fault: Fault, op: str, args: list[Any]) -> list[Any]:
     return [[new], *args[1:]]
 
 
-def options(fault: Fault, given: Any, size: int) -> None:
+def options(fault: Fault, given: dist.ReduceOptions, size: int) -> None:
     """root, reduce_op: changed in the options of the call."""
     if fault.kind == "root":
-        given.rootRank = fault.number("to", (given.rootRank + 1) % size)
+        given.rootRank = fault.number("to", (given.rootRank + 1) % size) or 0
         return
-    default = "sum" if given.reduceOp == dist.ReduceOp.MAX else "max"
-    given.reduceOp = _REDUCE[fault.params.get("to", default)]
+    default = "sum" if given.reduceOp == dist.ReduceOp(dist.ReduceOp.MAX) else "max"
+    given.reduceOp = dist.ReduceOp(_REDUCE[fault.params.get("to", default)])
 
 
-def splits(fault: Fault, args: list[Any], size: int, mine: int) -> list[Any]:
+def splits(fault: Fault, args: Args, size: int, mine: int) -> list[object]:
     """An all-to-all whose rows go to another member than they should; as many as before."""
     if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
         raise UnsupportedError(f"{fault}: that all-to-all has no splits among two others",
@@ -76,7 +79,7 @@ def splits(fault: Fault, args: list[Any], size: int, mine: int) -> list[Any]:
     return [*args[:3], rows, *args[4:]]
 
 
-def another_call(fault: Fault, op: str, args: Sequence[Any]) -> tuple[str, str, list[Any]]:
+def another_call(fault: Fault, op: str, args: Args) -> tuple[str, str, list[object]]:
     """(our name, c10d's method, its arguments) of the collective that is made instead."""
     name = fault.params.get("to", "all_reduce" if op == "broadcast" else "broadcast")
     if name not in _OTHERS:

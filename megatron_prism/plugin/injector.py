@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,13 +30,20 @@ from megatron_prism.virtual.arguments import arguments
 from megatron_prism.virtual.rendezvous import nccl_lets_through
 from megatron_prism.virtual.work import Done
 
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.plugin.signatures import Chunk
+    from megatron_prism.tiers.live import LiveBytes
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.signatures import Answer, Args, Kwargs
+
 __all__ = ["Injector"]
 
 _GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
 _LOST = ("drop", "p2p_lost", "skip_microbatch")
 
-Answer = Callable[..., Any]
-Make = Callable[[str, "Answer | None"], Answer]  # a collective, its answer; None: the group's own
+Make = Callable[[str, "Answer | None"], "Answer"]  # a collective, its answer; None: the group's own
 
 
 class Injector:
@@ -47,7 +54,7 @@ class Injector:
     """
 
     def __init__(
-        self, faults: Sequence[Fault], rank: int, tier: str, live: Any, dry: bool,
+        self, faults: Sequence[Fault], rank: int, tier: str, live: LiveBytes | None, dry: bool,
         truth: Path | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.tier, self.live, self.dry, self.truth = rank, tier, live, dry, truth
@@ -55,11 +62,13 @@ class Injector:
         self.first: dict[str, int] = {}  # fault -> the train step in which it fired
         self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
         self.sequence: Counter[tuple[str, bool]] = Counter()
-        self.groups: dict[str, Any] = {}  # description -> the group of this rank, once it was used
+        self.groups: dict[
+            str, PrismGroup
+        ] = {}  # description -> the group of this rank, once it was used
         self.steps = 0  # train steps that began
         self._since = time.perf_counter()  # the last call came back
         self._watched = False
-        self._held: dict[str, tuple[Answer, Any, list[Any], Any]] = {}
+        self._held: dict[str, tuple[Answer, PrismGroup, Args, Kwargs]] = {}
         for fault in faults:
             self._possible(fault)
         of_tensors = [f for f in faults if f.params.get("tensor") in ("loss", "act")]
@@ -94,7 +103,9 @@ class Injector:
                 os.environ[name] = value
 
     # -- what the guard says ----------------------------------------------------------------------
-    def begin(self, model: Any, labels: Callable[[], Call]) -> None:
+    def begin(
+        self, model: Chunk | list[Chunk] | tuple[Chunk, ...] | None, labels: Callable[[], Call]
+    ) -> None:
         """A train step starts.  ``labels``: where the rank is, while its model runs."""
         self.steps += 1
         self._since = time.perf_counter()
@@ -102,8 +113,10 @@ class Injector:
             self._watched = True
             self._watch(model, labels)
 
-    def _watch(self, model: Any, labels: Callable[[], Call]) -> None:
-        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    def _watch(
+        self, model: Chunk | list[Chunk] | tuple[Chunk, ...], labels: Callable[[], Call]
+    ) -> None:
+        chunks: list[Chunk] = list(model) if isinstance(model, (list, tuple)) else [model]
         for finder in self._tensors:
             chosen = chunks
             if finder.fault.params["tensor"] == "loss":
@@ -112,7 +125,9 @@ class Injector:
                     raise UsageError(f"{finder.fault}: rank {self.rank} has no loss",
                                      fix="a rank of the last stage, or tensor=act")  # fmt: skip
 
-            def spoil(module: Any, inputs: Any, output: Any, finder: Finder = finder) -> None:
+            def spoil(
+                module: torch.nn.Module, inputs: object, output: object, finder: Finder = finder
+            ) -> None:
                 call = labels()
                 if finder.hit(call):
                     self._say(finder.fault, call, finder.seen)
@@ -125,9 +140,9 @@ class Injector:
                 chunk.register_forward_hook(spoil)
 
     def record(
-        self, group: Any, op: str, make: Make, answer: Answer, args: Sequence[Any], kwargs: Any,
+        self, group: PrismGroup, op: str, make: Make, answer: Answer, args: Args, kwargs: Kwargs,
         call: Call,
-    ) -> Any:  # fmt: skip
+    ) -> dist.Work | None:  # fmt: skip
         """Make the call, or what the plan makes of it."""
         pair = op in ("send", "recv")
         self.sequence[group.desc, pair] += 1
@@ -149,7 +164,7 @@ class Injector:
 
     def _hit(self, finder: Finder, partner: Finder | None, call: Call) -> bool:
         fault = finder.fault
-        if fault.kind == "oom" and "at_bytes" in fault.params:
+        if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
             return self.live.now > (fault.number("at_bytes") or 0) and not self.fired[str(fault)]
         if fault.kind == "skip_microbatch":
             return call.microbatch == int(fault.select.get("mb", 0)) and finder.matches(call)
@@ -167,7 +182,7 @@ class Injector:
                     took = time.perf_counter() - self._since
                     time.sleep(took * (finder.fault.factor("factor", 2) - 1))
 
-    def _say(self, fault: Fault, call: Call, seq: int, group: Any = None) -> None:
+    def _say(self, fault: Fault, call: Call, seq: int, group: PrismGroup | None = None) -> None:
         self.fired[str(fault)] += 1
         if self.fired[str(fault)] > 1:
             return
@@ -210,9 +225,9 @@ class Injector:
 
     # -- what happens -----------------------------------------------------------------------------
     def _fire(
-        self, fault: Fault, group: Any, op: str, make: Make, answer: Answer, args: list[Any],
-        kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self, fault: Fault, group: PrismGroup, op: str, make: Make, answer: Answer, args: list[Any],
+        kwargs: Kwargs,
+    ) -> dist.Work | None:  # fmt: skip
         kind, call = fault.kind, make(op, answer)
         ins, outs = arguments(op, args)
         alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
@@ -256,8 +271,14 @@ class Injector:
         return call(group, *args, **kwargs)
 
     def _swap(
-        self, fault: Fault, group: Any, call: Answer, args: list[Any], kwargs: Any, outs: Any
-    ) -> Any:
+        self,
+        fault: Fault,
+        group: PrismGroup,
+        call: Answer,
+        args: Args,
+        kwargs: Kwargs,
+        outs: Sequence[torch.Tensor],
+    ) -> dist.Work | None:
         """The first of the two calls is held until the second was made."""
         held = self._held.pop(str(fault), None)
         if held is None:
@@ -268,7 +289,7 @@ class Injector:
         first(its_group, *its_args, **its_kwargs)
         return done
 
-    def _other_group(self, fault: Fault, group: Any) -> Any:
+    def _other_group(self, fault: Fault, group: PrismGroup) -> PrismGroup:
         for desc, other in self.groups.items():
             if named_group(fault.params["to"], desc) and other is not group:
                 return other
@@ -285,12 +306,12 @@ def _partner(fault: Fault) -> Fault:
     return replace(fault, select={**same, "group": group, "op": op, "nth": nth[0] if nth else "0"})
 
 
-def _op(group: Any, op: str, args: list[Any], kwargs: Any) -> Op:
+def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
     fields = details(group, op, args, kwargs)
     return Op(op, group.desc, fields.get("dtype", ""), fields["num_in"], fields["num_out"])
 
 
-def _last(chunk: Any) -> bool:
+def _last(chunk: Chunk) -> bool:
     """Whether the model chunk ends in a loss."""
     found = [m.post_process for m in chunk.modules() if hasattr(m, "post_process")]
     return bool(found and found[0])

@@ -18,7 +18,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,6 +28,13 @@ from megatron_prism.artefact import ArtefactFolder
 from megatron_prism.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.plugin import job_report
 from megatron_prism.recipe_schema import Recipe
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from megatron_prism.plugin.signatures import Json, Summary
+    from megatron_prism.plugin.witness import Watch
+    from megatron_prism.slices import SliceStore
 
 __all__ = ["EmulationResult", "emulate", "ranks_of", "run_ranks"]
 
@@ -39,10 +46,10 @@ class EmulationResult:
     """What the job did: one summary per rank, in stage order."""
 
     recipe: Recipe
-    ranks: list[dict[str, Any]]
+    ranks: list[Summary]
     wall_s: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The content of ``summary.json``: plain numbers, provenance beside them."""
         from megatron_prism import __version__
 
@@ -64,11 +71,11 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     events: int
-    stderr: Any
-    task: Any
+    stderr: IO[bytes]
+    task: TaskID
     buffer: bytes = b""
-    result: dict[str, Any] | None = None
-    failure: dict[str, Any] | None = field(default=None)
+    result: Summary | None = None
+    failure: Json | None = field(default=None)
 
 
 def ranks_of(recipe: Recipe) -> tuple[int, ...]:
@@ -122,9 +129,9 @@ def run_ranks(
     console: Console,
     *,
     num_workers: int | None = None,
-    slices: Any = None,
-    watch: Any = None,
-) -> list[dict[str, Any]]:
+    slices: SliceStore | None = None,
+    watch: Watch | None = None,
+) -> list[Summary]:
     """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
     fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch`` a
     ``witness.Watch``.
@@ -143,10 +150,16 @@ def run_ranks(
 
 
 def _run_all(
-    recipe: Recipe, ranks: tuple[int, ...], num_workers: int | None, console: Console, more: Any
-) -> list[dict[str, Any]]:
+    recipe: Recipe,
+    ranks: tuple[int, ...],
+    num_workers: int | None,
+    console: Console,
+    more: tuple[SliceStore | None, Watch | None],
+) -> list[Summary]:
     num_workers = num_workers or min(os.cpu_count() or 1, 8)
-    waiting, running, done = list(ranks), [], {}
+    waiting = list(ranks)
+    running: list[_Worker] = []
+    done: dict[int, Summary] = {}
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -183,7 +196,12 @@ def _title(recipe: Recipe, rank: int) -> str:
     return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
 
 
-def _start(recipe: Recipe, rank: int, tasks: dict[int, Any], more: Any) -> _Worker:
+def _start(
+    recipe: Recipe,
+    rank: int,
+    tasks: dict[int, TaskID],
+    more: tuple[SliceStore | None, Watch | None],
+) -> _Worker:
     read, write = os.pipe()
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
     environment = {**os.environ, "PRISM_ARGS": ""}
@@ -228,7 +246,7 @@ def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
             worker.failure = event
 
 
-def _finish(worker: _Worker, bars: Progress) -> dict[str, Any]:
+def _finish(worker: _Worker, bars: Progress) -> Summary:
     """The summary of a worker that has ended; its failure as an error of ours."""
     status = worker.process.wait()
     os.close(worker.events)

@@ -5,13 +5,16 @@ read it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_prism.recipe_schema import Recipe
 from megatron_prism.units import format_bytes
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.signatures import Summary
 
 __all__ = ["body", "head"]
 
@@ -26,9 +29,7 @@ def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
     console.print(f"  {'real here':<20} {len(ranks)} ranks; {virtual:,} are virtual")
 
 
-def body(
-    recipe: Recipe, summaries: Sequence[dict[str, Any]], wall_s: float, console: Console
-) -> None:
+def body(recipe: Recipe, summaries: Sequence[Summary], wall_s: float, console: Console) -> None:
     """After the work: per stage parameters, memory and p2p; then communication by group."""
     _stages(recipe, summaries, console)
     _communication(summaries, console)
@@ -47,11 +48,11 @@ def body(
     console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
 
 
-def _calls(summary: dict[str, Any], op: str) -> int:
+def _calls(summary: Summary, op: str) -> int:
     return sum(row["calls"] for row in summary["communication"] if row["op"] == op)
 
 
-def _stages(recipe: Recipe, summaries: Sequence[dict[str, Any]], console: Console) -> None:
+def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> None:
     table = Table(title="Per stage, one iteration")
     table.add_column("stage")
     table.add_column("layers by chunk")
@@ -78,9 +79,9 @@ def _stages(recipe: Recipe, summaries: Sequence[dict[str, Any]], console: Consol
     _print(table, console)
 
 
-def _communication(summaries: Sequence[dict[str, Any]], console: Console) -> None:
+def _communication(summaries: Sequence[Summary], console: Console) -> None:
     """Calls and bytes by group; stages that communicate alike share a row."""
-    rows: dict[tuple[Any, ...], list[str]] = {}
+    rows: dict[tuple[str, int, str, int, int], list[str]] = {}
     for summary in summaries:
         for row in summary["communication"]:
             key = (row["group"], row["group_size"], row["op"], row["calls"], row["bytes"])

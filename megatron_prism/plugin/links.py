@@ -18,7 +18,6 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 __all__ = ["Links", "awake"]
 
@@ -37,7 +36,11 @@ class Links:
     """
 
     def __init__(
-        self, how: str = "", why: str = "", send: Any = None, calls: Callable[[], int] = int
+        self,
+        how: str = "",
+        why: str = "",
+        send: Callable[[], None] | None = None,
+        calls: Callable[[], int] = int,
     ) -> None:
         self.how, self.why, self.words = how, why, 0
         self._send, self._calls = send, calls
@@ -54,7 +57,7 @@ class Links:
                 now = self._calls()
                 recent.append(now != made)
                 made = now
-                if recent[-1] or sum(recent) >= _DENSE:
+                if self._send is not None and (recent[-1] or sum(recent) >= _DENSE):
                     self._send()
                     self.words += 1
         except Exception as error:  # of whatever kind: the rank goes on, and the summary says it
@@ -66,7 +69,7 @@ class Links:
         if self._thread.is_alive():
             self._thread.join(10)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """What the run's JSON says."""
         return {"awake": not self.why, "words": self.words, "said": str(self)}
 
@@ -109,7 +112,7 @@ def _neighbour(index: int) -> int | None:
     return next((i for i in others if reachable(index, i)), None)
 
 
-def _sender(index: int, peer: int) -> Any:
+def _sender(index: int, peer: int) -> Callable[[], None]:
     """Copies to ``peer`` and back, both made by ``index`` on a stream on which nothing else is.
 
     Straight to the driver: torch's copies between devices come with events of both, for which the

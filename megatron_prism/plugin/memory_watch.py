@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.artefact import whole_file
 from megatron_prism.errors import NotTrainedError, UsageError
 from megatron_prism.slicer.owners import Sites
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.flags import Options
 
 __all__ = ["MemoryWatch", "explain", "from_options"]
 
@@ -37,7 +40,7 @@ class MemoryWatch:
     cuda       : torch.cuda, or what tests put in its place
     """
 
-    def __init__(self, path: Path, force: bool = False, cuda: Any = torch.cuda) -> None:
+    def __init__(self, path: Path, force: bool = False, cuda: ModuleType = torch.cuda) -> None:
         self.path, self.force, self.cuda = path, force, cuda
         self.iterations: list[dict[str, int]] = []
         self.parts: dict[str, int] = {}
@@ -52,7 +55,7 @@ class MemoryWatch:
             self.cuda.memory._record_memory_history(max_entries=_ENTRIES, stacks="python")
 
     @contextlib.contextmanager
-    def scope(self, phase: str = "", **labels: Any) -> Iterator[None]:
+    def scope(self, phase: str = "", **labels: object) -> Iterator[None]:
         """What runs inside belongs to ``phase``."""
         self._note("between")
         try:
@@ -93,7 +96,7 @@ class MemoryWatch:
             pickle.dump(self.cuda.memory._snapshot(), file)
 
 
-def from_options(options: Any) -> MemoryWatch | None:
+def from_options(options: Options) -> MemoryWatch | None:
     """The watch that ``options`` ask for.  UsageError off the device, or if the place is taken."""
     if options.memory is None:
         return None
@@ -111,7 +114,9 @@ def from_options(options: Any) -> MemoryWatch | None:
     return MemoryWatch(path, options.force)
 
 
-def explain(error: BaseException, who: str, labels: dict[str, Any], held: int = 0) -> Exception:
+def explain(
+    error: BaseException, who: str, labels: Mapping[str, object], held: int = 0
+) -> Exception:
     """An out-of-memory as the rank's own: who, in which step, at which line of Megatron.
 
     held : bytes of ballast that the process holds for communicators

@@ -7,7 +7,7 @@ call in order of issue, and which launch of the table ends which interactions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from megatron_prism.costs.host import call_ns
 from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.program import Program
 from megatron_prism.replay.release import Releases
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.pacing import Call
 
 __all__ = ["calls_of", "expected", "nccl_blocks"]
 
@@ -28,7 +31,7 @@ def expected(
     process: int,
     group_sizes: Mapping[str, int],
     calibration: Calibration | None = None,
-) -> tuple[list[Any], list[list[int]]]:
+) -> tuple[list[Call], list[list[int]]]:
     """(every call of the program in order, per launch the interactions that it ends).
 
     ``calibration`` knows how long NCCL keeps the host for a call.

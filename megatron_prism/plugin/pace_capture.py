@@ -11,18 +11,24 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism import programs, slices
 from megatron_prism.errors import PrismError, UsageError
 from megatron_prism.selectors import format_ranks
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.plugin.flags import Options
+    from megatron_prism.world import World
 
 __all__ = ["capture_missing", "missing_ranks"]
 
 CAPTURE_STEPS = 12  # of a capture: two warm up, nine count, the last ends them
 
 
-def missing_ranks(folder: Path, world: Any) -> list[int]:
+def missing_ranks(folder: Path, world: World) -> list[int]:
     """The first rank of every stage of which ``folder`` has no slice."""
     there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
     stages = {world.coordinates(rank).pp for rank in there}
@@ -35,13 +41,14 @@ def _at_pace(folder: Path) -> bool:
     return bool(paths) and programs.load(paths[0]).source.get(slices.PEERS) == slices.PACED
 
 
-def capture_missing(options: Any, job: Sequence[str], store: Any = None) -> None:
+def capture_missing(options: Options, job: Sequence[str], store: dist.Store | None = None) -> None:
     """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
 
     PrismError if one fails; what was captured until then is kept.  Of several local processes the
     first captures, the others wait at ``store``.
     """
     if options.process:
+        assert store is not None, "several local processes share a store"
         store.wait(["prism/pace/captured"], timedelta(days=1))
         return
     _capture_all(options, job)
@@ -49,30 +56,32 @@ def capture_missing(options: Any, job: Sequence[str], store: Any = None) -> None
         store.set("prism/pace/captured", "1")
 
 
-def _capture_all(options: Any, job: Sequence[str]) -> None:
-    missing = missing_ranks(options.pace, options.world)
-    if missing and _at_pace(options.pace):
+def _capture_all(options: Options, job: Sequence[str]) -> None:
+    folder = options.pace
+    assert folder is not None, "--prism-pace names the folder"
+    missing = missing_ranks(folder, options.world)
+    if missing and _at_pace(folder):
         raise UsageError(
-            f"{options.pace} holds slices that were recorded at pace, but none of ranks "
+            f"{folder} holds slices that were recorded at pace, but none of ranks "
             f"{format_ranks(missing)}",
-            fix=f"--prism-ranks {missing[0]} --prism-capture {options.pace} --prism-pace FIRST, "
+            fix=f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, "
             "where FIRST are the slices that these were paced by",
         )
     for number, rank in enumerate(missing, 1):
         _say(
-            f"capturing rank {rank:,} for {options.pace}: "
+            f"capturing rank {rank:,} for {folder}: "
             f"{number} of {len(missing)} ({format_ranks(missing)})"
         )
         words = [
             sys.executable, "-m", "megatron_prism", "run",
             "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
-            "--prism-capture", str(options.pace), "--prism-tier", options.tier,
+            "--prism-capture", str(folder), "--prism-tier", options.tier,
             "--prism-values", options.values, "--",
             *job, "--train-iters", str(CAPTURE_STEPS),
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
         environment["PRISM_ARGS"] = ""
-        log = options.pace.with_name(f"{options.pace.name}-rank-{rank}.log")
+        log = folder.with_name(f"{folder.name}-rank-{rank}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as out:
             status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode

@@ -18,10 +18,20 @@ import traceback
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.recipe_schema import Recipe
+
+if TYPE_CHECKING:
+    from megatron_prism.plugin.proof import Proof
+    from megatron_prism.plugin.rank_train import RankJob
+    from megatron_prism.plugin.signatures import Summary
+    from megatron_prism.plugin.witness import Watch
+    from megatron_prism.slicer.recorder import Recorder
+    from megatron_prism.slices import SliceStore
+    from megatron_prism.tiers import Tier
+    from megatron_prism.virtual.session import VirtualWorld
 
 __all__ = ["main"]
 
@@ -33,7 +43,7 @@ def main(fd: int) -> int:
     recipe, rank, slices, watch = pickle.load(sys.stdin.buffer)
     out = os.fdopen(fd, "w", buffering=1)
 
-    def emit(kind: str, **fields: Any) -> None:
+    def emit(kind: str, **fields: object) -> None:
         out.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     try:
@@ -48,8 +58,12 @@ def main(fd: int) -> int:
 
 
 def run(
-    recipe: Recipe, rank: int, emit: Emit, slices: Any = None, watch: Any = None
-) -> dict[str, Any]:
+    recipe: Recipe,
+    rank: int,
+    emit: Emit,
+    slices: SliceStore | None = None,
+    watch: Watch | None = None,
+) -> Summary:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
     With ``slices`` (a SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
@@ -94,7 +108,7 @@ def run(
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
     if watch is not None:
         summary["witness"] = proof.guard.said()
-    if recorder is not None:
+    if slices is not None and job.program is not None:
         slices.put(job.program)
         summary["recording"] = {
             "ops": len(job.program),
@@ -104,7 +118,7 @@ def run(
     return summary
 
 
-def _recorder(rank: int, tier: Any, job: Any) -> Any:
+def _recorder(rank: int, tier: Tier, job: RankJob) -> Recorder:
     from megatron_prism.slicer import watch
     from megatron_prism.slicer.recorder import Recorder
 
@@ -114,7 +128,7 @@ def _recorder(rank: int, tier: Any, job: Any) -> Any:
     return recorder
 
 
-def _start_world(recipe: Recipe, rank: int, tier: Any, proof: Any) -> Any:
+def _start_world(recipe: Recipe, rank: int, tier: Tier, proof: Proof) -> VirtualWorld:
     """Register the seams and bring the virtual world up, before Megatron is imported."""
     from megatron_prism.plugin import flags, launch, patch, seams_tiers
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.errors import RecipeError
 from megatron_prism.recipe_schema import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_prism.plugin.signatures import Chunk, Config, Optimizer
 
 __all__ = ["chunks", "initialize", "optimizer", "transformer_config"]
 
@@ -40,7 +45,7 @@ def initialize(recipe: Recipe) -> None:
     )
 
 
-def _parallel_fields(recipe: Recipe) -> dict[str, Any]:
+def _parallel_fields(recipe: Recipe) -> dict[str, object]:
     """How the model is split, and how its stages talk (interleaving overlaps its p2p)."""
     p = recipe.parallel
     interleaved = p.vpp is not None and p.pp > 1
@@ -57,7 +62,7 @@ def _parallel_fields(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def transformer_config(recipe: Recipe) -> Any:
+def transformer_config(recipe: Recipe) -> Config:
     """The TransformerConfig that training/arguments.py:1306 @0.16.1 would make of these flags.
 
     RecipeError for a ``model.extra`` key that this release's TransformerConfig lacks.
@@ -69,7 +74,7 @@ def transformer_config(recipe: Recipe) -> Any:
     r, m, p, t = recipe, recipe.model, recipe.parallel, recipe.train
     dtype = torch.bfloat16 if t.bf16 else torch.float32
     te = r.prism.transformer_impl == "transformer_engine"
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         **_parallel_fields(recipe),
         "ffn_hidden_size": r.ffn_hidden_size,
         "kv_channels": r.kv_channels,
@@ -112,7 +117,7 @@ def transformer_config(recipe: Recipe) -> Any:
     return TransformerConfig(**{k: v for k, v in fields.items() if k in known})
 
 
-def chunks(recipe: Recipe, config: Any) -> list[Any]:
+def chunks(recipe: Recipe, config: Config) -> list[Chunk]:
     """This rank's model chunks, wrapped as get_model does (training/training.py:1195 @0.16.1)."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -142,7 +147,7 @@ def chunks(recipe: Recipe, config: Any) -> list[Any]:
     return wrapped
 
 
-def _gpt(recipe: Recipe, config: Any, chunk: int) -> Any:
+def _gpt(recipe: Recipe, config: Config, chunk: int) -> torch.nn.Module:
     """One GPTModel chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -177,7 +182,7 @@ def _gpt(recipe: Recipe, config: Any, chunk: int) -> Any:
     )
 
 
-def optimizer(recipe: Recipe, config: Any, model: list[Any]) -> Any:
+def optimizer(recipe: Recipe, config: Config, model: list[Chunk]) -> Optimizer:
     """Megatron's optimizer over all chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -12,12 +12,31 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.errors import NotTrainedError
 from megatron_prism.megatron_source import megatron_release
 from megatron_prism.plugin import rank_model
 from megatron_prism.recipe_schema import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_prism.plugin.proof import Proof
+    from megatron_prism.plugin.signatures import (
+        Batch,
+        Chunk,
+        Loss,
+        Memory,
+        Peak,
+        Report,
+        Summary,
+        Sync,
+    )
+    from megatron_prism.program import Program
+    from megatron_prism.tiers import Tier
+    from megatron_prism.virtual.session import VirtualWorld
+    from megatron_prism.virtual.tally import Tally
 
 __all__ = ["RankJob"]
 
@@ -27,7 +46,7 @@ Emit = Callable[..., None]
 class RankJob:
     """Model, optimizer and data of one rank, and its iterations."""
 
-    def __init__(self, recipe: Recipe, proof: Any, tier: Any, emit: Emit) -> None:
+    def __init__(self, recipe: Recipe, proof: Proof, tier: Tier, emit: Emit) -> None:
         self.recipe, self.proof, self.tier, self.emit = recipe, proof, tier, emit
         rank_model.initialize(recipe)
         self.config = rank_model.transformer_config(recipe)
@@ -37,10 +56,10 @@ class RankJob:
             self.optimizer = rank_model.optimizer(recipe, self.config, self.model)
         self._hook_up()
         self.batches = self._batches()
-        self.peaks: list[dict[str, Any]] = []
+        self.peaks: list[Peak] = []
         self.losses: list[float] = []
         self.iteration_s: list[float] = []
-        self.program: Any = None  # what the last iteration did, if it was recorded
+        self.program: Program | None = None  # what the last iteration did, if it was recorded
         total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
         proof.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
@@ -51,7 +70,7 @@ class RankJob:
 
         t, config = self.recipe.train, self.config
 
-        def per_chunk(name: str) -> Any:
+        def per_chunk(name: str) -> Sync | list[Sync]:
             functions = [getattr(chunk, name) for chunk in self.model]
             return functions if len(functions) > 1 else functions[0]
 
@@ -64,7 +83,7 @@ class RankJob:
         config.finalize_model_grads_func = finalize_model_grads
 
     # -- data -------------------------------------------------------------------------------------
-    def _batches(self) -> Iterator[dict[str, Any]]:
+    def _batches(self) -> Iterator[Batch]:
         from megatron.core import parallel_state
 
         from megatron_prism.plugin.batches import batches
@@ -76,7 +95,9 @@ class RankJob:
             cp_rank=parallel_state.get_context_parallel_rank(),
         )
 
-    def _forward_step(self, data: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+    def _forward_step(
+        self, data: Iterator[Batch], model: Chunk
+    ) -> tuple[torch.Tensor, Callable[..., Loss]]:
         batch = next(data)
         output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
         return output, partial(_loss, batch["mask"])
@@ -102,7 +123,7 @@ class RankJob:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            data: Any = [self.batches] * len(chunks) if len(chunks) > 1 else self.batches
+            data = [self.batches] * len(chunks) if len(chunks) > 1 else self.batches
             losses = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=data,
@@ -140,12 +161,14 @@ class RankJob:
             found.append("grouped GEMM: one expert after the other")
         return found
 
-    def summary(self, world: Any, before: Any, build_s: float, run_s: float) -> dict[str, Any]:
+    def summary(
+        self, world: VirtualWorld, before: Tally | None, build_s: float, run_s: float
+    ) -> Summary:
         """What the parent prints and writes, plain numbers with their provenance."""
         rank, recipe = world.rank, self.recipe
         rows = world.tally.since(before).rows() if before is not None else []
         place = recipe.world.coordinates(rank)
-        memory: dict[str, Any] = {"peaks": self.peaks, "provenance": "unknown on this tier"}
+        memory: Memory = {"peaks": self.peaks, "provenance": "unknown on this tier"}
         if self.tier.live is not None:
             memory["provenance"] = "modelled: live bytes of shapes, before the allocator's rounding"
             memory["after"] = self.tier.live.now
@@ -175,7 +198,7 @@ class RankJob:
         }
 
 
-def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _loss(mask: torch.Tensor, output: torch.Tensor) -> Loss:
     """Sum of token losses, number of tokens, and both for the log, as pretrain_gpt's loss_func."""
     import torch
 
@@ -185,10 +208,11 @@ def _loss(mask: Any, output: Any) -> tuple[Any, Any, dict[str, Any]]:
     return total, tokens, {"lm loss": report}
 
 
-def _mean_loss(losses: list[dict[str, Any]]) -> dict[str, Any]:
+def _mean_loss(losses: list[Report]) -> Report:
     if not losses:
         return {}
     total = sum(entry["lm loss"] for entry in losses)
+    assert not isinstance(total, int)
     return {"lm loss": total[0] / total[1]}
 
 
@@ -196,7 +220,7 @@ class _nothing:
     def __enter__(self) -> None:
         """No tracker: no labels."""
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         """See __enter__."""
 
 

@@ -9,12 +9,15 @@ Nothing here knows the order of anything: it writes down what it is told, in tha
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from megatron_prism.program import Builder, Program
-from megatron_prism.slicer.calls import _nearest
+from megatron_prism.slicer.calls import Fields, _nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["PIPELINE", "WORLD", "Group", "Like", "Replaced", "Request", "Tape", "Token"]
 
@@ -22,11 +25,26 @@ PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"
 
 
+Label = tuple[str, int, int]  # phase, microbatch, chunk
+Tokens = Union["Token", "list[Token | None]", None]  # as Megatron hands them on
+Issue = Callable[..., "Request"]
+P2P = tuple[Issue, "Token", int, "Group"]
+
+
+class Row(Fields, total=False):
+    """An event: what ``Builder.add`` is told besides its name."""
+
+    stream: str
+    phase: str
+    microbatch: int
+    chunk: int
+
+
 class Replaced:
     """Names of modules that are replaced for a while; ``with`` puts all of them back."""
 
     def __init__(self) -> None:
-        self._old: list[tuple[Any, str, Any]] = []
+        self._old: list[tuple[object, str, object]] = []
 
     def __enter__(self) -> Replaced:
         return self
@@ -36,7 +54,7 @@ class Replaced:
             owner, name, value = self._old.pop()
             setattr(owner, name, value)
 
-    def set(self, owner: Any, **names: Any) -> None:
+    def set(self, owner: object, **names: object) -> None:
         """Replace names of ``owner`` (those that this release has)."""
         for name, value in names.items():
             if hasattr(owner, name):
@@ -47,7 +65,7 @@ class Replaced:
 class Like:
     """A module with some names of our own."""
 
-    def __init__(self, module: Any, **names: Any) -> None:
+    def __init__(self, module: object, **names: object) -> None:
         self.__dict__.update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,27 +110,32 @@ class Token:
     )
     device = "cuda"
 
-    def __init__(self, label: Any = ("", -1, -1), sizes: Any = (), tells: Any = None) -> None:
-        self.row: dict[str, Any] | None = None
+    def __init__(
+        self,
+        label: Label = ("", -1, -1),
+        sizes: Sequence[int] = (),
+        tells: Sequence[int] | None = None,
+    ) -> None:
+        self.row: Row | None = None
         self.label, self.sizes, self.tells = label, sizes, tells
-        self.grad: Any = None
+        self.grad: Token | None = None
         self.requires_grad = True
         self.schedule_plan: Any = None
         self.loss_func: Any = None
-        self.parent: Any = None
+        self.parent: Token | None = None
 
     def used_by(self, phase: str, microbatch: int, chunk: int) -> None:
         """The step that uses the tensor says what its receive was for."""
         if self.row is not None:
-            self.row.update(phase=phase, microbatch=microbatch, chunk=chunk)
+            self.row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
 
-    def size(self) -> Any:
+    def size(self) -> Sequence[int]:
         """Shape."""
         return self.sizes
 
     def tolist(self) -> list[int]:
         """Of a received shape: the shape that all stages exchange."""
-        return list(self.tells)
+        return list(self.tells or ())
 
     def detach(self) -> Token:
         """A leaf of the same tensor."""
@@ -121,7 +144,7 @@ class Token:
     def retain_grad(self) -> None:
         """Gradients are kept anyway."""
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: object) -> None:
         """No allocator listens."""
 
 
@@ -147,7 +170,7 @@ class Tape:
 
     def __init__(self, stage: int, pp: int, dtype: str) -> None:
         self.stage, self.pp, self.dtype = stage, pp, dtype
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[tuple[str, Row]] = []
         self.stream = "main"
         self.synchronizing = True  # no no_sync() is open
         self.pipeline = Group(PIPELINE, stage, pp)
@@ -155,23 +178,22 @@ class Tape:
         self._batches = 0
         self._sites: dict[int, str] = {}
 
-    def add(self, name: str, **fields: Any) -> dict[str, Any]:
+    def add(self, name: str, **fields: Unpack[Row]) -> Row:
         """Append an event on the current stream."""
         if self.stream != "main":
             fields.setdefault("stream", self.stream)
-        fields["name"] = name
-        self.rows.append(fields)
+        self.rows.append((name, fields))
         return fields
 
     def program(self) -> Program:
         """The tape as a program of rank ``stage``."""
         builder = Builder()
-        for row in self.rows:
-            builder.add(**row)
+        for name, row in self.rows:
+            builder.add(name, **row)
         return builder.build(self.stage)
 
     # -- steps ------------------------------------------------------------------------------------
-    def forward(self, inputs: Any, microbatch: int, chunk: int, shape: Any) -> Any:
+    def forward(self, inputs: Tokens, microbatch: int, chunk: int, shape: Sequence[int]) -> Tokens:
         """A forward; returns its output in the form of its input (a tensor or a list of one)."""
         for token in inputs if isinstance(inputs, list) else [inputs]:
             if token is not None:
@@ -180,9 +202,10 @@ class Tape:
         output = Token(("forward", microbatch, chunk), shape)
         return [output] if isinstance(inputs, list) else output
 
-    def backward(self, inputs: Any, outputs: Any, grads: Any) -> Any:
+    def backward(self, inputs: Tokens, outputs: Tokens, grads: Tokens) -> Tokens:
         """The backward of what made ``outputs``; returns gradients in the form of ``inputs``."""
         output = outputs[0] if isinstance(outputs, list) else outputs
+        assert output is not None, "a backward of nothing"
         _, microbatch, chunk = output.label
         for token in grads if isinstance(grads, list) else [grads]:
             if token is not None:
@@ -214,7 +237,7 @@ class Tape:
         """torch.distributed.isend."""
         phase, microbatch, chunk = tensor.label
         row = self._pair("send", tensor, dst, group, at or sys._getframe(1).f_lineno, batch)
-        row.update(phase=phase, microbatch=microbatch, chunk=chunk)
+        row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
         return Request(self, row["handle"])
 
     def irecv(self, tensor: Token, src: int, group: Group, at: int = 0, batch: int = -1) -> Request:
@@ -223,13 +246,11 @@ class Tape:
         tensor.row = row
         return Request(self, row["handle"])
 
-    def _pair(
-        self, name: str, tensor: Token, peer: int, group: Group, at: int, batch: int
-    ) -> dict[str, Any]:
+    def _pair(self, name: str, tensor: Token, peer: int, group: Group, at: int, batch: int) -> Row:
         site = self._sites.get(at)
         if site is None:
             site = self._sites[at] = f"core/pipeline_parallel/p2p_communication.py:{at}"
-        fields: dict[str, Any] = {
+        fields: Row = {
             "group": group.desc,
             "peer": _nearest(peer - self.stage, self.pp),
             "handle": len(self.rows),
@@ -245,11 +266,11 @@ class Tape:
             fields["shape"] = "x".join(map(str, tensor.sizes))
         return self.add(name, **fields)
 
-    def p2p_op(self, op: Any, tensor: Token, peer: int, group: Group) -> Any:
+    def p2p_op(self, op: Issue, tensor: Token, peer: int, group: Group) -> P2P:
         """torch.distributed.P2POp."""
         return op, tensor, peer, group
 
-    def batch(self, ops: list[Any]) -> list[Request]:
+    def batch(self, ops: list[P2P]) -> list[Request]:
         """torch.distributed.batch_isend_irecv: one call to NCCL."""
         number, self._batches = self._batches, self._batches + 1
         at = sys._getframe(1).f_lineno

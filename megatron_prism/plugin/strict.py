@@ -9,7 +9,8 @@ its calls that never end: by quiescence, not by a time-out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.errors import HangError, UsageError
 from megatron_prism.fault_plan import Fault
@@ -18,6 +19,11 @@ from megatron_prism.programs import Programs
 from megatron_prism.selectors import format_ranks
 from megatron_prism.slices import open_programs
 from megatron_prism.world import World
+
+if TYPE_CHECKING:
+    from megatron_prism.faults import Hit
+    from megatron_prism.program import Program
+    from megatron_prism.quiescence import Standstill
 
 __all__ = ["ProgramPeers", "Strict", "disagreement"]
 
@@ -41,9 +47,13 @@ class ProgramPeers:
         key = ("ops", int(self.programs.program_of[rank]), desc, pair)
         if key not in self._known:
             program = self.programs.of(rank)
-            found = program.groups().get(desc, [])
+            found = program.groups().get(desc)
             wanted = IS_PAIR if pair else IS_COLLECTIVE
-            self._known[key] = [program[int(i)] for i in found if wanted[program.ops["name"][i]]]
+            self._known[key] = [
+                program[int(i)]
+                for i in (() if found is None else found)
+                if wanted[program.ops["name"][i]]
+            ]
         return self._known[key]
 
     def own(self, desc: str) -> list[Op]:
@@ -107,7 +117,7 @@ class Strict:
     """
 
     def __init__(
-        self, path: Any, world: World, rank: int, faults: Sequence[Fault], seed: int,
+        self, path: str | Path, world: World, rank: int, faults: Sequence[Fault], seed: int,
         dry: bool = False,
     ) -> None:  # fmt: skip
         programs = open_programs(path)
@@ -125,8 +135,8 @@ class Strict:
                              "programs are planted once", fix="the same iter= for all")  # fmt: skip
         self.iteration = min(numbers, default=None)
         self.never: dict[tuple[str, str, int, int], int] = {}
-        self.state: Any = None
-        self.hits: tuple[Any, ...] = ()  # what faults of virtual ranks hit
+        self.state: Standstill | None = None
+        self.hits: tuple[Hit, ...] = ()  # what faults of virtual ranks hit
         if faults:
             self._plant(programs, seed, dry)
 
@@ -151,7 +161,7 @@ class Strict:
                 self.never = self._key(program, op, index)
                 break
 
-    def _key(self, program: Any, op: Op, index: int) -> dict[tuple[str, str, int, int], int]:
+    def _key(self, program: Program, op: Op, index: int) -> dict[tuple[str, str, int, int], int]:
         if not op.group:
             return {}
         pair = op.name in ("send", "recv")

@@ -13,13 +13,22 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.costs import communicators
 from megatron_prism.errors import UsageError
 from megatron_prism.plugin.flags import Options
 from megatron_prism.plugin.proof import PARTS, Proof
 from megatron_prism.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.plugin.pace import Pace
+    from megatron_prism.plugin.signatures import Json
+    from megatron_prism.slicer.recorder import Recorder
+    from megatron_prism.tiers import Tier
+    from megatron_prism.virtual.recording import Replayer
 
 __all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
 
@@ -47,12 +56,17 @@ class Reporter:
     """Collects what the run did and says it once."""
 
     def __init__(
-        self, options: Options, tier: Any, proof: Proof, megatron: str, store: Any = None
+        self,
+        options: Options,
+        tier: Tier,
+        proof: Proof,
+        megatron: str,
+        store: dist.Store | None = None,
     ) -> None:
         self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
         self.store = store
-        self.pace: Any = None  # the Pace of this run
-        self.recording: Any = None  # the Recorder or Replayer of this run
+        self.pace: Pace | None = None
+        self.recording: Recorder | Replayer | None = None
         self.start = time.time()
 
     def banner(self) -> None:
@@ -72,7 +86,7 @@ class Reporter:
         sys.stderr.write("".join(f"prism: {line}\n" for line in lines))
         sys.stderr.flush()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """The JSON of this rank: plain numbers, with their provenance beside them."""
         from megatron_prism import __version__
         from megatron_prism.virtual.session import current
@@ -118,11 +132,13 @@ class Reporter:
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
-        if not hasattr(self.recording, "missing"):
+        from megatron_prism.virtual.recording import Replayer
+
+        if not isinstance(self.recording, Replayer):
             return None
         return {"replayed": self.recording.replayed, "mirrored": self.recording.missing}
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory(self) -> Json:
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
             high = self.tier.live.high
@@ -182,7 +198,7 @@ class Reporter:
         if self.options.out is not None:
             self._write(summary)
 
-    def _print(self, summary: dict[str, Any]) -> None:
+    def _print(self, summary: Json) -> None:
         trained, memory = summary["trained"], summary["memory"]
         lines = [
             f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
@@ -223,23 +239,25 @@ class Reporter:
     def _hint(self) -> str:
         return "" if self.options.out else " (write them all with --prism-out DIR)"
 
-    def _write(self, summary: dict[str, Any]) -> None:
+    def _write(self, summary: Json) -> None:
         """Process 0 writes for all; the others hand their summaries over through the store."""
         out, options = self.options.out, self.options
         assert out is not None
         text = json.dumps(_finite(summary), indent=1, allow_nan=False)
-        if self.store is not None and options.process:
-            self.store.set(f"prism/summary/{options.process}", text)
+        store = self.store
+        if store is not None and options.process:
+            store.set(f"prism/summary/{options.process}", text)
             return
         texts = {options.rank: text}
         for process in range(1, options.num_processes):
-            received = self.store.get(f"prism/summary/{process}").decode()
+            assert store is not None, "several local processes share a store"
+            received = store.get(f"prism/summary/{process}").decode()
             texts[options.ranks[process]] = received
         write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
         self._say(f"wrote {out} ({len(texts)} rank{'s' * (len(texts) != 1)})")
 
 
-def _paced(pacing: dict[str, Any]) -> list[str]:
+def _paced(pacing: Json) -> list[str]:
     """What became of pacing, in a line or two."""
     lines = [
         f"  pacing    {pacing['iterations_paced']} iterations answered as the replay of "
@@ -272,7 +290,7 @@ def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
             folder.write_text(name, text)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """The same with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}

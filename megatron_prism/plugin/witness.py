@@ -9,16 +9,21 @@ that trains the suspect (``rank_job``); ``confirm`` is the other side.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.ops import Op
 from megatron_prism.plugin.guard import Guard
 from megatron_prism.plugin.hang_flags import HangOptions
 from megatron_prism.slicer.calls import details
 from megatron_prism.virtual.frames import frames
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers import Tier
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.signatures import Args, Kwargs
+    from megatron_prism.world import World
 
 __all__ = ["Watch", "Witness"]
 
@@ -37,20 +42,20 @@ class Watch:
 class Witness(Guard):
     """Told as a Guard is; ``said`` is what it has seen."""
 
-    def __init__(self, world: Any, rank: int, tier: Any, watch: Watch) -> None:
+    def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
         options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))
         super().__init__(options, HangOptions((), 0, False, watch.programs, True), tier, None)
         self.watch = watch
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[dict[str, object]] = []
         self.frames: list[str] = []
         self.differs: list[str] = []
 
-    def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
+    def _check(self, group: PrismGroup, op: str, args: Args, kwargs: Kwargs, site: str) -> None:
         if self.iteration == _ITERATION:
             if len(self.calls) == self.watch.call:
                 self.frames = frames()
             fields = details(group, op, args, kwargs)
-            kept = {k: fields[k] for k in ("dtype", "num_in", "num_out") if k in fields}
+            kept = {k: v for k, v in fields.items() if k in ("dtype", "num_in", "num_out")}
             self.calls.append({"name": op, "group": group.desc, "site": site, **kept})
         super()._check(group, op, args, kwargs, site)
 
@@ -58,7 +63,7 @@ class Witness(Guard):
         found = more[1] if len(more) > 1 else ()
         self.differs.append(f"{call.name} #{number + 1} of {call.group}: {'; '.join(found)}")
 
-    def said(self) -> dict[str, Any]:
+    def said(self) -> dict[str, object]:
         """Plain values: calls, frames at the call in question, what peers would call otherwise."""
         return {"calls": self.calls, "frames": self.frames, "differs": self.differs,
                 "compared": self._compared}  # fmt: skip

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -29,19 +29,36 @@ _LATE = 0.05  # a segment that takes so much longer than its kernels waits for t
 _SURE = 0.01  # of a segment: what it may wait for the host so that its own time is its kernels'
 
 
+class Event(TypedDict, total=False):
+    """One of a trace; times in us."""
+
+    cat: str
+    name: str
+    ts: float
+    dur: float
+    args: dict[str, object]
+
+
+class Trace(TypedDict, total=False):
+    """As Kineto exports it; ``baseTimeNanoseconds`` is a number, or one as text."""
+
+    traceEvents: list[Event]
+    baseTimeNanoseconds: int | str
+
+
 class Tracer:
     """Kineto around one iteration, unless the job's own profiler runs: there can be one."""
 
     def __init__(self) -> None:
         import torch
 
-        self._profile: Any = None
-        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        self._profile: torch.profiler.profile | None = None
+        if not torch.autograd._profiler_enabled():
             activity = torch.profiler.ProfilerActivity.CUDA
             self._profile = torch.profiler.profile(activities=[activity])
             self._profile.start()
 
-    def stop(self) -> Mapping[str, Any] | None:
+    def stop(self) -> Trace | None:
         """The trace; None, and a line that says so, if the device cannot be traced."""
         if self._profile is None:
             sys.stderr.write("prism: the job's profiler runs, so segments keep the host's delays\n")
@@ -70,11 +87,11 @@ class Kernel(NamedTuple):
 
     begin: int
     end: int
-    correlation: Any
+    correlation: object
     name: str
 
 
-def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[Kernel]]:
+def read(trace: Trace) -> tuple[dict[object, Launch], list[Kernel]]:
     """(launches by correlation, what the device did), as traced; words to neighbours left out."""
     launched, kernels = {}, []
     for event in trace["traceEvents"]:
@@ -89,13 +106,13 @@ def read(trace: Mapping[str, Any]) -> tuple[dict[Any, Launch], list[Kernel]]:
     return launched, kernels
 
 
-def limits_of(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def limits_of(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     """int64 [segments, 2]: ``bounds`` (the host's clock, ``time.time_ns``) in the trace's times."""
     base = int(trace.get("baseTimeNanoseconds", 0))
     return np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
 
 
-def busy_ns(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+def busy_ns(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
     """int64 [3, segments]: what the host launched in each segment, back to back (-1: nothing, but
     the trace does not say who launched all kernels); how long it took the host until
     the first launch (as long as the segment where there is none); whether the device had nothing to

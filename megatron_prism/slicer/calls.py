@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import distributed as dist
@@ -15,6 +16,11 @@ from torch import distributed as dist
 from megatron_prism.ops import SHARED
 from megatron_prism.virtual.answers import reduce_op_name
 from megatron_prism.virtual.arguments import arguments
+
+if TYPE_CHECKING:
+    from megatron_prism.slicer.recorder import Recorder
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.signatures import Args, Kwargs
 
 __all__ = ["DTYPE", "Tracked", "details"]
 
@@ -35,14 +41,39 @@ DTYPE = {
 _SHOWN = 4  # tensors of a coalesced call whose shapes are written out
 
 
+Splits = tuple[tuple[int, ...], tuple[int, ...]]  # to and from every member
+
+
+class Fields(TypedDict, total=False):
+    """What ``Builder.add`` is told of an op, besides its name and its labels."""
+
+    group: str
+    dtype: str
+    num_in: int
+    num_out: int
+    reduce: str
+    peer: int
+    root: int
+    splits: Splits | None
+    handle: int
+    batch: int
+    shape: str
+    site: str
+    note: str
+    ns: int
+    flops: int
+    traffic: int
+    kernels: int
+
+
 class Tracked(dist.Work):
     """The handle of a recorded call; waiting for it is an op."""
 
-    def __init__(self, recorder: Any, handle: int, work: Any) -> None:
+    def __init__(self, recorder: Recorder, handle: int, work: dist.Work) -> None:
         super().__init__()
         self._recorder, self._handle, self._work = recorder, handle, work
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.waited(self._handle, sys._getframe(1).f_code)
         done = self._work.wait() if timeout is None else self._work.wait(timeout)
         self._recorder.wait_issued()
@@ -61,13 +92,13 @@ class Tracked(dist.Work):
     def is_success(self) -> bool:
         return self._work.is_success()
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         return self._work.exception()
 
-    def result(self) -> Any:
+    def result(self) -> list[torch.Tensor]:
         return self._work.result()
 
-    def get_future(self) -> Any:
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self._work.get_future()
 
     def source_rank(self) -> int:
@@ -76,11 +107,11 @@ class Tracked(dist.Work):
     _source_rank = source_rank
 
 
-def details(group: Any, op: str, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+def details(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Fields:
     """The fields of an op from the arguments of the c10d call."""
     ins, outs = arguments(op, args)
-    tensor = (ins or outs or [None])[0]
-    fields: dict[str, Any] = {}
+    tensor = next(iter(ins or outs), None)
+    fields: Fields = {}
     if tensor is not None:
         fields["dtype"] = DTYPE.get(tensor.dtype, "")
         fields["num_in"] = sum(t.numel() for t in ins) if ins else -1
@@ -108,7 +139,7 @@ def _nearest(offset: int, size: int) -> int:
     return offset - size if offset > size // 2 else offset
 
 
-def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _splits(group: PrismGroup, args: Args) -> Splits | None:
     """(rows to, rows from) every member where they are facts: mirrored peers send what we send, and
     that is nobody's split."""
     known = group.all_local or group.world.shapes_only
@@ -117,7 +148,7 @@ def _splits(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int
     return tuple(map(int, args[3])), tuple(map(int, args[2]))
 
 
-def _uneven(group: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _uneven(group: PrismGroup, args: Args) -> Splits | None:
     """(elements to, elements from) every member of a gather into tensors of several sizes, where
     all know them: whole parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0).
     Of experts' tokens (mappings.py:153 @0.19.0) mirrored peers have as many as we have."""

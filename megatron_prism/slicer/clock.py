@@ -18,15 +18,22 @@ that counts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.signatures import Args, Kwargs
 
 __all__ = ["Collections", "HostClock"]
 
 _FULL = 2  # the oldest generation
+
+
+R = TypeVar("R")
 
 
 class Collections:
@@ -77,8 +84,8 @@ class HostClock:
         return spent - self._collections.stop()
 
     def call(
-        self, answer: Callable[..., Any], group: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, answer: Callable[..., R], group: PrismGroup | None, args: Args, kwargs: Kwargs
+    ) -> R:
         """``answer(group, *args, **kwargs)``, which does not count."""
         if not self.running or self._aside:
             return answer(group, *args, **kwargs)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 __all__ = ["Meter", "Work"]
 
@@ -69,7 +72,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._work = Work()
-        self._names: dict[Any, str] = {}
+        self._names: dict[object, str] = {}
         self._held: list[tuple[str, int, int, list[torch.Tensor]]] | None = None
         self.memory: Callable[[int, int, str], None] | None = None
         self.note: Callable[[], str] | None = None  # whose a storage is that comes to be now
@@ -99,7 +102,13 @@ class Meter:
         work, self._work = self._work, Work()
         return work
 
-    def kernel(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def kernel(
+        self,
+        func: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, Any] | None,
+        out: object,
+    ) -> None:
         """One aten call has been made."""
         if func.is_view:
             return
@@ -144,8 +153,8 @@ def _turned(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 1 and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
 
 
-def _flat(value: Any) -> list[Any]:
-    found: list[Any] = []
+def _flat(value: Iterable[object]) -> list[object]:
+    found: list[object] = []
     for item in value:
         if isinstance(item, (list, tuple)):
             found.extend(_flat(item))

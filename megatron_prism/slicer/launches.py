@@ -15,13 +15,16 @@ an estimate.  In : a traced iteration.  Out: ns.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.slicer.busy import limits_of, read
+
+if TYPE_CHECKING:
+    from megatron_prism.slicer.busy import Trace
 
 __all__ = ["Launches", "launches"]
 
@@ -70,7 +73,7 @@ class Launches:
         return np.maximum(self.leads(own, host, self.busy) - behind, 0)
 
 
-def launches(trace: Mapping[str, Any], bounds: Sequence[tuple[int, int]]) -> Launches:
+def launches(trace: Trace, bounds: Sequence[tuple[int, int]]) -> Launches:
     """Of a trace as Kineto exports it; ``bounds``: the host's clock around each segment, as in
     ``busy.busy_ns``."""
     begun, kernels = read(trace)

@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules import module as modules
 
 from megatron_prism.tiers import live
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 __all__ = ["Owners", "Sites"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
 _OURS = ("/torch/", "/megatron_prism/tiers/", "/megatron_prism/slicer/", "/megatron_prism/virtual/")
+
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 class Sites:
@@ -44,10 +51,10 @@ class Sites:
         self._files[name] = found
         return found
 
-    def find(self, frame: Any, foreign: bool = False) -> str:
+    def find(self, frame: FrameType | None, foreign: bool = False) -> str:
         """The innermost Megatron or TE frame from ``frame`` outwards; ``foreign``: if there is none
         the innermost of the job's own code."""
-        other: Any = None
+        other: tuple[str, int] | None = None
         while frame is not None:
             name = frame.f_code.co_filename
             short, ours = self._files.get(name) or self._file(name)
@@ -78,13 +85,13 @@ class Owners:
     optimizer : Megatron's optimizer, or None
     """
 
-    def __init__(self, models: Any = (), optimizer: Any = None) -> None:
-        self.models = list(models) if isinstance(models, (list, tuple)) else [models]
+    def __init__(self, models: Models = (), optimizer: object = None) -> None:
+        self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
         self.optimizer = optimizer
         self.sites = Sites()
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._notes: dict[tuple[str, str], str] = {}
 
     # -- while an iteration runs ------------------------------------------------------------------
@@ -111,11 +118,11 @@ class Owners:
             name = name[7:]
         return ".".join(filter(None, (f"chunk{chunk}" if len(self.models) > 1 else "", name)))
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
         above = self._stack[-1] if self._stack else ""
         self._stack.append(self._names.get(id(module), above))
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
         if self._stack:
             self._stack.pop()
 
@@ -144,7 +151,7 @@ class Owners:
                         found.setdefault(key, {})[name] = None
         return {key: f"{kinds[key]}:{_together(list(names))}" for key, names in found.items()}
 
-    def _of_models(self) -> Iterator[tuple[str, str, Any]]:
+    def _of_models(self) -> Iterator[tuple[str, str, object]]:
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 short = self._name(number, name)
@@ -154,7 +161,7 @@ class Owners:
             for name, buffer in model.named_buffers():
                 yield "other", self._name(number, name), buffer
 
-    def _of_optimizer(self) -> Iterator[tuple[str, str, Any]]:
+    def _of_optimizer(self) -> Iterator[tuple[str, str, object]]:
         for part in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
             inner = getattr(part, "optimizer", part)
             for group in getattr(inner, "param_groups", None) or ():
@@ -166,7 +173,7 @@ class Owners:
                     yield "optim", str(name), tensor
 
 
-def _workspaces() -> Iterator[tuple[str, str, Any]]:
+def _workspaces() -> Iterator[tuple[str, str, object]]:
     """What cuBLAS's handles and the virtual Transformer Engine hold, if they are in use."""
     yield from (("other", "cuBLAS workspace", tensor) for tensor in live.workspaces.values())
     base = sys.modules.get("megatron_prism.tiers.virtual_te.base")

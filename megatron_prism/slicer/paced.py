@@ -10,10 +10,17 @@ them, and a segment begins behind a wait, not before it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_prism.slicer.recorder import Recorder
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.pacing import Pacer
+    from megatron_prism.virtual.signatures import Answer, Args, Kwargs
 
 __all__ = ["PacedRecorder"]
 
@@ -21,16 +28,16 @@ __all__ = ["PacedRecorder"]
 class PacedRecorder(Recorder):
     """Writes down what it hands on to ``pacer``, a ``pacing.Pacer``; CUDA only."""
 
-    def __init__(self, rank: int, tier: str, pacer: Any) -> None:
+    def __init__(self, rank: int, tier: str, pacer: Pacer) -> None:
         super().__init__(rank, tier)
         self.pacer = pacer
 
     def record(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup | None, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Make the call when it would be answered, and write it down."""
 
-        def paced(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def paced(group: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
             return self.pacer.record(group, op, answer, args, kwargs)
 
         # without a group it is a probe of what recording costs

@@ -13,8 +13,9 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -28,7 +29,26 @@ from megatron_prism.slicer.recordings import Recording, stamp
 from megatron_prism.tiers import work
 from megatron_prism.virtual.work import Done
 
+if TYPE_CHECKING:
+    from torch import distributed as dist
+    from typing_extensions import Unpack
+
+    from megatron_prism.slicer.calls import Fields
+    from megatron_prism.slicer.owners import Models
+    from megatron_prism.slicer.recordings import Span
+    from megatron_prism.tiers.live import LiveBytes
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.signatures import Answer, Args, Kwargs
+
 __all__ = ["Recorder"]
+
+
+class Labels(TypedDict, total=False):
+    """Of what part of the iteration an op is."""
+
+    phase: str
+    microbatch: int
+    chunk: int
 
 
 class Recorder:
@@ -39,24 +59,25 @@ class Recorder:
     live  : the live-byte tracker (meta only)
     """
 
-    def __init__(self, rank: int, tier: str, live: Any = None) -> None:
+    def __init__(self, rank: int, tier: str, live: LiveBytes | None = None) -> None:
         self.rank, self.tier = rank, tier
         self.meter = Meter() if live is not None else None
-        self._alive: Any = live.alive if live is not None else None
-        self._history: Any = live.history if live is not None else None
+        self._alive = live.alive if live is not None else list
+        self._history = live.history if live is not None else None
         if live is not None:
             live.meter = work.meter = self.meter
         self.active = self._quick = False
         self.clock = HostClock()  # of iterations that are not recorded
         self._collections = Collections(lambda: not self._inside)  # of those that are
         self._builder = Builder()
-        self._labels: dict[str, Any] = {}
+        self._labels: Labels = {}
         self._inside = 0
         self._batch = self._num_batches = -1
         self._batched = False  # the open batch has a message already
         self._streams: dict[int, str] = {}
-        self._since: Any = None  # where the open segment began
-        self._times: list[Any] = []  # of each segment: ns, or the events around it
+        self._mark: torch.cuda.Event | None = None
+        self._since = 0  # where the open segment began
+        self._times: list[int | Span] = []  # of each segment: ns, or the events around it
         self._hosts: list[tuple[int, int]] = []  # when the host began with each, and was through
         self._began = 0
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
@@ -90,7 +111,7 @@ class Recorder:
         stream = self._stream()
         self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
 
-    def owned_by(self, models: Any, optimizer: Any) -> None:
+    def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""
         self.owners.remove()
         self.owners = Owners(models, optimizer)
@@ -112,7 +133,7 @@ class Recorder:
         return Recording(self.rank, builder, self._times, self._trace, self._hosts, collected)
 
     @contextlib.contextmanager
-    def scope(self, **labels: Any) -> Iterator[None]:
+    def scope(self, **labels: Unpack[Labels]) -> Iterator[None]:
         """Label what runs inside: phase, microbatch, chunk."""
         self.cut()
         self.clock.settle()
@@ -126,7 +147,7 @@ class Recorder:
     # -- compute segments -------------------------------------------------------------------------
     def _open(self) -> None:
         if self.tier == "cuda":
-            self._since = stamp()
+            self._mark = stamp()
             self._began = time.time_ns()
         else:
             self._since = time.perf_counter_ns()
@@ -150,12 +171,13 @@ class Recorder:
             return
         if self.tier == "cuda":
             self._hosts.append((self._began, time.time_ns()))
-            self._times.append((self._since, stamp()))
+            assert self._mark is not None
+            self._times.append((self._mark, stamp()))
         else:
             self._times.append(time.perf_counter_ns() - self._since)
         self._add("compute", ns=0)
 
-    def cut(self, change: Callable[[], Any] = lambda: None) -> None:
+    def cut(self, change: Callable[[], object] = lambda: None) -> None:
         """End a segment, ``change`` the stream or a label, and begin another."""
         heard = self.active and not self._inside
         if heard:
@@ -164,7 +186,7 @@ class Recorder:
         if heard:
             self._open()
 
-    def _add(self, name: str, on: Any = None, **fields: Any) -> None:
+    def _add(self, name: str, on: object = None, **fields: Unpack[Fields]) -> None:
         self._trace.append(name)
         if self._quick:
             return
@@ -177,7 +199,7 @@ class Recorder:
             **fields,
         )
 
-    def _stream(self, stream: Any = None) -> str:
+    def _stream(self, stream: object = None) -> str:
         """``main`` for the default stream, ``s1``, ``s2`` … for the others, by first use."""
         stream = torch.cuda.current_stream() if stream is None else stream
         number = getattr(stream, "cuda_stream", 0)
@@ -198,8 +220,8 @@ class Recorder:
 
     # -- communication ----------------------------------------------------------------------------
     def record(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup | None, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Make the call ``answer(group, *args, **kwargs)`` and write it down."""
         if not self.active or self._inside:
             return self.clock.call(answer, group, args, kwargs)
@@ -210,9 +232,11 @@ class Recorder:
             if self._quick:
                 self._trace.append(op)
             else:
+                assert group is not None, "only a quick probe is of no group"
                 fields = details(group, op, args, kwargs)
                 fields |= {"group": group.desc, "handle": handle, "batch": self._batch}
-                self._add(op, site=self._site(), **fields)
+                fields["site"] = self._site()
+                self._add(op, **fields)
             made = answer(group, *args, **kwargs)
         finally:
             self._leave()
@@ -229,7 +253,7 @@ class Recorder:
         finally:
             self._leave()
 
-    def waited(self, handle: int, code: Any) -> None:
+    def waited(self, handle: int, code: CodeType) -> None:
         """The current stream waits for ``handle``; torch's own wait ends a call in order."""
         if not self.active or self._inside:
             return
@@ -242,7 +266,7 @@ class Recorder:
     def wait_issued(self) -> None:
         """The device now waits for what ``waited`` told of, which peers answer at once here."""
 
-    def _note(self, name: str, stream: Any = None, **fields: Any) -> None:
+    def _note(self, name: str, stream: object = None, **fields: Unpack[Fields]) -> None:
         """An op that takes no time itself."""
         self._enter()
         self._add(name, on=stream, **fields)
@@ -266,7 +290,7 @@ class Recorder:
         return self.owners.sites.find(sys._getframe(3))
 
     # -- what the watch reports -------------------------------------------------------------------
-    def event_recorded(self, event: int, stream: Any) -> bool:
+    def event_recorded(self, event: int, stream: object) -> bool:
         """Event ``event`` is recorded on ``stream`` (None: the current one)."""
         heard = self.active and not self._inside
         if heard:
@@ -276,7 +300,7 @@ class Recorder:
             self._leave()
         return heard
 
-    def event_waited(self, event: int, stream: Any) -> bool:
+    def event_waited(self, event: int, stream: object) -> bool:
         """``stream`` (None: the current one) waits for ``event``."""
         heard = self.active and not self._inside and event in self._events
         if heard:

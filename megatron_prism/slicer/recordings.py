@@ -22,6 +22,9 @@ __all__ = ["Recording", "stamp", "typical"]
 _AT_ONCE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
 
 
+Span = tuple[torch.cuda.Event, torch.cuda.Event]  # around a segment
+
+
 @dataclass(frozen=True)
 class Recording:
     """One recorded iteration.
@@ -37,18 +40,22 @@ class Recording:
 
     rank: int
     builder: Builder | None
-    times: list[Any]
+    times: list[int | Span]
     trace: list[str]
     hosts: list[tuple[int, int]] = field(default_factory=list)
     collected: int = 0
     busy: np.ndarray | None = None
     launches: Launches | None = None
 
+    def _spans(self) -> list[Span]:
+        """The events around the segments; none where times are ns."""
+        return [span for span in self.times if isinstance(span, tuple)]
+
     def segments_ns(self) -> np.ndarray:
         """Duration of each segment, int64 [segments]."""
-        if self.times and isinstance(self.times[0], tuple):
-            self.times[-1][1].synchronize()
-            found = [round(begin.elapsed_time(end) * 1e6) for begin, end in self.times]
+        if spans := self._spans():
+            spans[-1][1].synchronize()
+            found = [round(begin.elapsed_time(end) * 1e6) for begin, end in spans]
             return np.array(found, dtype=np.int64)
         return np.array(self.times, dtype=np.int64)
 
@@ -56,14 +63,14 @@ class Recording:
         """float64 [segments]: how long after its host the device came to each.  Somewhere in an
         iteration it follows at once; without events it is as early as can be everywhere."""
         issued = np.array([begin - self.hosts[0][0] for begin, _ in self.hosts], dtype=float)
-        if self.times and isinstance(self.times[0], tuple):
-            self.times[-1][0].synchronize()
-            first = self.times[0][0]
-            came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in self.times])
+        if spans := self._spans():
+            spans[-1][0].synchronize()
+            first = spans[0][0]
+            came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in spans])
             came += np.quantile(issued - came, _AT_ONCE, method="higher")
             return np.maximum(came - issued, 0)
         came, free = issued.copy(), 0.0
-        for i, takes in enumerate(self.times):
+        for i, takes in enumerate(self.segments_ns()):
             came[i] = max(free, issued[i])
             free = came[i] + takes
         return came - issued
@@ -156,7 +163,7 @@ def _lower_median(values: np.ndarray) -> Any:
     return np.sort(values, axis=0)[(len(values) - 1) // 2].astype(float)
 
 
-def stamp() -> Any:
+def stamp() -> torch.cuda.Event:
     """A timing event on the current stream that the watch does not hear of."""
     event = torch.cuda.Event(enable_timing=True)
     super(torch.cuda.Event, event).record(torch.cuda.current_stream())

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from megatron_prism.tiers.live import LiveBytes
 __all__ = ["install"]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _live: LiveBytes | None = None
 
 
@@ -32,19 +34,19 @@ def install(live: LiveBytes) -> None:
     torch.compile = _compile  # type: ignore[assignment]
 
 
-def _compile(model: Any = None, **options: Any) -> Any:
+def _compile(model: object = None, **options: object) -> object:
     if model is None:
         return functools.partial(_compile, **options)
     return _as_one_kernel(model) if isinstance(model, types.FunctionType) else model
 
 
-def _as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with _live.inside() if _live is not None else contextlib.nullcontext():
             return one(*args, **kwargs)
 
-    def one(*args: Any, **kwargs: Any) -> Any:
+    def one(*args: P.args, **kwargs: P.kwargs) -> R:
         if work.meter is None:
             return function(*args, **kwargs)
         with work.meter.held() as kernels:

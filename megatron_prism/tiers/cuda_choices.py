@@ -10,11 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers import work
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context
 
 __all__ = ["install"]
 
@@ -32,7 +35,7 @@ def _foreach() -> None:
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
     for module in (optimizer, _foreach_utils):
         if hasattr(module, "_get_foreach_kernels_supported_devices"):
-            module._get_foreach_kernels_supported_devices = lambda: devices
+            setattr(module, "_get_foreach_kernels_supported_devices", lambda: devices)  # noqa: B010
 
 
 def _rms_norm() -> None:
@@ -59,7 +62,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     """Shapes only: out and one fp32 number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, dims: int
+    ) -> torch.Tensor:
         rows = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32, device=x.device)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         ctx.save_for_backward(x, weight, rows)
@@ -67,7 +72,9 @@ class _FusedRMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(
+        ctx: Context, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, rows = ctx.saved_tensors
         into = torch.empty_like(x)
         of_weight = None if weight is None else torch.empty_like(weight)

@@ -6,23 +6,26 @@ nothing is kept for backward but the factor.  That package's backward is its for
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads
 
 __all__ = ["transform"]
 
 
 class _Transform(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.scale = scale
         return _transformed(x, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         return _transformed(grad, ctx.scale), None
 
 

@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.tiers import shapes
 from megatron_prism.tiers.history import History
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from megatron_prism.slicer.kernels import Meter
+
+    # an operator, is it a product, what answers it, is its result a view, is it a kernel
+    Known = tuple[OpOverload, bool, shapes.Answer | None, bool, bool]
 
 __all__ = ["LiveBytes", "Peak", "workspaces"]
 
@@ -42,17 +50,17 @@ class Peak:
     """The largest number of live bytes and the labels that held then (phase, microbatch, …)."""
 
     bytes: int = 0
-    labels: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, object] = field(default_factory=dict)
 
 
-class _Gone(weakref.ref):  # type: ignore[type-arg]
+class _Gone(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows its storage's address: a quarter of ``weakref.finalize``."""
 
     __slots__ = ("key",)
     key: int
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Whether all that an operator returns is a view of what it is given."""
     infos = [result.alias_info for result in func._schema.returns]
     seen = bool(infos) and all(info is not None and not info.is_write for info in infos)
@@ -72,12 +80,12 @@ class LiveBytes(TorchDispatchMode):
         self.high = Peak()
         self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
-        self.labels: dict[str, Any] = {}
-        self.meter: Any = None  # told of every call while a slice is captured
+        self.labels: dict[str, object] = {}
+        self.meter: Meter | None = None  # told of every call while a slice is captured
         self.history: History | None = None  # of every request, where reserved bytes are asked for
         # address -> (bytes, running number, what tells when it goes)
-        self._alive: dict[int, tuple[int, int, Any]] = {}
-        self._known: dict[int, tuple[Any, bool, Any, bool, bool]] = {}  # operators by id: ``_ask``
+        self._alive: dict[int, tuple[int, int, _Gone]] = {}
+        self._known: dict[int, Known] = {}  # operators by id: ``_ask``
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
@@ -110,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
             self._running = max(outer, self._running)
 
     @contextlib.contextmanager
-    def scope(self, **labels: Any) -> Iterator[None]:
+    def scope(self, **labels: object) -> Iterator[None]:
         """Label what runs inside: ``with live.scope(phase="forward", microbatch=3)``."""
         before = self.labels
         self.labels = {**before, **labels}
@@ -203,11 +211,8 @@ class LiveBytes(TorchDispatchMode):
             workspaces[autograd] = made
             self.track(made)
 
-    def _ask(self, func: Any) -> tuple[Any, bool, Any, bool, bool]:
-        """(the operator, is it a product, what answers it, is its result a view, is it a kernel).
-
-        Asked once, because an operator's own hash is a call to Python.
-        """
+    def _ask(self, func: OpOverload) -> Known:
+        """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
         view = _is_view(func)
         answer = shapes.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)
@@ -219,7 +224,7 @@ class LiveBytes(TorchDispatchMode):
         if self.history is not None and found is not None:
             self.history.used(found[1], stream)
 
-    def _added(self, to: torch.Tensor, grad: Any) -> None:
+    def _added(self, to: torch.Tensor, grad: object) -> None:
         """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
         node = torch._C._current_autograd_node()
         if node is None or not node.name().endswith("AccumulateGrad"):
@@ -229,7 +234,13 @@ class LiveBytes(TorchDispatchMode):
         if self.history is not None and len(numbers) == 2:
             self.history.added(*numbers)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)

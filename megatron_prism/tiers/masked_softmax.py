@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+from collections.abc import Callable
 
 import torch
 
@@ -60,7 +61,7 @@ def _batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int
     return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
 
 
-_MODULES = {
+_MODULES: dict[str, dict[str, Callable[..., object]]] = {
     "scaled_upper_triang_masked_softmax_cuda": {"forward": _causal},
     "scaled_masked_softmax_cuda": {
         "forward": _softmax,

@@ -9,7 +9,6 @@ sums, on shapes nothing but what the kernel would have read and written.  All wo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -24,10 +23,10 @@ class _Kernel:
     def __init__(self, name: str, run: Callable[..., None]) -> None:
         self.name, self.run = name, run
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
+    def __getitem__(self, grid: object) -> Callable[..., None]:
         return self
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if tensors[0].is_meta:
             work.fused(self.name, 0, *tensors)
@@ -84,35 +83,67 @@ def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
     """The kernel of the query, which turns the last part of each head in place: there or back."""
 
     def run(
-        q: Any, cos: Any, sin: Any, head: int, width: int, heads: int, batch: Any, count: Any,
-        starts: Any, *more: Any,
-    ) -> None:  # fmt: skip
+        q: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        head: int,
+        width: int,
+        heads: int,
+        batch: int | None,
+        count: int | None,
+        starts: torch.Tensor | None,
+        *more: int,
+    ) -> None:
         tokens = _tokens(len(q), batch, starts, *more[-2:])
-        cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
-        q[..., head:] = turn(q[..., head:], cos, sin)
+        turned = _halves(cos, tokens, width), _halves(sin, tokens, width)
+        q[..., head:] = turn(q[..., head:], *turned)
 
     return run
 
 
 def _forward_kv(
-    kv: Any, shared: Any, key: Any, value: Any, cos: Any, sin: Any, width: int, k_dim: int,
-    v_dim: int, heads: int, batch: Any, count: Any, starts: Any, *more: Any,
-) -> None:  # fmt: skip
+    kv: torch.Tensor,
+    shared: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    k_dim: int,
+    v_dim: int,
+    heads: int,
+    batch: int | None,
+    count: int | None,
+    starts: torch.Tensor | None,
+    *more: int,
+) -> None:
     tokens = _tokens(len(kv), batch, starts, *more[-2:])
-    cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
+    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
     key[..., :k_dim], value[...] = kv[..., :k_dim], kv[..., k_dim:]
-    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), cos, sin)
+    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), *table)
 
 
 def _backward_kv(
-    dk: Any, dv: Any, d_kv: Any, d_shared: Any, cos: Any, sin: Any, width: int, k_dim: int,
-    v_dim: int, heads: int, batch: Any, count: Any, starts: Any, *more: Any,
-) -> None:  # fmt: skip
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    d_kv: torch.Tensor,
+    d_shared: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    k_dim: int,
+    v_dim: int,
+    heads: int,
+    batch: int | None,
+    count: int | None,
+    starts: torch.Tensor | None,
+    *more: int,
+) -> None:
     tokens = _tokens(len(dk), batch, starts, *more[-2:])
-    cos, sin = _halves(cos, tokens, width), _halves(sin, tokens, width)
+    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
     d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
     summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
-    d_shared[...] = _turned_back(summed, cos, sin).reshape(d_shared.shape)
+    d_shared[...] = _turned_back(summed, *table).reshape(d_shared.shape)
 
 
 KERNELS = {

@@ -7,19 +7,26 @@ laid out row by row it is an empty tensor, 2 us.  Everything else is left to tor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 __all__ = ["answer"]
+
+Args = Sequence[Any]  # of an operator: tensors, numbers, lists
+Kwargs = Mapping[str, Any] | None
+Answer = Callable[[Args, Kwargs], torch.Tensor | None]
 
 _META = torch.device("meta")
 _KNOWN = frozenset(("alpha", "approximate"))  # keywords that change no shape and no type
 _aten = torch.ops.aten
 
 
-def answer(func: Any) -> Any:
+def answer(func: OpOverload) -> Answer | None:
     """What makes the result of ``func`` from (args, kwargs), or None where torch is to be asked."""
     return _ANSWERS.get(func)
 
@@ -35,7 +42,7 @@ def _rows(tensor: torch.Tensor) -> bool:
     return strides[-1] > 0 and all(a >= b for a, b in zip(strides, strides[1:], strict=False))
 
 
-def _fits(args: Any, kwargs: Any, one_type: bool) -> bool:
+def _fits(args: Args, kwargs: Kwargs, one_type: bool) -> bool:
     """Whether all tensors are like the first, in rows; numbers always are."""
     if kwargs and not _KNOWN.issuperset(kwargs):
         return False
@@ -53,24 +60,24 @@ def _fits(args: Any, kwargs: Any, one_type: bool) -> bool:
     return True
 
 
-def _alike(args: Any, kwargs: Any) -> Any:
+def _alike(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     if not _fits(args, kwargs, one_type=True):
         return None
     return torch.empty(args[0].shape, dtype=args[0].dtype, device=_META)
 
 
-def _in_place(args: Any, kwargs: Any) -> Any:
+def _in_place(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     return args[0] if _fits(args, kwargs, one_type=False) else None
 
 
-def _new_empty(args: Any, kwargs: Any) -> Any:
+def _new_empty(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     like = args[0]
     if not like.is_meta or kwargs and kwargs.keys() != {"dtype"}:
         return None
     return torch.empty(args[1], dtype=kwargs["dtype"] if kwargs else like.dtype, device=_META)
 
 
-def _cat(args: Any, kwargs: Any) -> Any:
+def _cat(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     parts, dim = args[0], args[1] if len(args) > 1 else 0
     first = parts[0]
     rank = first.dim()
@@ -87,7 +94,7 @@ def _cat(args: Any, kwargs: Any) -> Any:
     return torch.empty(shape, dtype=first.dtype, device=_META)
 
 
-_ANSWERS: dict[Any, Callable[[Any, Any], Any]] = {
+_ANSWERS: dict[OpOverload, Answer] = {
     _aten.new_empty.default: _new_empty,
     _aten.cat.default: _cat,
     **dict.fromkeys(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import distributed as dist
 from torch.nn import functional
 
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context
 
 __all__ = [
     "FlashAttention",
@@ -29,6 +32,19 @@ __all__ = [
 ]
 
 
+Permuted = tuple[torch.Tensor | None, ...]  # tokens, probs, index; more in later releases
+
+
+class Config(Protocol):
+    """What a norm asks of Megatron's TransformerConfig."""
+
+    normalization: str
+    layernorm_zero_centered_gamma: bool
+    use_cpu_initialization: bool
+    params_dtype: torch.dtype
+    sequence_parallel: bool
+
+
 class SequenceParallelNorm(torch.nn.Module):
     """Stands in for apex's FusedLayerNorm / TE's norms under sequence parallelism.
 
@@ -37,7 +53,7 @@ class SequenceParallelNorm(torch.nn.Module):
     ones.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: Config, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.shape, self.eps = (hidden_size,), eps
         self.rms = config.normalization == "RMSNorm"
@@ -47,13 +63,13 @@ class SequenceParallelNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             start(hidden_size, device=device, dtype=config.params_dtype)
         )
-        self.weight.sequence_parallel = config.sequence_parallel
         self.bias = None
         if not self.rms:
             self.bias = torch.nn.Parameter(
                 torch.zeros(hidden_size, device=device, dtype=config.params_dtype)
             )
-            self.bias.sequence_parallel = config.sequence_parallel
+        for parameter in self.parameters():
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.weight + 1 if self.zero_centered else self.weight
@@ -66,14 +82,14 @@ class _GatherSequence(torch.autograd.Function):
     """All-gather over the context-parallel group forward, reduce-scatter backward (dim 0)."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, ctx.tokens = group, tensor.shape[0]
         out = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
         dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = grad.new_empty(ctx.tokens, *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
@@ -115,7 +131,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         s, b, heads, _ = query.shape
         out = query.new_empty(s, b, heads * value.shape[-1])
@@ -126,7 +142,7 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         s, b, heads, size = query.shape
         pairs = b * heads * s * key.shape[0] * (size + value.shape[-1])
@@ -170,15 +186,15 @@ def balanced_splits(
 
 
 def permute_shapes(
-    original: Callable[..., Any],
+    original: Callable[..., Permuted],
     tokens: torch.Tensor,
     routing_map: torch.Tensor,
     probs: torch.Tensor | None = None,
     num_out_tokens: int | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> Permuted:
     """Stands in for the masked selection of moe_utils.permute @0.16.1 on shapes.
 
     tokens ``[t, hidden]`` become ``[num_out_tokens, hidden]``; probs ``[t, experts]`` become

@@ -5,13 +5,16 @@ While a slice is captured ``meter`` is the recorder's; else nobody listens and n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from megatron_prism.slicer.kernels import Meter
+
 __all__ = ["fused"]
 
-meter: Any = None
+meter: Meter | None = None
 
 
 def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:

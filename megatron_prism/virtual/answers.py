@@ -30,25 +30,26 @@ __all__ = [
     "reduced",
 ]
 
-_NAMES = {
-    ReduceOp.RedOpType.SUM: "sum",
-    ReduceOp.RedOpType.AVG: "avg",
-    ReduceOp.RedOpType.MIN: "min",
-    ReduceOp.RedOpType.MAX: "max",
-    ReduceOp.RedOpType.PRODUCT: "product",
-    ReduceOp.RedOpType.BAND: "band",
-    ReduceOp.RedOpType.BOR: "bor",
-    ReduceOp.RedOpType.BXOR: "bxor",
+_NAMES: dict[object, str] = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
 }
 _IDENTITIES = frozenset({"avg", "min", "max", "band", "bor"})
 
 
-def reduce_op_name(op: ReduceOp) -> str:
+def reduce_op_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
     """``sum``, ``avg``, ``min``, ``max``, ``product``, ``band``, ``bor`` or ``bxor``.
 
     Raises UnsupportedError for PREMUL_SUM, whose factor c10d does not give back to Python.
     """
-    name = _NAMES.get(getattr(op, "op", op))
+    kind: object = getattr(op, "op", op)
+    name = _NAMES.get(kind)
     if name is None:
         raise UnsupportedError(
             f"reduce op {op} has no virtual answer",

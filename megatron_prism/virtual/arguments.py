@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.signatures import Args
 
 __all__ = ["arguments", "message_size", "size_of"]
 
@@ -15,7 +18,7 @@ def size_of(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def message_size(args: Sequence[Any]) -> int:
+def message_size(args: Args) -> int:
     """Bytes of the larger side of a call, as the table of collectives counts them."""
     first, second = args[0], args[1] if len(args) > 1 else None
     if isinstance(second, torch.Tensor):  # out, in, ..
@@ -26,7 +29,7 @@ def message_size(args: Sequence[Any]) -> int:
     return size
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
+def _flat(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -34,7 +37,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def arguments(op: str, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(inputs, outputs) of a c10d call: outputs come first where there are two."""
     if op == "barrier":
         return [], []

@@ -12,7 +12,7 @@ distributed_c10d.py:2278), with no dispatcher hop: 4 to 6 us a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -25,6 +25,10 @@ from megatron_prism.virtual.exchange import Exchange, is_ring
 from megatron_prism.virtual.hybrid import Mixed
 from megatron_prism.virtual.parts import holds_sequences
 from megatron_prism.virtual.work import Done
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.session import VirtualWorld
+    from megatron_prism.virtual.signatures import Answer
 
 __all__ = ["PrismGroup"]
 
@@ -39,14 +43,14 @@ class PrismGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        world: Any,
+        world: VirtualWorld,
         ranks: Sequence[int],
         rank: int,
         name: str,
         desc: str,
         backend: str | None = None,
     ) -> None:
-        super().__init__(rank, len(ranks))
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg] # the one without a store
         self.world = world
         self.ranks = ranks
         self.desc = desc
@@ -81,7 +85,7 @@ class PrismGroup(dist.ProcessGroup):
     def pg_name(self) -> str:
         return self._name
 
-    @property
+    @property  # type: ignore[misc] # torch's can be set
     def bound_device_id(self) -> torch.device | None:
         return None
 
@@ -106,10 +110,10 @@ class PrismGroup(dist.ProcessGroup):
     def supports_coalescing(self) -> bool:
         return False
 
-    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+    def register_mem_pool(self, pool: object, symm: bool = False) -> None:
         """NCCL user buffers need no registration where nothing is sent."""
 
-    def deregister_mem_pool(self, pool: Any) -> None:
+    def deregister_mem_pool(self, pool: object) -> None:
         """See register_mem_pool."""
 
     def shutdown(self) -> None:
@@ -118,7 +122,7 @@ class PrismGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def new_group(self, ranks: Sequence[int], **kwargs: Any) -> PrismGroup | None:
+    def new_group(self, ranks: Sequence[int], **kwargs: str | None) -> PrismGroup | None:
         """torch >= 2.13 delegates ``dist.new_group`` to the default group (None: not a member)."""
         return self.world.build_group(ranks, kwargs.get("group_name"), kwargs.get("group_desc"))
 
@@ -131,7 +135,7 @@ class PrismGroup(dist.ProcessGroup):
     # -- bookkeeping ----------------------------------------------------------------------------
     def _done(
         self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], distance: int = 0
-    ) -> Any:
+    ) -> Done:
         self.sequence += 1
         num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
         self._count(self.desc, self._n, op, num_bytes, distance)
@@ -143,7 +147,9 @@ class PrismGroup(dist.ProcessGroup):
         return None if tensor.is_meta else self._mixed
 
     # -- collectives ----------------------------------------------------------------------------
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce(
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
+    ) -> Done:
         op = answers.reduce_op_name(opts.reduceOp) if opts is not None else "sum"
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
@@ -154,14 +160,16 @@ class PrismGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+    def broadcast(
+        self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions | None = None
+    ) -> Done:
         root = opts.rootRank if opts is not None else 0
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
                 mixed.broadcast(tensor, root)
         return self._done("broadcast", tensors, tensors)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> Done:
         op = answers.reduce_op_name(opts.reduceOp)
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
@@ -176,24 +184,24 @@ class PrismGroup(dist.ProcessGroup):
         else:
             answers.all_gather(out, shard, self._n, self._p, self._values)
 
-    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> Any:
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: object = None) -> Done:
         self._gather_one(out, shard)
         return self._done("all_gather", (shard,), (out,))
 
-    all_gather_single = _allgather_base
+    all_gather_single: Callable[..., dist.Work] = _allgather_base
 
     def allgather_into_tensor_coalesced(
-        self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
         for out, shard in zip(outs, shards, strict=True):
             self._gather_one(out, shard)
         return self._done("all_gather", shards, outs)
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_gather_single_coalesced: Callable[..., dist.Work] = allgather_into_tensor_coalesced
 
     def allgather(
-        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
         for outs, shard in zip(out_lists, shards, strict=True):
             if (mixed := self._mixed_for(shard)) is not None:
                 mixed.gather_list(outs, shard)
@@ -202,8 +210,8 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("all_gather", shards, [out for outs in out_lists for out in outs])
 
     def allgather_coalesced(
-        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: Any = None
-    ) -> Any:
+        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
         # c10d hands one list per rank here, one entry per input: the transpose of allgather's
         return self.allgather([list(outs) for outs in zip(*out_lists, strict=True)], shards, opts)
 
@@ -214,25 +222,30 @@ class PrismGroup(dist.ProcessGroup):
             values, sequence = self._values, self._sequence
             answers.reduce_scatter(out, whole, op, self._n, self._p, values, sequence)
 
-    def _reduce_scatter_base(self, out: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
+    def _reduce_scatter_base(
+        self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
+    ) -> Done:
         self._scatter_one(out, whole, answers.reduce_op_name(opts.reduceOp))
         return self._done("reduce_scatter", (whole,), (out,))
 
-    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single: Callable[..., dist.Work] = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
-        self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: Any
-    ) -> Any:
+        self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
+    ) -> Done:
         op = answers.reduce_op_name(opts.reduceOp)
         for out, whole in zip(outs, wholes, strict=True):
             self._scatter_one(out, whole, op)
         return self._done("reduce_scatter", wholes, outs)
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    reduce_scatter_single_coalesced: Callable[..., dist.Work] = reduce_scatter_tensor_coalesced
 
     def reduce_scatter(
-        self, outs: list[torch.Tensor], part_lists: list[list[torch.Tensor]], opts: Any
-    ) -> Any:
+        self,
+        outs: list[torch.Tensor],
+        part_lists: list[list[torch.Tensor]],
+        opts: dist.ReduceScatterOptions,
+    ) -> Done:
         op = answers.reduce_op_name(opts.reduceOp)
         for out, parts in zip(outs, part_lists, strict=True):
             if (mixed := self._mixed_for(out)) is not None:
@@ -248,21 +261,23 @@ class PrismGroup(dist.ProcessGroup):
         source: torch.Tensor,
         out_splits: Sequence[int],
         in_splits: Sequence[int],
-        opts: Any = None,
-    ) -> Any:
+        opts: object = None,
+    ) -> Done:
         if (mixed := self._mixed_for(source)) is not None:
             mixed.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
         else:
             answers.all_to_all(out, source, out_splits, in_splits, self._p)
         return self._done("all_to_all", (source,), (out,))
 
-    all_to_all_single = alltoall_base
+    all_to_all_single: Callable[..., dist.Work] = alltoall_base
 
     def _split(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
         rows = list(splits) or [tensor.shape[0] // self._n] * self._n
         return tensor.detach().split(rows)
 
-    def alltoall(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None) -> Any:
+    def alltoall(
+        self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: object = None
+    ) -> Done:
         if (mixed := self._mixed_for(ins[0])) is not None:
             mixed.all_to_all_list(outs, ins)
         else:
@@ -271,8 +286,11 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("all_to_all", ins, outs)
 
     def gather(
-        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: Any
-    ) -> Any:
+        self,
+        out_lists: list[list[torch.Tensor]],
+        shards: list[torch.Tensor],
+        opts: dist.GatherOptions,
+    ) -> Done:
         outs = out_lists[0] if out_lists else []
         if (mixed := self._mixed_for(shards[0])) is not None:
             mixed.gather(outs, shards[0], opts.rootRank)
@@ -281,8 +299,11 @@ class PrismGroup(dist.ProcessGroup):
         return self._done("gather", shards, outs)
 
     def scatter(
-        self, outs: list[torch.Tensor], part_lists: list[list[torch.Tensor]], opts: Any
-    ) -> Any:
+        self,
+        outs: list[torch.Tensor],
+        part_lists: list[list[torch.Tensor]],
+        opts: dist.ScatterOptions,
+    ) -> Done:
         parts = part_lists[0] if part_lists else []
         if (mixed := self._mixed_for(outs[0])) is not None:
             mixed.scatter(outs[0], parts, opts.rootRank, self._values)
@@ -292,7 +313,7 @@ class PrismGroup(dist.ProcessGroup):
             self._values.receive(outs[0])
         return self._done("scatter", parts, outs)
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: object = None) -> Done:
         if self._mixed is not None:
             self._mixed.barrier(self.world.device)
         return self._done("barrier", (), ())
@@ -307,7 +328,7 @@ class PrismGroup(dist.ProcessGroup):
             self._exchange = Exchange(self._values)
         return None if tensor.is_meta else self._exchange
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         done = self._done("send", tensors, (), self.distance(peer))
         if (ring := self._ring(tensors[0])) is not None:
             ring.sent(tensors[0])
@@ -317,7 +338,7 @@ class PrismGroup(dist.ProcessGroup):
                 return mixed.real.send([t.detach() for t in tensors], index, tag)
         return done
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._done("recv", (), tensors, self.distance(peer))
         ring, mixed = self._ring(tensors[0]), self._mixed_for(tensors[0])
         index = mixed.local_index(peer) if mixed is not None else None
@@ -329,7 +350,7 @@ class PrismGroup(dist.ProcessGroup):
             self._values.receive(tensor)
         return Done(tensors, peer)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         if (mixed := self._mixed_for(tensors[0])) is not None:
             if len(mixed.positions) == self._n:
                 self._done("recv", (), tensors)
@@ -350,14 +371,15 @@ def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _passing_through(method: str, answer: Answer) -> Answer:
     """Groups whose members are all local answer with the real group's own method."""
     op = BY_METHOD[method].name
 
-    def plain(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
+    def plain(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
         if not self.all_local or self.world.shapes_only:
             return answer(self, *args, **kwargs)
         if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
+            assert self.real is not None, "all members are local, and have a real group"
             _real_barrier(self.real, self.world.device)
             return self._done(op, (), ())
         work = getattr(self.real, method)(*args, **kwargs)
@@ -370,7 +392,7 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
         self._done(op, *arguments(op, args))
         return work
 
-    def call(self: PrismGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
         listener = self.world.guard or self.world.recorder
         if listener is None:
             return plain(self, *args, **kwargs)
@@ -381,7 +403,7 @@ def _passing_through(method: str, answer: Callable[..., Any]) -> Callable[..., A
 
 
 def _without_row(method: str) -> Callable[..., NoReturn]:
-    def call(self: PrismGroup, *args: Any, **kwargs: Any) -> NoReturn:
+    def call(self: PrismGroup, *args: object, **kwargs: object) -> NoReturn:
         raise UnsupportedError(
             f"collective {method!r} on {self.desc} has no row in the table of collectives",
             fix="add its row to megatron_prism/collectives.py and its answer to virtual/backend.py",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.virtual.moves import Move
 from megatron_prism.virtual.streams import End
 from megatron_prism.virtual.work import Done
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.pacing import Call, Pacer
+    from megatron_prism.virtual.signatures import Answer, Args, Kwargs
 
 __all__ = ["Batch"]
 
@@ -16,15 +21,17 @@ __all__ = ["Batch"]
 class Batch:
     """Answered one by one, ended by one launch, as of one ``pacing.Pacer``."""
 
-    def __init__(self, pacer: Any) -> None:
+    def __init__(self, pacer: Pacer) -> None:
         self._pacer, self._begin, self._host = pacer, perf_counter_ns(), 0
-        self._group: Any = None
+        self._group: PrismGroup | None = None
         self._launch, self._blocks = -1, 0
         self._move: Move | None = None
-        self._answers: list[Callable[[], Any]] = []
-        self._made: list[tuple[Done, Any]] = []
+        self._answers: list[Callable[[], object]] = []
+        self._made: list[tuple[Done, Args]] = []
 
-    def add(self, group: Any, call: Any, answer: Any, args: Any, kwargs: Any) -> Done:
+    def add(
+        self, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> Done:
         self._group, self._launch = group, call.launch
         self._blocks += call.blocks
         self._host += call.host

@@ -8,13 +8,19 @@ Everything here is a raw handle or address, an int.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.errors import PrismError
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["NOT_READY", "Driver"]
+
+Function = Callable[..., int]  # answers a status
 
 _P, _U, _I, _N = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
 _CALLS = {
@@ -44,19 +50,20 @@ class Driver:
     the methods raise PrismError unless that is 0.
     """
 
-    def __init__(self, library: Any = None) -> None:
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
         library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        self._functions: dict[str, Function] = {}
         for name, types in _CALLS.items():
             function = getattr(library, name)
             function.argtypes = types
-            setattr(self, f"_{name}", function)
-        self.launch: Any = self._cuLaunchKernelEx  # type: ignore[attr-defined]
-        self.record: Any = self._cuEventRecord  # type: ignore[attr-defined]
-        self.wait: Any = self._cuStreamWaitEvent  # type: ignore[attr-defined]
-        self.query: Any = self._cuEventQuery  # type: ignore[attr-defined]
+            self._functions[name] = function
+        self.launch = self._functions["cuLaunchKernelEx"]
+        self.record = self._functions["cuEventRecord"]
+        self.wait = self._functions["cuStreamWaitEvent"]
+        self.query = self._functions["cuEventQuery"]
 
-    def _call(self, name: str, *args: Any) -> None:
-        if status := getattr(self, f"_{name}")(*args):
+    def _call(self, name: str, *args: object) -> None:
+        if status := self._functions[name](*args):
             raise PrismError(f"the CUDA driver refused {name} (status {status})")
 
     def event(self) -> int:
@@ -76,7 +83,7 @@ class Driver:
         self._call("cuMemsetD8_v2", address, 0, num_bytes)
         return address.value or 0
 
-    def words(self, num_bytes: int, device: Any) -> Any:
+    def words(self, num_bytes: int, device: torch.device | str) -> torch.Tensor:
         """The same as a uint8 tensor on torch's ``device``."""
         import torch
 

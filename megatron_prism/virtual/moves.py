@@ -9,13 +9,18 @@ bytes (an average of equal tensors) is rewritten, so that the memory is as busy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.virtual.answers import reduce_op_name
 from megatron_prism.virtual.pace_moves import ADDED
+
+if TYPE_CHECKING:
+    from torch.distributed import AllreduceOptions, ReduceScatterOptions
+
+    from megatron_prism.virtual.backend import PrismGroup
 
 __all__ = ["KINDS", "Move", "move_of"]
 
@@ -66,7 +71,9 @@ def _rewritten(tensor: torch.Tensor, kind: int, scale: int, size: int) -> Move |
     return Move(at, at, size, size, kind, scale, 0, 0, size, (tensor,))
 
 
-def _scaling(group: Any, tensor: torch.Tensor, reduce_op: Any) -> tuple[int, int] | None:
+def _scaling(
+    group: PrismGroup, tensor: torch.Tensor, reduce_op: ReduceOp
+) -> tuple[int, int] | None:
     """(kind, scale) of a reduction of equal tensors; None if it takes more."""
     if reduce_op == _AVERAGE:
         return COPY, 1
@@ -80,7 +87,9 @@ def _scaling(group: Any, tensor: torch.Tensor, reduce_op: Any) -> tuple[int, int
     return kind, group._n
 
 
-def _all_reduce(group: Any, tensors: list[torch.Tensor], opts: Any = None) -> Move | None:
+def _all_reduce(
+    group: PrismGroup, tensors: list[torch.Tensor], opts: AllreduceOptions | None = None
+) -> Move | None:
     if len(tensors) != 1 or opts is None:
         return None
     tensor = tensors[0]
@@ -88,12 +97,12 @@ def _all_reduce(group: Any, tensors: list[torch.Tensor], opts: Any = None) -> Mo
     return None if scaling is None else _rewritten(tensor, *scaling, tensor.nbytes)
 
 
-def _broadcast(group: Any, tensors: list[torch.Tensor], opts: Any = None) -> Move | None:
+def _broadcast(group: PrismGroup, tensors: list[torch.Tensor], opts: object = None) -> Move | None:
     return _rewritten(tensors[0], COPY, 1, tensors[0].nbytes) if len(tensors) == 1 else None
 
 
 def _all_gather(
-    group: Any, out: torch.Tensor, shard: torch.Tensor, opts: Any = None
+    group: PrismGroup, out: torch.Tensor, shard: torch.Tensor, opts: object = None
 ) -> Move | None:
     if not (out.is_contiguous() and shard.is_contiguous()) or group._values.parts is not None:
         return None
@@ -107,7 +116,9 @@ def _all_gather(
     return Move(to, source, size, part, COPY, 1, 0, 0, size, (out,))
 
 
-def _reduce_scatter(group: Any, out: torch.Tensor, whole: torch.Tensor, opts: Any) -> Move | None:
+def _reduce_scatter(
+    group: PrismGroup, out: torch.Tensor, whole: torch.Tensor, opts: ReduceScatterOptions
+) -> Move | None:
     if not (out.is_contiguous() and whole.is_contiguous()) or out.dtype != whole.dtype:
         return None
     part, size = out.nbytes, whole.nbytes
@@ -123,12 +134,12 @@ def _reduce_scatter(group: Any, out: torch.Tensor, whole: torch.Tensor, opts: An
 
 
 def _all_to_all(
-    group: Any,
+    group: PrismGroup,
     out: torch.Tensor,
     source: torch.Tensor,
     out_splits: Sequence[int],
     in_splits: Sequence[int],
-    opts: Any = None,
+    opts: object = None,
 ) -> Move | None:
     if list(out_splits) != list(in_splits) or out.dtype != source.dtype or not source.numel():
         return None  # what is sent to oneself is elsewhere then
@@ -139,7 +150,7 @@ def _all_to_all(
     return Move(out.data_ptr(), source.data_ptr(), size, period, COPY, 1, 0, 0, payload, (out,))
 
 
-def _send(group: Any, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Move | None:
+def _send(group: PrismGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Move | None:
     tensor = tensors[0]
     if group._ring(tensor) is not None or len(tensors) != 1 or not tensor.is_contiguous():
         return None
@@ -147,14 +158,19 @@ def _send(group: Any, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> M
     return Move(0, 0, 0, 0, COPY, 1, tensor.data_ptr(), size, size, ())
 
 
-def _barrier(group: Any, opts: Any = None) -> Move:
+def _barrier(group: PrismGroup, opts: object = None) -> Move:
     return Move(0, 0, 0, 0, COPY, 1, 0, 0, 0, ())
 
 
 def _alone(find: Callable[..., Move | None]) -> Callable[..., Move | None]:
     """``find`` for a coalesced call of one tensor, as Megatron makes one of every bucket."""
 
-    def found(group: Any, outs: Any, ins: Any, opts: Any = None) -> Move | None:
+    def found(
+        group: PrismGroup,
+        outs: Sequence[torch.Tensor],
+        ins: Sequence[torch.Tensor],
+        opts: object = None,
+    ) -> Move | None:
         return find(group, outs[0], ins[0], opts) if len(outs) == len(ins) == 1 else None
 
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,12 @@ from megatron_prism.errors import PrismError, UnsupportedError
 from megatron_prism.virtual.driver import Driver
 from megatron_prism.virtual.pace_shared import Shared, seats
 from megatron_prism.virtual.pace_source import CLOCK, LAUNCH, RING, SHARED, SOURCE, TABLE
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from megatron_prism.replay.release import Releases
+    from megatron_prism.virtual.moves import Move
 
 __all__ = ["Launcher"]
 
@@ -54,7 +60,7 @@ class Launcher:
 
     def __init__(
         self,
-        table: Any,
+        table: Releases,
         launches: list[list[int]],
         device: torch.device,
         shared: Shared | None = None,
@@ -99,7 +105,7 @@ class Launcher:
         self._table = base + size
         self.driver.write(self._table, packed)
 
-    def _prepare(self, function: Any) -> None:
+    def _prepare(self, function: int) -> None:
         """Arguments that are written in place: the driver copies them at every launch."""
         self._function = function
         self._call = ctypes.create_string_buffer(_CALL.size)
@@ -123,7 +129,7 @@ class Launcher:
         first: int,
         fresh: bool,
         blocks: int,
-        move: Any = None,
+        move: Move | None = None,
     ) -> None:
         """Hold ``stream`` until ``launch`` ends; ``fresh``: there was no ``arrive``.
 
@@ -203,7 +209,7 @@ class Launcher:
         end, tag [RING, interactions]; came, went, from, until [RING, launches]; stuck [1]
         """
         torch.cuda.synchronize(self.device)
-        found = {}
+        found: dict[str, np.ndarray] = {}
         for name in ("end", "tag", "came", "went", "from", "until", "stuck"):
             if self.shared is not None and name in SHARED:
                 found[name] = self.shared.array(name)
@@ -215,10 +221,10 @@ class Launcher:
         return found
 
 
-def _columns(table: Any, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+def _columns(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """What the kernel reads and writes, by the names of TABLE."""
     words = {"i": np.int32, "q": np.int64}
-    given = {
+    given: dict[str, tuple[str, ArrayLike]] = {
         "part": ("i", np.concatenate(([0], np.cumsum([len(one) for one in launches])))),
         "member": ("i", [j for one in launches for j in one]),
         "own": ("q", table.own),
@@ -227,7 +233,7 @@ def _columns(table: Any, launches: list[list[int]], process: int) -> dict[str, n
         "back": ("i", table.back),
         "weight": ("q", table.weight),
     }
-    found = {
+    found: dict[str, np.ndarray] = {
         name: np.ascontiguousarray(values, dtype=words[kind])
         for name, (kind, values) in given.items()
     }

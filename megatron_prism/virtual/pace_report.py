@@ -7,11 +7,14 @@ summary; times in us.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.virtual.pace_source import RING
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.pacing import Call, Pacer
 
 __all__ = ["at_once", "summary"]
 
@@ -22,8 +25,8 @@ _AT_ONCE_NS = 60_000
 
 
 def summary(
-    pacer: Any, stamps: dict[str, np.ndarray], predicted: Mapping[str, float]
-) -> dict[str, Any]:
+    pacer: Pacer, stamps: dict[str, np.ndarray], predicted: Mapping[str, float]
+) -> dict[str, object]:
     """Counts of iterations, and what the last paced one waited for, by group.
 
     late       : calls that ended later than their peers would have let them, because answering them
@@ -35,7 +38,7 @@ def summary(
                  this rank is as fast as its slice; ``predicted`` has them by group
     """
     tally = pacer.tally
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "iterations_paced": tally.paced,
         "strayed": tally.strayed[:5],
         "iterations_strayed": len(tally.strayed),
@@ -88,7 +91,7 @@ def at_once(
     return found
 
 
-def _felt_us(pacer: Any, stamps: dict[str, np.ndarray], iteration: int) -> float | None:
+def _felt_us(pacer: Pacer, stamps: dict[str, np.ndarray], iteration: int) -> float | None:
     """From the first call of the iteration before to its own; None if that one was not paced."""
     before = (iteration - 1) % RING
     if iteration < 1 or (stamps["tag"][before][pacer.launcher.launches[0]] != iteration).any():
@@ -97,7 +100,7 @@ def _felt_us(pacer: Any, stamps: dict[str, np.ndarray], iteration: int) -> float
     return float(first[iteration % RING] - first[before]) / 1e3
 
 
-def _last(pacer: Any, stamps: dict[str, np.ndarray]) -> int | None:
+def _last(pacer: Pacer, stamps: dict[str, np.ndarray]) -> int | None:
     """The last iteration whose every end is known."""
     ours = [j for one in pacer.launcher.launches for j in one]
     for iteration in range(pacer.iteration, max(-1, pacer.iteration - RING), -1):
@@ -106,16 +109,16 @@ def _last(pacer: Any, stamps: dict[str, np.ndarray]) -> int | None:
     return None
 
 
-def _first_calls(pacer: Any) -> list[tuple[Any, int]]:
+def _first_calls(pacer: Pacer) -> list[tuple[Call, int]]:
     """(call, launch), a batch once."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, Call] = {}
     for call in pacer.calls:
         if call.launch >= 0:
             seen.setdefault(call.launch, call)
     return [(call, launch) for launch, call in seen.items()]
 
 
-def _name(pacer: Any, launch: int) -> str:
+def _name(pacer: Pacer, launch: int) -> str:
     """``call 12: all_reduce of TENSOR_MODEL_PARALLEL_GROUP``."""
     for number, call in enumerate(pacer.calls):
         if call.launch == launch:

@@ -12,11 +12,17 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_prism.errors import PrismError, UsageError
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.replay.release import Releases
+    from megatron_prism.virtual.driver import Driver
 
 __all__ = ["AREA", "Shared", "layout", "meet", "seats"]
 
@@ -25,9 +31,11 @@ _FOLDER = Path("/dev/shm")
 _ALIGN = 256
 
 
-def layout(ring: int, interactions: int, seats: int, processes: int) -> dict[str, tuple[int, Any]]:
+def layout(
+    ring: int, interactions: int, seats: int, processes: int
+) -> dict[str, tuple[int, np.ndarray]]:
     """name -> (bytes from the beginning, an empty array of what is there); ``size`` is the end."""
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "end": np.empty((ring, interactions), np.int64),
         "tag": np.empty((ring, interactions), np.int32),
         "here": np.empty((ring, seats), np.int64),
@@ -35,15 +43,16 @@ def layout(ring: int, interactions: int, seats: int, processes: int) -> dict[str
         "gone": np.empty(1, np.int32),
         "area": np.empty((processes, AREA), np.int64),
     }
-    found, size = {}, 0
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    size = 0
     for name, array in arrays.items():
         found[name] = (size, array)
         size += -(-array.nbytes // _ALIGN) * _ALIGN
-    found["size"] = (size, None)
+    found["size"] = (size, np.empty(0))
     return found
 
 
-def seats(table: Any, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+def seats(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """Per member of ``launches``, one after the other: whose arrivals its interaction waits for.
 
     A seat is a row of ``table.member``: a local rank in an interaction.  ``mine`` [members] is this
@@ -63,7 +72,7 @@ def seats(table: Any, launches: list[list[int]], process: int) -> dict[str, np.n
     return {name: np.array(values, dtype=np.int32) for name, values in found.items()}
 
 
-def meet(store: Any, processes: int, where: str) -> None:
+def meet(store: dist.Store, processes: int, where: str) -> None:
     """Go on when every local process has come here."""
     key = f"prism/pace/{where}"
     if store.add(key, 1) == processes:
@@ -100,10 +109,10 @@ class Shared:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         process: int,
         processes: int,
-        places: dict[str, tuple[int, Any]],
+        places: dict[str, tuple[int, np.ndarray]],
         table: str,
     ) -> None:
         self.process, self.processes, self.places = process, processes, places
@@ -137,7 +146,7 @@ class Shared:
         """Go on when every local process has come here."""
         meet(self._store, self.processes, where)
 
-    def map(self, driver: Any) -> dict[str, int]:
+    def map(self, driver: Driver) -> dict[str, int]:
         """name -> the device's address."""
         base = driver.map_host(self.base, self.places["size"][0])
         return {name: base + at for name, (at, _) in self.places.items()}

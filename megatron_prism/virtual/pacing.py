@@ -20,10 +20,10 @@ A call that the program does not expect ends pacing until the next iteration, is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual.batch import Batch
@@ -31,6 +31,13 @@ from megatron_prism.virtual.moves import Move, move_of
 from megatron_prism.virtual.pace_source import RING
 from megatron_prism.virtual.streams import End, Streams
 from megatron_prism.virtual.work import Done
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.virtual.backend import PrismGroup
+    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.virtual.signatures import Answer, Args, Kwargs
 
 __all__ = ["Call", "Pacer", "Tally"]
 
@@ -71,7 +78,7 @@ class Pacer:
     """
 
     def __init__(
-        self, calls: Sequence[Call], launcher: Any, streams: Streams, cuda: bool = True
+        self, calls: Sequence[Call], launcher: Launcher, streams: Streams, cuda: bool = True
     ) -> None:
         self.calls, self.launcher, self.streams = calls, launcher, streams
         self._cuda = cuda
@@ -81,7 +88,7 @@ class Pacer:
         self.active = False
         self.first = 0  # since which iteration all ends are known
         self._at = 0
-        self._lanes: dict[Any, _Lane] = {}
+        self._lanes: dict[object, _Lane] = {}
         count = 1 + max((call.launch for call in calls), default=-1)
         # per iteration of the ring and launch: when the host came to it
         self.issued = [[0] * count for _ in range(RING)]
@@ -122,7 +129,7 @@ class Pacer:
         if self._shared is not None:
             self._shared.leave(self.iteration)
 
-    def _expected(self, group: Any, op: str) -> Call | None:
+    def _expected(self, group: PrismGroup, op: str) -> Call | None:
         """The program's next call if it is this one."""
         if self._at == len(self.calls):
             self.tally.extra += 1
@@ -139,8 +146,8 @@ class Pacer:
 
     # -- calls ------------------------------------------------------------------------------------
     def record(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Make ``answer(group, *args, **kwargs)`` at the time at which it would come."""
         begin = perf_counter_ns()  # all that follows is in NCCL's own time
         call = self._expected(group, op) if self.active else None
@@ -172,23 +179,31 @@ class Pacer:
         return made
 
     def _beside(
-        self, lane: _Lane, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
-    ) -> Any:
+        self,
+        lane: _Lane,
+        stream: int,
+        group: PrismGroup,
+        call: Call,
+        answer: Answer,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> dist.Work | None:
         """On a stream of its own, after what the caller's holds now."""
         self.streams.follow(lane.stream, stream, lane.begin)
         move = self.move(group, call.op, answer, args, kwargs)
         if move is not None:
             self._hold(lane.stream, call, move)
-            made = Done(move.outs)
+            made: dist.Work | None = Done(move.outs)
         else:
             with self.streams.on(lane.stream):
                 made = self._answered(lane.stream, group, call, answer, args, kwargs)
         lane.end = end = End(self.streams, lane.stream)
+        assert isinstance(made, Done), made
         return made.after(end, args)
 
     def _in_order(
-        self, group: Any, stream: int, call: Call, answer: Any, args: Any, kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup, stream: int, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """On the caller's stream, but after what the communicator does on another."""
         lane = self._lanes.get(id(group))
         if lane is not None and lane.end is not None:
@@ -199,7 +214,9 @@ class Pacer:
         self._hold(stream, call, move)
         return Done(move.outs)
 
-    def move(self, group: Any, op: str, answer: Any, args: Any, kwargs: Any) -> Move | None:
+    def move(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> Move | None:
         """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
         find = move_of.get(answer.__name__)
         if find is None or group.world.observer is not None:
@@ -222,8 +239,8 @@ class Pacer:
         launcher.release(stream, call.launch, self.iteration, self.first, True, call.blocks, move)
 
     def _answered(
-        self, stream: int, group: Any, call: Call, answer: Any, args: Any, kwargs: Any
-    ) -> Any:
+        self, stream: int, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Answer on the current ``stream`` and hold it."""
         # with real members an answer waits for them, which is no part of coming to the call
         early = call.large or group._mixed is not None
@@ -235,7 +252,7 @@ class Pacer:
         )
         return made
 
-    def lane(self, key: Any) -> _Lane:
+    def lane(self, key: object) -> _Lane:
         """The stream of ``key``."""
         lane = self._lanes.get(key)
         if lane is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 __all__ = ["Positions"]
 
@@ -26,5 +25,5 @@ class Positions(Mapping[int, int]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def items(self) -> Any:
+    def items(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
         return zip(self._ranks, range(len(self._ranks)), strict=True)  # c10d only walks over it

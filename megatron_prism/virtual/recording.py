@@ -16,15 +16,18 @@ import json
 import zipfile
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_prism.artefact import whole_file
 from megatron_prism.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.virtual.backend import PrismGroup
 
 __all__ = ["FORMAT", "Recorder", "Replayer"]
 
@@ -49,12 +52,12 @@ class Recorder:
     header : what must match at replay, besides the format (world, rank, arguments)
     """
 
-    def __init__(self, folder: Path, rank: int, header: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         self.folder, self.rank, self.header = folder, rank, header
         self._values: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def observe(
-        self, group: Any, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """Called by the backend after each answer (which has arrived: the backend waits)."""
         if group.size() > 1 and _steers(op, outs):
@@ -72,7 +75,7 @@ class Recorder:
         arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
         header = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
         with whole_file(_file(self.folder, self.rank), force=True) as file:
-            np.savez_compressed(file, header=np.array(header), **arrays)
+            np.savez_compressed(file, header=np.array(header), **arrays)  # type: ignore[arg-type]
 
 
 class Replayer:
@@ -81,7 +84,7 @@ class Replayer:
     Raises UsageError for a missing, truncated or foreign file, and for another run's recording.
     """
 
-    def __init__(self, folder: Path, rank: int, header: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         self.missing = self.replayed = 0
         self._values: dict[str, deque[np.ndarray]] = {}
         file = _file(folder, rank)
@@ -110,7 +113,7 @@ class Replayer:
                 )
 
     def observe(
-        self, group: Any, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """Overwrite a mirrored control value by the recorded one."""
         if group.size() < 2 or not _steers(op, outs):

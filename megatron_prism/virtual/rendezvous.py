@@ -15,10 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_prism.ops import DTYPES, Op
 from megatron_prism.virtual.frames import frames
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
 
 __all__ = ["Neighbours", "Peers", "Rendezvous", "differences", "gloo_does", "nccl_lets_through"]
 
@@ -227,7 +230,9 @@ class Neighbours:
     A store of all local processes holds, per group and sequence, one line per rank.
     """
 
-    def __init__(self, store: Any, rank: int, fail: Fail, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, fail: Fail, patience_s: float = _PATIENCE_S
+    ) -> None:
         self.store, self.rank, self.fail, self.patience_s = store, rank, fail, patience_s
         self.counts: Counter[str] = Counter()
 
@@ -294,5 +299,5 @@ class Neighbours:
         return found
 
 
-def _has(store: Any, key: str) -> bool:
+def _has(store: dist.Store, key: str) -> bool:
     return bool(store.check([key]))

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
 
+if TYPE_CHECKING:
+    from megatron_prism.virtual.streams import End
+
 __all__ = ["Done"]
 
-_unfinished: list[tuple[Any, Any]] = []  # (end, tensors) of calls whose handles are gone
+_unfinished: list[tuple[End, object]] = []  # (end, tensors) of calls whose handles are gone
 
 
 class Done(dist.Work):
@@ -25,25 +29,25 @@ class Done(dist.Work):
     result and no source.
     """
 
-    _end: Any = None
-    _held: Any = None
+    _end: End | None = None
+    _held: object = None
 
     def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
         super().__init__()
         self._outs, self._source = outs, source
 
-    def after(self, end: Any, held: Any) -> Done:
+    def after(self, end: End, held: object) -> Done:
         """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
         self._end, self._held = end, held
         return self
 
     def __del__(self) -> None:
         # a handle that nobody waits for: its tensors stay until the device is done with them
-        if self._held is not None and not sys.is_finalizing():
+        if self._end is not None and self._held is not None and not sys.is_finalizing():
             _unfinished.append((self._end, self._held))  # first: asking the device may fail
             _unfinished[:] = [one for one in _unfinished if not one[0].query()]
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         self.synchronize()
         return True
 
@@ -69,6 +73,7 @@ class Done(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         self.synchronize()  # a future of CUDA tensors is behind the current stream
+        devices: list[int | str | torch.device]
         devices = [self._outs[0].device] if self._outs and self._outs[0].is_cuda else []
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(list(self._outs))

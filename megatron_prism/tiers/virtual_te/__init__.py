@@ -20,7 +20,9 @@ import contextlib
 import importlib.machinery
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from megatron_prism.tiers.virtual_te import (
     attention,
@@ -43,6 +45,9 @@ from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
 from megatron_prism.tiers.virtual_te.linear import Linear
 from megatron_prism.tiers.virtual_te.norm import LayerNorm, RMSNorm
 from megatron_prism.tiers.virtual_te.unsupported import Lazy, absent_class, absent_function, refuse
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["VERSION", "install"]
 
@@ -78,14 +83,16 @@ _QUANTIZERS = (
 )
 
 
-def _get_cpu_offload_context(enabled: bool = False, *args: Any, **kwargs: Any) -> Any:
+def _get_cpu_offload_context(
+    enabled: bool = False, *args: object, **kwargs: object
+) -> tuple[AbstractContextManager[None], Callable[[torch.Tensor], torch.Tensor]]:
     """(context, function for each output) that do nothing (pytorch/cpu_offload.py @v2.9)."""
     if enabled:
         refuse("activation offloading", fix="leave --cpu-offloading out")
     return contextlib.nullcontext(), lambda output: output
 
 
-def _public(module: types.ModuleType) -> dict[str, Any]:
+def _public(module: types.ModuleType) -> dict[str, object]:
     return {
         k: v
         for k, v in vars(module).items()
@@ -95,7 +102,7 @@ def _public(module: types.ModuleType) -> dict[str, Any]:
     }
 
 
-def _refusing(*names: str) -> dict[str, Any]:
+def _refusing(*names: str) -> dict[str, object]:
     return {n: absent_function(f"transformer_engine.pytorch.{n}") for n in names}
 
 
@@ -112,7 +119,7 @@ _MOE = {
     "moe_permute_and_pad_with_probs": permutation.moe_permute_and_pad_with_probs,
 }
 _OFFLOAD = {"get_cpu_offload_context": _get_cpu_offload_context, "CPUOffloadEnabled": False}
-_LOSS = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
+_LOSS: dict[str, object] = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
 _QUANTIZED = {
     **{n: v for n, v in _public(parameters_fp8).items() if isinstance(v, type)},
     **{n: absent_class(f"transformer_engine.pytorch.tensor.{n}") for n in _QUANTIZERS},
@@ -129,7 +136,7 @@ _CASTS = {
 }
 
 
-def _top() -> dict[str, dict[str, Any]]:
+def _top() -> dict[str, dict[str, object]]:
     """``transformer_engine`` down to what ``transformer_engine.pytorch`` offers itself."""
     return {
         "": {"__version__": VERSION, "__prism_stand_in__": True},
@@ -146,9 +153,9 @@ def _top() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _layer_modules() -> dict[str, dict[str, Any]]:
+def _layer_modules() -> dict[str, dict[str, object]]:
     """``transformer_engine.pytorch.module`` and the operators beside it."""
-    rotary = {
+    rotary: dict[str, object] = {
         "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
         "apply_fused_qkv_rotary_pos_emb": rope.apply_fused_qkv_rotary_pos_emb,
     }
@@ -179,7 +186,7 @@ def _layer_modules() -> dict[str, dict[str, Any]]:
     }
 
 
-def _other_modules() -> dict[str, dict[str, Any]]:
+def _other_modules() -> dict[str, dict[str, object]]:
     """The rest of ``transformer_engine.pytorch``."""
     tensors = ("", ".float8_tensor", ".mxfp8_tensor", ".nvfp4_tensor", ".float8_blockwise_tensor")
     return {
@@ -213,7 +220,7 @@ def _other_modules() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def _contents() -> dict[str, dict[str, Any]]:
+def _contents() -> dict[str, dict[str, object]]:
     """What each module below ``transformer_engine`` holds, parents first."""
     below = {**_layer_modules(), **_other_modules()}
     return {**_top(), **{f".pytorch{name}": held for name, held in below.items()}}
@@ -226,7 +233,7 @@ def install() -> None:
     for suffix, contents in _contents().items():
         name = f"transformer_engine{suffix}"
         module = (Lazy if suffix == ".pytorch.ops" else types.ModuleType)(name)
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__dict__.update(contents)
         sys.modules[name] = module

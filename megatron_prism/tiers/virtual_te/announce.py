@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
@@ -18,7 +18,7 @@ def announce_attention(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     out: torch.Tensor,
-    o: Any,
+    o: SimpleNamespace,
 ) -> None:
     """One kernel of ``products`` matrix products per head (2 forward, 5 backward) on ``meta``.
 

@@ -9,9 +9,10 @@ the values come from torch's attention, run again in backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from megatron_prism.tiers.virtual_te.context_parallel import (
     context_size,
 )
 from megatron_prism.tiers.virtual_te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Group, Groups, Trackers
 
 __all__ = ["DotProductAttention", "SplitAlongDim"]
 
@@ -57,7 +61,13 @@ def _packed(tensors: tuple[torch.Tensor, ...]) -> bool:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, sink: Any = None
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        o: SimpleNamespace,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ctx.packed = _packed((q, k, v))
         if not ctx.packed:
@@ -79,13 +89,13 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         q, k, v, *_, last = ctx.saved_tensors
         sink = last if ctx.sinks else None
         grad = grad.contiguous()
         if q.is_meta:
             announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
-            of_sink = sink.new_empty(sink.shape) if ctx.learned else None
+            of_sink = sink.new_empty(sink.shape) if sink is not None and ctx.learned else None
             if ctx.packed:
                 *rows, heads, size = q.shape
                 dqkv = q.new_empty(*rows, heads, 3 * size)
@@ -97,9 +107,11 @@ class _Attention(torch.autograd.Function):
         if ctx.rng is not None:
             torch.set_rng_state(ctx.rng)
         with torch.enable_grad():
-            out = attention_values(*leaves, ctx.mask, ctx.o, leaf)
+            out = attention_values(leaves[0], leaves[1], leaves[2], ctx.mask, ctx.o, leaf)
         torch.set_rng_state(state)
-        found = torch.autograd.grad(out, [*leaves, leaf] if ctx.learned else leaves, grad)
+        if leaf is not None and ctx.learned:
+            leaves.append(leaf)
+        found = torch.autograd.grad(out, leaves, grad)
         return (*found[:3], None, None, found[3] if ctx.learned else None)
 
 
@@ -107,13 +119,15 @@ class SplitAlongDim(torch.autograd.Function):
     """Views in forward, one concatenation in backward (attention/.../utils.py, SplitAlongDim)."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: torch.Tensor, dim: int, sizes: Any, squeeze: bool = False) -> Any:
+    def forward(
+        ctx: Context, mixed: torch.Tensor, dim: int, sizes: list[int], squeeze: bool = False
+    ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.squeeze = dim, squeeze
         parts = torch.split(mixed, sizes, dim=dim)
         return tuple(p.squeeze(dim) for p in parts) if squeeze else parts
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
         parts = [g.unsqueeze(ctx.dim) for g in grads] if ctx.squeeze else list(grads)
         return torch.cat(parts, dim=ctx.dim), None, None, None
 
@@ -129,21 +143,21 @@ class DotProductAttention(TransformerEngineBaseModule):
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
-        window_size: Any = None,
+        window_size: Sequence[int] | None = None,
         sequence_parallel: bool = False,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        tp_group: Any = None,
+        get_rng_state_tracker: Trackers | None = None,
+        tp_group: Group = None,
         layer_number: int | None = None,
         attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: Any = None,
-        cp_stream: Any = None,
+        cp_group: Groups = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: torch.cuda.Stream | None = None,
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
         return_max_logit: bool = False,
-        **rest: Any,
+        **rest: object,
     ) -> None:
         super().__init__()
         if softmax_type not in _SOFTMAX:
@@ -165,7 +179,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self._make_sink(softmax_type, num_attention_heads // max(1, tp_size), get_rng_state_tracker)
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def _make_sink(self, softmax_type: str, heads: int, tracker: Any) -> None:
+    def _make_sink(self, softmax_type: str, heads: int, tracker: Trackers | None) -> None:
         """One more logit a head: none, 0, or learned (dot_product_attention.py:464 @v2.9)."""
         self.softmax_type, self.softmax_offset = softmax_type, None
         if softmax_type == "off-by-one":
@@ -177,7 +191,11 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.register_parameter("softmax_offset", torch.nn.Parameter(values))
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self,
+        cp_group: Groups,
+        cp_global_ranks: Sequence[int] | None,
+        cp_stream: torch.cuda.Stream | None,
+        cp_comm_type: str = "p2p",
     ) -> None:
         """Whose keys and values belong to the same sequence, and how they come here."""
         if cp_comm_type not in COMM_TYPES and cp_group is not None:
@@ -193,16 +211,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         query_layer: torch.Tensor,
         key_layer: torch.Tensor,
         value_layer: torch.Tensor,
-        attention_mask: Any = None,
+        attention_mask: torch.Tensor | None = None,
         qkv_format: str | None = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_kv: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
-        core_attention_bias: Any = None,
-        alibi_slopes: Any = None,
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
-        inference_params: Any = None,
-        **rest: Any,
+        inference_params: object = None,
+        **rest: object,
     ) -> torch.Tensor:
         """[s, b, h·d] (``sbhd``), [b, s, h·d] (``bshd``) or [t, h·d] (``thd``)."""
         if core_attention_bias is not None or alibi_slopes is not None:

@@ -8,7 +8,6 @@ seqlens, shift, window.  ``sink`` is one more logit a head (softmax_type ``off-b
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
@@ -31,7 +30,13 @@ def _window(rows: int, columns: int, o: SimpleNamespace) -> torch.Tensor | None:
 
 
 def _attend(
-    q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, causal: bool, sink: Any = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    causal: bool,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[b, h, s, d] attention."""
     window = _window(q.shape[2], k.shape[2], o)
@@ -56,7 +61,12 @@ def _attend(
 
 
 def _attend_sink(
-    q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, sink: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    sink: torch.Tensor,
 ) -> torch.Tensor:
     """The same with one more logit a head, ``sink``, that takes its share and brings no value."""
     times = q.shape[1] // k.shape[1]
@@ -70,7 +80,12 @@ def _attend_sink(
 
 
 def attention_values(
-    q: Any, k: Any, v: Any, mask: Any, o: SimpleNamespace, sink: Any = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The output in the layout of ``q``; differentiable."""
     causal = "causal" in o.mask_type
@@ -93,5 +108,6 @@ def attention_values(
             ).tril()
         )
         causal = False
-    out = _attend(*(_heads_first(t, o.form) for t in (q, k, v)), keep, o, causal, sink)
+    q, k, v = (_heads_first(t, o.form) for t in (q, k, v))
+    out = _attend(q, k, v, keep, o, causal, sink)
     return out.permute(2, 0, 1, 3) if o.form == "sbhd" else out.permute(0, 2, 1, 3)

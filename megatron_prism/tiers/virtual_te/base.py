@@ -8,8 +8,9 @@ that the allocator counts, so it exists on ``meta`` too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,11 @@ from megatron_prism.tiers.virtual_te.layer_fp8 import begin_parameters
 from megatron_prism.tiers.virtual_te.parameters_fp8 import quantize_parameter
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Device, Group, Init, Trackers, Weight
+    from megatron_prism.tiers.virtual_te.layer_fp8 import LayerState
+    from megatron_prism.tiers.virtual_te.quantized import Quantized
 
 __all__ = [
     "TransformerEngineBaseModule",
@@ -34,10 +40,11 @@ __all__ = [
     "weight_product",
 ]
 
+Products = Callable[[], list[torch.Tensor | None]]
 WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
 GROUPED_WORKSPACES = 4  # one per compute stream (common/util/multi_stream.cpp:50 @v2.9)
 workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-_dummies: dict[tuple[Any, ...], torch.Tensor] = {}
+_dummies: dict[tuple[object, ...], torch.Tensor] = {}
 
 
 def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> torch.Tensor | None:
@@ -52,7 +59,9 @@ def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> to
     return held[0] if held else None
 
 
-def rows_times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+def rows_times(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """``x W^T + b``; on ``meta`` only its memory."""
     if x.is_meta:
         out = x.new_empty(x.shape[0], weight.shape[0])
@@ -77,7 +86,9 @@ def clear(*tensors: torch.Tensor | None) -> None:
             tensor.data = tensor.new_empty(0)
 
 
-def get_dummy_wgrad(shape: Any, dtype: torch.dtype, zero: bool = False, device: Any = None) -> Any:
+def get_dummy_wgrad(
+    shape: Sequence[int], dtype: torch.dtype, zero: bool = False, device: Device = None
+) -> torch.Tensor:
     """The shared tensor returned where the gradient went into ``main_grad`` (base.py:161 @v2.9)."""
     key = (*shape, dtype, str(device))
     if key not in _dummies:
@@ -93,7 +104,7 @@ def cast_if_needed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def set_tp_attributes(tensor: torch.Tensor, parallel: bool, dim: int, stride: int = 1) -> None:
+def set_tp_attributes(tensor: Weight, parallel: bool, dim: int, stride: int = 1) -> None:
     """The attributes that Megatron reads (pytorch/distributed.py:144 @v2.9)."""
     tensor.tensor_model_parallel = parallel
     tensor.partition_dim = dim
@@ -106,7 +117,7 @@ def _divide(features: int, parts: int) -> int:
     return features // parts
 
 
-def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
+def check_no_userbuffers(kwargs: Mapping[str, object]) -> None:
     """Overlap through userbuffers and other options that change what the layer does."""
     for name, value in kwargs.items():
         if name.startswith("ub_") and name != "ub_name" and value:
@@ -116,9 +127,9 @@ def check_no_userbuffers(kwargs: dict[str, Any]) -> None:
 
 
 def now_or_later(
-    weights: Sequence[Any],
-    opts: Any,
-    products: Callable[[], list[torch.Tensor | None]],
+    weights: Sequence[Weight],
+    opts: SimpleNamespace,
+    products: Products,
     shared_dummy: bool = True,
 ) -> list[torch.Tensor | None]:
     """What autograd gets for ``weights``: gradients that ``products`` computes now, or leaves to
@@ -133,7 +144,9 @@ def now_or_later(
     return [fused_gradient(weight, weight.main_grad, shared_dummy) for weight in weights]
 
 
-def _postponed(weights: Sequence[Any], opts: Any, products: Any) -> Callable[[], None]:
+def _postponed(
+    weights: Sequence[Weight], opts: SimpleNamespace, products: Products
+) -> Callable[[], None]:
     def compute() -> None:
         for weight, dweight in zip(weights, products(), strict=True):
             if not opts.fuse_wgrad:
@@ -143,15 +156,21 @@ def _postponed(weights: Sequence[Any], opts: Any, products: Any) -> Callable[[],
 
 
 def weight_product(
-    weight: torch.Tensor, inputs: torch.Tensor, grad: torch.Tensor, opts: Any, main_grad: Any
+    weight: Weight,
+    inputs: torch.Tensor | None,
+    grad: torch.Tensor,
+    opts: SimpleNamespace,
+    main_grad: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """The product alone, also where the backward has postponed it; None if it was added."""
+    assert inputs is not None, "a weight's gradient without its input"
     if grad.is_meta:
         fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, weight)
     if not opts.fuse_wgrad:
         shape = (grad.shape[1], inputs.shape[1])
         return grad.new_empty(shape) if grad.is_meta else grad.t() @ inputs
     overwrite = opts.first_microbatch or getattr(weight, "overwrite_main_grad", False)
+    assert main_grad is not None
     if not main_grad.is_meta:  # the fused kernel writes in place and takes nothing
         product = (grad.t() @ inputs).to(main_grad.dtype)
         main_grad.copy_(product) if overwrite else main_grad.add_(product)
@@ -159,7 +178,7 @@ def weight_product(
 
 
 def fused_gradient(
-    weight: torch.Tensor, main_grad: Any, shared_dummy: bool = True
+    weight: Weight, main_grad: torch.Tensor, shared_dummy: bool = True
 ) -> torch.Tensor | None:
     """What autograd gets where the gradient goes into ``main_grad``, now or later: Megatron's DDP
     wants one to be there."""
@@ -175,28 +194,31 @@ def fused_gradient(
 class TransformerEngineBaseModule(torch.nn.Module):
     """Parameters, tracker, groups and the checkpoint's extra state."""
 
+    weight: Weight
+    bias: Weight
+
     def __init__(self) -> None:
         super().__init__()
         self.name: str | None = None
         self.activation_dtype: torch.dtype | None = None
         self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
-        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_checkpoint": False}
-        self.fp8_state: Any = None  # layer_fp8.LayerState
-        self.fp8_weights: dict[str, Any] = {}
-        self.tp_group: Any = None
+        self.fp8_meta: dict[str, object] = {"recipe": None, "fp8_checkpoint": False}
+        self.fp8_state: LayerState | None = None
+        self.fp8_weights: dict[str, Quantized] = {}
+        self.tp_group: Group = None
         self.tp_size = 1
         self.sequence_parallel = False
-        self.param_init: dict[str, Callable[[torch.Tensor], Any] | None] = {}
-        self.get_rng_state_tracker: Any = None
+        self.param_init: dict[str, Init | None] = {}
+        self.get_rng_state_tracker: Trackers | None = None
         self.rng_tracker_name: str | None = None
         self.delayed: list[Callable[[], None]] = []
         self.delay_wgrad_compute = False
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
 
-    def fast_setattr(self, name: str, value: Any) -> None:
+    def fast_setattr(self, name: str, value: object) -> None:
         self.__dict__[name] = value
 
-    def set_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool) -> None:
+    def set_parallel(self, tp_group: Group, tp_size: int, sequence_parallel: bool) -> None:
         """Group, size (of the group where there is one) and whether activations are sharded."""
         self.tp_group = tp_group
         self.tp_size = group_size(tp_group) if tp_group is not None else tp_size
@@ -225,13 +247,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
         self.tp_group = tp_group
         self.tp_group_initialized = True
 
     def add_parameter(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: Any, init: Any
-    ) -> torch.nn.Parameter:
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        device: Device,
+        init: Init | None,
+    ) -> Weight:
         """A parameter that ``reset_parameters`` initialises with ``init``."""
         data = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
         self.register_parameter(name, torch.nn.Parameter(data))
@@ -272,7 +299,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         held: torch.Tensor = self.fp8_state.saved()
         return held
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state: object) -> None:
         """Restores nothing: there are no values, and FP8's state is made anew."""
 
     def gather_grad(self, grad: torch.Tensor, row: bool) -> torch.Tensor:
@@ -294,7 +321,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             hook()
 
 
-def gather_grad(grad: torch.Tensor, sharded: bool, group: Any) -> torch.Tensor:
+def gather_grad(grad: torch.Tensor, sharded: bool, group: Group) -> torch.Tensor:
     """[tokens, features] of the output's gradient, gathered if it is sharded (base.py:1103)."""
     grad = grad.reshape(-1, grad.shape[-1]).contiguous()
     return gather_along_first_dim(grad, group)[0] if sharded else grad

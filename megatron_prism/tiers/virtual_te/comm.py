@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Group
 
 __all__ = [
     "allreduce",
@@ -15,21 +18,21 @@ __all__ = [
     "reduce_scatter_along_first_dim",
 ]
 
-Answer = tuple[torch.Tensor, Any]
+Answer = tuple[torch.Tensor, dist.Work | None]
 
 
-def group_size(group: Any) -> int:
+def group_size(group: Group) -> int:
     """Members of ``group``; 1 without torch.distributed or without a group."""
     if group is None or not dist.is_initialized():
         return 1
     return dist.get_world_size(group)
 
 
-def group_rank(group: Any) -> int:
+def group_rank(group: Group) -> int:
     return 0 if group is None or not dist.is_initialized() else dist.get_rank(group)
 
 
-def gather_along_first_dim(inp: torch.Tensor, group: Any, async_op: bool = False) -> Answer:
+def gather_along_first_dim(inp: torch.Tensor, group: Group, async_op: bool = False) -> Answer:
     """(all members' ``inp``, work handle); ``inp`` itself in a group of one."""
     size = group_size(group)
     if size == 1:
@@ -39,7 +42,9 @@ def gather_along_first_dim(inp: torch.Tensor, group: Any, async_op: bool = False
     return out, work
 
 
-def reduce_scatter_along_first_dim(inp: torch.Tensor, group: Any, async_op: bool = False) -> Answer:
+def reduce_scatter_along_first_dim(
+    inp: torch.Tensor, group: Group, async_op: bool = False
+) -> Answer:
     """(this member's rows of the sum, work handle)."""
     size = group_size(group)
     if size == 1:
@@ -49,7 +54,7 @@ def reduce_scatter_along_first_dim(inp: torch.Tensor, group: Any, async_op: bool
     return out, work
 
 
-def allreduce(inp: torch.Tensor, group: Any, async_op: bool = False) -> Answer:
+def allreduce(inp: torch.Tensor, group: Group, async_op: bool = False) -> Answer:
     """(the sum, in place; work handle)."""
     if group_size(group) == 1:
         return inp, None

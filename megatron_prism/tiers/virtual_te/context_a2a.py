@@ -8,7 +8,8 @@ are in the order of the sequence.  Tensors are [s, b, h, d] (``sbhd``) or [b, s,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -16,7 +17,13 @@ from torch import distributed as dist
 from megatron_prism.tiers.virtual_te.comm import group_size
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Group
+
 __all__ = ["FromHeads", "ToHeads", "to_heads", "to_rows"]
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _order(size: int, device: torch.device) -> torch.Tensor:
@@ -31,14 +38,16 @@ def _order_back(size: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int32, device=device)
 
 
-def _exchange(tensors: list[Any], prepare: Any, finish: Any, group: Any) -> list[torch.Tensor]:
-    inputs, outputs, works = list(tensors), [None] * len(tensors), [None] * len(tensors)
+def _exchange(
+    tensors: list[torch.Tensor], prepare: Change, finish: Change, group: Group
+) -> list[torch.Tensor]:
+    inputs, outputs = list(tensors), list(tensors)
+    works: list[dist.Work] = []
     for i in range(len(inputs) + 2):
         if 0 < i <= len(inputs):
             outputs[i - 1] = torch.empty_like(inputs[i - 1])
-            works[i - 1] = dist.all_to_all_single(
-                outputs[i - 1], inputs[i - 1], group=group, async_op=True
-            )
+            work = dist.all_to_all_single(outputs[i - 1], inputs[i - 1], group=group, async_op=True)
+            works.append(work)
         if i > 1:
             works[i - 2].wait()
             outputs[i - 2] = finish(outputs[i - 2])
@@ -47,7 +56,7 @@ def _exchange(tensors: list[Any], prepare: Any, finish: Any, group: Any) -> list
     return outputs
 
 
-def to_heads(tensors: list[torch.Tensor], form: str, group: Any) -> list[torch.Tensor]:
+def to_heads(tensors: list[torch.Tensor], form: str, group: Group) -> list[torch.Tensor]:
     """All rows of this rank's share of the heads."""
     size, dim = group_size(group), form.index("s")
     ids = _order(size, tensors[0].device)
@@ -66,7 +75,7 @@ def to_heads(tensors: list[torch.Tensor], form: str, group: Any) -> list[torch.T
     return _exchange(tensors, prepare, finish, group)
 
 
-def to_rows(tensors: list[torch.Tensor], form: str, group: Any) -> list[torch.Tensor]:
+def to_rows(tensors: list[torch.Tensor], form: str, group: Group) -> list[torch.Tensor]:
     """This rank's rows of all heads."""
     size, dim = group_size(group), form.index("s")
     ids = _order_back(size, tensors[0].device)
@@ -86,12 +95,14 @@ class ToHeads(torch.autograd.Function):
     """Three tensors at once, so that their gradients leave in the same order."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, form: str, group: Any) -> Any:
+    def forward(
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str, group: Group
+    ) -> tuple[torch.Tensor, ...]:
         ctx.form, ctx.group = form, group
         return tuple(to_heads([q, k, v], form, group))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
         return (*to_rows(list(grads), ctx.form, ctx.group), None, None)
 
 
@@ -99,10 +110,10 @@ class FromHeads(torch.autograd.Function):
     """The output's way back."""
 
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, form: str, group: Any) -> torch.Tensor:
+    def forward(ctx: Context, out: torch.Tensor, form: str, group: Group) -> torch.Tensor:
         ctx.form, ctx.group = form, group
         return to_rows([out], form, group)[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         return to_heads([grad], ctx.form, ctx.group)[0], None, None

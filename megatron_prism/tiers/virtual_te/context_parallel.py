@@ -18,8 +18,9 @@ A causal sequence is dealt in 2n chunks, rank r holding chunks r and 2n-1-r.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -33,18 +34,22 @@ from megatron_prism.tiers.virtual_te.comm import (
 )
 from megatron_prism.tiers.virtual_te.context_a2a import FromHeads, ToHeads, to_heads, to_rows
 from megatron_prism.tiers.virtual_te.context_values import (
+    Pair,
     block_gradients,
     dropout_seed,
     forward_values,
 )
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Group, Groups
+
 __all__ = ["COMM_TYPES", "context_attention", "context_size"]
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-def context_size(group: Any) -> int:
+def context_size(group: Groups) -> int:
     """Ranks over which a sequence is spread; ``group`` is one group or a list of two."""
     size = 1
     for one in group if isinstance(group, (list, tuple)) else [group]:
@@ -66,7 +71,7 @@ def _in_batches(size: int) -> bool:
 class _Neighbours:
     """The ring as one rank sees it: ``step`` starts both messages, even ranks send first (59)."""
 
-    def __init__(self, group: Any, ranks: Any, heads: Any) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], heads: Group) -> None:
         self.group, self.ranks = group, ranks
         self.size, self.me = group_size(group), group_rank(group)
         self.spread, self.offset = group_size(heads), group_rank(heads)
@@ -75,7 +80,7 @@ class _Neighbours:
     def _at(self, place: int) -> int:
         return self.ranks[place % self.size * self.spread + self.offset]
 
-    def step(self, send: torch.Tensor, recv: torch.Tensor, way: int) -> list[Any]:
+    def step(self, send: torch.Tensor, recv: torch.Tensor, way: int) -> list[dist.Work]:
         """Handles of: ``send`` to the neighbour ``way`` (1 or -1) along, ``recv`` from the other"""
         calls = [
             (dist.isend, send, self._at(self.me + way)),
@@ -85,27 +90,38 @@ class _Neighbours:
             calls.reverse()
         if self.batched:
             return dist.batch_isend_irecv([dist.P2POp(*call, self.group) for call in calls])
-        return [call(tensor, peer, self.group) for call, tensor, peer in calls]
+        works = [call(tensor, peer, self.group) for call, tensor, peer in calls]
+        return [work for work in works if work is not None]  # all: this rank is a member
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: Sequence[dist.Work]) -> None:
     for work in works:
         work.wait()
 
 
-def _pair(buffer: torch.Tensor, shapes: Any, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(
+    buffer: torch.Tensor, shapes: Sequence[torch.Size], form: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = buffer.split([s.numel() for s in shapes])
     return _rows_first(k.view(shapes[0]), form), _rows_first(v.view(shapes[1]), form)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, ring: Any, heads: Any) -> torch.Tensor:
+    def forward(
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: SimpleNamespace,
+        ring: _Neighbours,
+        heads: Group,
+    ) -> torch.Tensor:
         if heads is not None:
             q, k, v = to_heads([q, k, v], o.form, heads)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         ctx.shapes, ctx.seed = (k.shape, v.shape), None
-        buffers, works = [torch.cat([k.view(-1), v.view(-1)])], []
+        buffers, works = [torch.cat([k.view(-1), v.view(-1)])], list[dist.Work]()
         for _ in range(ring.size - 1):
             _wait(works)
             buffers.append(torch.empty_like(buffers[-1]))
@@ -117,7 +133,7 @@ class _Ring(torch.autograd.Function):
         lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
         if not q.is_meta:
             ctx.seed = dropout_seed(o)
-            blocks: list[Any] = [None] * ring.size
+            blocks: list[Pair] = [(q, q)] * ring.size  # each is set below
             for step, buffer in enumerate(buffers):
                 blocks[(ring.me - step) % ring.size] = _pair(buffer, ctx.shapes, o.form)
             rows_out, lse = forward_values(_rows_first(q, o.form), blocks, o, ring.me, ctx.seed)
@@ -129,7 +145,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         q, kv, out, lse = ctx.saved_tensors
         o, ring, heads = ctx.o, ctx.ring, ctx.heads
         grad, dq = grad.contiguous(), torch.empty_like(q)
@@ -137,25 +153,28 @@ class _Ring(torch.autograd.Function):
         buffers[0][0].copy_(kv)
         if heads is not None:
             out, grad = to_heads([out, grad], o.form, heads)
-        rows, total = [_rows_first(t, o.form) for t in (q, out, grad)], 0.0
+        rows_q, *rows = (_rows_first(t, o.form) for t in (q, out, grad))
+        total: torch.Tensor | float = 0.0
         for step in range(ring.size):
             held, other = buffers[step % 2], buffers[(step + 1) % 2]
             # gradients of k and v travel one step behind them
             parts = slice(1 if step == ring.size - 1 else 0, 1 if step == 0 else 2)
             works = ring.step(*_same(held[parts], other[parts]), -1)
-            mine: Any = None
+            mine: Sequence[torch.Tensor] | None = None
             k, v = (kv.new_empty(shape) for shape in ctx.shapes) if q.is_meta else (None, None)
             announce_attention("attention_backward", 5, q, k, v, grad, o)
             if not q.is_meta:
                 origin = (ring.me + 1 + step) % ring.size
                 kv_here, places = _pair(held[0], ctx.shapes, o.form), (ring.me, origin, ring.size)
-                part, *mine = block_gradients(rows[0], kv_here, *rows[1:], lse, o, places, ctx.seed)
+                part, *mine = block_gradients(
+                    rows_q, kv_here, rows[0], rows[1], lse, o, places, ctx.seed
+                )
                 total = total + part
             _wait(works)
             if mine is not None:
                 flat = torch.cat([_rows_first(t, o.form).reshape(-1) for t in mine])
                 other[1].copy_(flat if step == 0 else other[1] + flat)
-        if not q.is_meta:
+        if isinstance(total, torch.Tensor):
             dq.copy_(_rows_first(total, o.form))
         sizes = [s.numel() for s in ctx.shapes]
         dkv = buffers[ring.size % 2][1].split(sizes)
@@ -172,7 +191,14 @@ def _same(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, o: Any, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: SimpleNamespace,
+        group: Group,
+    ) -> torch.Tensor:
         q = q.contiguous()
         k, v = (_rows_first(t, o.form).contiguous() for t in (k, v))
         ctx.o, ctx.group, ctx.seed = o, group, None
@@ -190,7 +216,7 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         q, k, v, *halves, lse = ctx.saved_tensors
         o, group = ctx.o, ctx.group
         me, size = group_rank(group), group_size(group)
@@ -200,11 +226,12 @@ class _Gathered(torch.autograd.Function):
         for _ in everyone:
             announce_attention("attention_backward", 5, q, k, v, grad, o)
         if not q.is_meta:
-            out, total = torch.cat(halves, o.form.index("s")), 0.0
+            out = torch.cat(halves, o.form.index("s"))
             rows = [_rows_first(t, o.form) for t in (q, out, grad)]
+            total = torch.zeros_like(rows[0], dtype=torch.float32)
             for i, block in enumerate(everyone):
                 part, part_k, part_v = block_gradients(
-                    rows[0], block, *rows[1:], lse, o, (me, i, size), ctx.seed
+                    rows[0], block, rows[1], rows[2], lse, o, (me, i, size), ctx.seed
                 )
                 total = total + part
                 dk.chunk(size)[i].copy_(part_k)
@@ -217,13 +244,13 @@ class _Gathered(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _gather(k: torch.Tensor, v: torch.Tensor, group: Any) -> list[Any]:
+def _gather(k: torch.Tensor, v: torch.Tensor, group: Group) -> list[Pair]:
     size = group_size(group)
     all_k, all_v = (gather_along_first_dim(t, group)[0] for t in (k, v))
     return list(zip(all_k.chunk(size), all_v.chunk(size), strict=True))
 
 
-def _check(o: Any, q: torch.Tensor, kind: str) -> None:
+def _check(o: SimpleNamespace, q: torch.Tensor, kind: str) -> None:
     if o.form == "thd" and kind != "p2p":
         refuse(f"packed sequences with context parallelism of type {kind!r}", "--cp-comm-type p2p")
     if o.form == "thd" and not q.is_meta:
@@ -235,7 +262,12 @@ def _check(o: Any, q: torch.Tensor, kind: str) -> None:
 
 
 def context_attention(
-    qkv: tuple[Any, Any, Any], o: Any, group: Any, ranks: Any, kind: str, whole: Callable[..., Any]
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    o: SimpleNamespace,
+    group: Groups,
+    ranks: Sequence[int] | None,
+    kind: str,
+    whole: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Attention of rows that are spread over ``group``, in the layout of q.
 
@@ -243,8 +275,8 @@ def context_attention(
     ranks : global ranks of all members, in the order of the sequence
     whole : attention of one rank that has all rows, ``whole(q, k, v, mask, o)``
     """
-    heads = None
-    if kind == "a2a+p2p":
+    heads: Group = None
+    if isinstance(group, (list, tuple)):  # kind "a2a+p2p"
         heads, group = group
         if group_size(heads) == 1:
             heads, kind = None, "p2p"

@@ -6,11 +6,15 @@ A sequence is dealt in 2n chunks, rank r holding chunks r and 2n-1-r.  Tensors a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 
 __all__ = ["block_gradients", "dropout_seed", "forward_values", "positions"]
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # k and v of one rank
 
 
 def positions(length: int, rank: int, size: int) -> torch.Tensor:
@@ -20,12 +24,14 @@ def positions(length: int, rank: int, size: int) -> torch.Tensor:
     return torch.cat([chunk + rank * half, chunk + (2 * size - 1 - rank) * half])
 
 
-def dropout_seed(o: Any) -> int | None:
+def dropout_seed(o: SimpleNamespace) -> int | None:
     """Drawn once from the job's stream: forward and backward walk the blocks in other orders."""
     return int(torch.randint(1 << 62, ())) if o.dropout else None
 
 
-def _kept(scores: torch.Tensor, o: Any, seed: int | None, theirs: int) -> torch.Tensor | float:
+def _kept(
+    scores: torch.Tensor, o: SimpleNamespace, seed: int | None, theirs: int
+) -> torch.Tensor | float:
     """What dropout multiplies the probabilities of one block by."""
     if seed is None:
         return 1.0
@@ -34,7 +40,9 @@ def _kept(scores: torch.Tensor, o: Any, seed: int | None, theirs: int) -> torch.
     return keep / (1.0 - o.dropout)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, o: Any, mine: int, theirs: int, size: int) -> Any:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, o: SimpleNamespace, mine: int, theirs: int, size: int
+) -> torch.Tensor:
     """fp32 [b, h, sq, sk] of this rank's queries and rank ``theirs``' keys, masked."""
     many = q.shape[2] // k.shape[2]
     keys = k.float().repeat_interleave(many, dim=2)
@@ -48,30 +56,31 @@ def _scores(q: torch.Tensor, k: torch.Tensor, o: Any, mine: int, theirs: int, si
 
 
 def forward_values(
-    q: Any, blocks: list[Any], o: Any, rank: int, seed: int | None = None
-) -> tuple[Any, Any]:
+    q: torch.Tensor, blocks: Sequence[Pair], o: SimpleNamespace, rank: int, seed: int | None = None
+) -> Pair:
     """(out [s, b, h, d], statistics [b, h, s]) over ``blocks[origin] = (k, v)``."""
     size = len(blocks)
     scores = [_scores(q, k, o, rank, i, size) for i, (k, _) in enumerate(blocks)]
     lse = torch.cat(scores, dim=-1).logsumexp(-1)
-    out = 0.0
+    out: torch.Tensor | float = 0.0
     for i, (score, (_, v)) in enumerate(zip(scores, blocks, strict=True)):
         values = v.float().repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         probs = (score - lse[..., None]).exp() * _kept(score, o, seed, i)
         out = out + torch.einsum("bhst,tbhd->sbhd", probs, values)
+    assert isinstance(out, torch.Tensor)
     return out.to(q.dtype), lse
 
 
 def block_gradients(
-    q: Any,
-    kv: tuple[Any, Any],
-    out: Any,
-    grad: Any,
-    lse: Any,
-    o: Any,
+    q: torch.Tensor,
+    kv: Pair,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    o: SimpleNamespace,
     ranks: tuple[int, int, int],
     seed: int | None = None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of one block in fp32, given the statistics of the whole row.
 
     ranks : this rank, the rank whose k and v these are, ranks in all

@@ -7,7 +7,7 @@ Saved: the logits' storage, which holds the gradient after forward (pytorch/cros
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +15,15 @@ from megatron_prism.tiers.virtual_te.comm import gather_along_first_dim, group_r
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Group
+
 __all__ = ["parallel_cross_entropy"]
 
 
-def _forward_values(x: torch.Tensor, target: torch.Tensor, group: Any, ignore: int) -> torch.Tensor:
+def _forward_values(
+    x: torch.Tensor, target: torch.Tensor, group: Group, ignore: int
+) -> torch.Tensor:
     """Loss per row; ``x`` becomes d loss / d x."""
     wide, width = x.float(), x.shape[1]
     local = target - group_rank(group) * width
@@ -41,12 +46,12 @@ def _forward_values(x: torch.Tensor, target: torch.Tensor, group: Any, ignore: i
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         logits: torch.Tensor,
         target: torch.Tensor,
         label_smoothing: float = 0.0,
         reduce_loss: bool = False,
-        group: Any = None,
+        group: Group = None,
         ignore_idx: int = -100,
         is_cg_capturable: bool = False,
     ) -> torch.Tensor:
@@ -67,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.mean() if reduce_loss else loss.view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         (logits,) = ctx.saved_tensors
         if not logits.is_meta:
             scale = grad / ctx.reduced if ctx.reduced else grad[..., None]

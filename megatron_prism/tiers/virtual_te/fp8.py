@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -20,7 +20,13 @@ from megatron_prism.tiers.virtual_te.recipes import DelayedScaling, Recipe
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Group
+
 __all__ = ["FP8GlobalStateManager", "autocast", "fp8_model_init"]
+
+
+Autocast = tuple[bool, Recipe | None, "Group", bool]
 
 
 class FP8GlobalStateManager:
@@ -29,11 +35,11 @@ class FP8GlobalStateManager:
     HAS_FP8_TENSORS = False
     IS_FIRST_FP8_MODULE = False
     FP8_RECIPE: Recipe | None = None
-    FP8_GROUP: Any = None
+    FP8_GROUP: Group = None
     _enabled = _parameters = False
     _depth = 0
     amaxes: dict[tuple[bool, str, int], list[torch.Tensor]] = {}  # key -> histories
-    groups: dict[tuple[bool, str, int], tuple[Recipe, Any]] = {}
+    groups: dict[tuple[bool, str, int], tuple[Recipe, Group]] = {}
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -73,7 +79,7 @@ class FP8GlobalStateManager:
         return cls.FP8_RECIPE or DelayedScaling()
 
     @classmethod
-    def get_fp8_group(cls) -> Any:
+    def get_fp8_group(cls) -> Group:
         return cls.FP8_GROUP
 
     @classmethod
@@ -85,17 +91,17 @@ class FP8GlobalStateManager:
         cls.groups.clear()
 
     @classmethod
-    def get_autocast_state(cls) -> tuple[Any, ...]:
+    def get_autocast_state(cls) -> Autocast:
         return cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP, cls.IS_FIRST_FP8_MODULE
 
     @classmethod
-    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
+    def set_autocast_state(cls, state: Autocast) -> None:
         cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP, cls.IS_FIRST_FP8_MODULE = state
 
     get_fp8_autocast_state, set_fp8_autocast_state = get_autocast_state, set_autocast_state
 
     @classmethod
-    def enter(cls, recipe: Recipe, group: Any) -> None:
+    def enter(cls, recipe: Recipe, group: Group) -> None:
         """autocast_enter (quantization.py:730 @v2.20.2)."""
         cls._enabled, cls.FP8_RECIPE, cls.FP8_GROUP = True, recipe, group
         if cls._depth == 0:
@@ -103,7 +109,7 @@ class FP8GlobalStateManager:
         cls._depth += 1
 
     @classmethod
-    def leave(cls, state: tuple[Any, ...]) -> None:
+    def leave(cls, state: Autocast) -> None:
         """autocast_exit (quantization.py:772 @v2.20.2)."""
         cls.set_autocast_state(state)
         cls._depth -= 1
@@ -131,7 +137,7 @@ class FP8GlobalStateManager:
             fused("amax_and_scale_update", 0, largest)
 
     @classmethod
-    def set_skip_fp8_weight_update_tensor(cls, skip: Any) -> None:
+    def set_skip_fp8_weight_update_tensor(cls, skip: object) -> None:
         """Only CUDA graphs ask for it."""
 
 
@@ -149,10 +155,10 @@ def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: Any = None,
+    fp8_group: Group = None,
     _graph: bool = False,
     recipe: Recipe | None = None,
-    amax_reduction_group: Any = None,
+    amax_reduction_group: Group = None,
 ) -> Iterator[None]:
     """``fp8_autocast`` and its newer name, whose arguments have other names."""
     manager, wanted = FP8GlobalStateManager, recipe or fp8_recipe or DelayedScaling()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -19,13 +19,19 @@ from megatron_prism.tiers.virtual_te.comm import group_size
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Group, Handle
+
 __all__ = ["gather_quantized"]
+
+
+Move = tuple[torch.Tensor | None, torch.Tensor | None]  # (to, part)
 
 
 class _Handle:
     """What is left to wait for, and what comes after it (distributed.py:976 @v2.20.2)."""
 
-    def __init__(self, wait: Callable[[], Any], after: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], object], after: Callable[[], None]) -> None:
         self._wait, self._after = wait, after
 
     def wait(self) -> None:
@@ -34,8 +40,8 @@ class _Handle:
 
 
 def gather_quantized(
-    x: torch.Tensor | Quantized, group: Any, quantizer: Quantizer, async_op: bool = False
-) -> tuple[Quantized, Any]:
+    x: torch.Tensor | Quantized, group: Group, quantizer: Quantizer, async_op: bool = False
+) -> tuple[Quantized, Handle | None]:
     """(all members' ``x`` in FP8, handle or None)."""
     size = group_size(group)
     if size == 1:
@@ -52,8 +58,8 @@ def gather_quantized(
 
 
 def _by_rows(
-    x: torch.Tensor | Quantized, group: Any, size: int, quantizer: Quantizer, async_op: bool
-) -> tuple[Quantized, Any]:
+    x: torch.Tensor | Quantized, group: Group, size: int, quantizer: Quantizer, async_op: bool
+) -> tuple[Quantized, Handle | None]:
     """_all_gather_fp8 (distributed.py:1003 @v2.20.2)."""
     columns = quantizer.columns
     if isinstance(x, torch.Tensor):
@@ -74,8 +80,8 @@ def _by_rows(
 
 
 def _blocks(
-    x: torch.Tensor | Quantized, group: Any, size: int, quantizer: Quantizer, async_op: bool
-) -> tuple[Quantized, Any]:
+    x: torch.Tensor | Quantized, group: Group, size: int, quantizer: Quantizer, async_op: bool
+) -> tuple[Quantized, Handle | None]:
     """_start_all_gather_fp8_blockwise, _all_gather_mxfp8 (distributed.py:1097, :1541 @v2.20.2)."""
     if isinstance(x, torch.Tensor):
         x = quantizer(x)
@@ -98,12 +104,16 @@ def _blocks(
     return out, None
 
 
-def _moves(x: Quantized, out: Quantized, quantizer: Quantizer, size: int) -> Any:
+def _moves(
+    x: Quantized, out: Quantized, quantizer: Quantizer, size: int
+) -> tuple[list[Move], list[Move]]:
     """([(to, part)] in TE's order, [(to, interleaved buffer)])."""
-    moves, buffers = [], []
+    moves: list[Move] = []
+    buffers: list[Move] = []
 
-    def interleaved(to: Any, part: Any) -> torch.Tensor:
-        made: torch.Tensor = part.new_empty(part.shape[0] * size, *part.shape[1:])
+    def interleaved(to: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor:
+        assert part is not None
+        made = part.new_empty(part.shape[0] * size, *part.shape[1:])
         buffers.append((to, made))
         return made
 
@@ -120,7 +130,7 @@ def _moves(x: Quantized, out: Quantized, quantizer: Quantizer, size: int) -> Any
     return moves, buffers
 
 
-def _scales(x: Quantized, out: Quantized, size: int, way: str) -> Any:
+def _scales(x: Quantized, out: Quantized, size: int, way: str) -> Move:
     """MXFP8's scales without their padding (distributed.py:1635, :1658 @v2.20.2)."""
     part, to = getattr(x, f"{way}_scales"), getattr(out, f"{way}_scales")
     rows = 1
@@ -131,13 +141,17 @@ def _scales(x: Quantized, out: Quantized, size: int, way: str) -> Any:
 
 
 @contextlib.contextmanager
-def _coalesced(group: Any, device: torch.device, async_op: bool) -> Iterator[Any]:
+def _coalesced(group: Group, device: torch.device, async_op: bool) -> Iterator[Handle]:
     with dist._coalescing_manager(group=group, device=device, async_ops=async_op) as manager:
         yield manager
 
 
-def _gather(to: Any, part: Any, group: Any, async_op: bool) -> Any:
+def _gather(
+    to: torch.Tensor | None, part: torch.Tensor | None, group: Group, async_op: bool
+) -> dist.Work | None:
     """As TE does it: bytes travel."""
+    assert to is not None
+    assert part is not None
     return dist.all_gather_into_tensor(
         to.view(torch.uint8) if to.element_size() == 1 else to,
         part.view(torch.uint8) if part.element_size() == 1 else part,

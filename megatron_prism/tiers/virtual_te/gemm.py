@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from megatron_prism.tiers.virtual_te.base import get_workspace
@@ -16,11 +14,11 @@ __all__ = ["general_gemm"]
 def general_gemm(
     A: torch.Tensor,  # noqa: N803
     B: torch.Tensor,  # noqa: N803
-    workspace: Any = None,
+    workspace: object = None,
     out_dtype: torch.dtype | None = None,
-    quantization_params: Any = None,
-    gelu: Any = None,
-    gelu_in: Any = None,
+    quantization_params: object = None,
+    gelu: object = None,
+    gelu_in: object = None,
     alpha: float = 1.0,
     beta: float | None = None,
     accumulate: bool = False,
@@ -29,8 +27,8 @@ def general_gemm(
     bias: torch.Tensor | None = None,
     use_split_accumulator: bool = False,
     grad: bool = False,
-    ub: Any = None,
-    **rest: Any,
+    ub: object = None,
+    **rest: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
     """(op(B) @ op(A), gradient of the bias, None, None); ``layout`` is op(A) then op(B).
 

@@ -8,7 +8,9 @@ are by block (csrc/extensions/cast.cpp, split_quantize @v2.19): the same bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +19,9 @@ from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weig
 from megatron_prism.tiers.virtual_te.linear_fp8 import check_dims, update
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Weight
 
 __all__ = ["GroupedLinearFP8"]
 
@@ -27,7 +32,12 @@ def _split(x: torch.Tensor, splits: list[int], quantizers: list[Quantizer]) -> l
     return [q(rows) for q, rows in zip(quantizers, torch.split(x, lengths), strict=False)]
 
 
-def _multiply(left: list[Any], right: list[Any], flops: int, out: torch.Tensor) -> None:
+def _multiply(
+    left: Sequence[torch.Tensor | None],
+    right: Sequence[torch.Tensor | None],
+    flops: int,
+    out: torch.Tensor,
+) -> None:
     fused("grouped_gemm", flops, *left, *right, out)
 
 
@@ -35,7 +45,9 @@ class GroupedLinearFP8(torch.autograd.Function):
     """_GroupedLinear (pytorch/module/grouped_linear.py:155 @v2.20.2)."""
 
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, splits: list[int], opts: Any, *params: Any) -> Any:
+    def forward(
+        ctx: Context, inp: torch.Tensor, splits: list[int], opts: SimpleNamespace, *params: Weight
+    ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
         get_workspace(x, grouped=True)
@@ -53,7 +65,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         for part in parts:
             if part.columns is not None:
                 part.update_usage(rows=False, columns=True)
-        inputs: list[Any] = parts if opts.original is None else [inp]
+        inputs: Sequence[Quantized | torch.Tensor] = parts if opts.original is None else [inp]
         inputs = inputs if opts.keeps_input else []
         stay = [cast if stays else None for cast, stays in casts]
         if opts.keeps:
@@ -63,7 +75,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         return out.view(*inp.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         opts, weights = ctx.opts, ctx.weights
         found = kept(ctx)
         inputs, casts = found[: ctx.num_parts], found[ctx.num_parts :][: opts.count]
@@ -84,28 +96,36 @@ class GroupedLinearFP8(torch.autograd.Function):
             _multiply(rows, columns, 2 * wide.numel() * dx.shape[1], dx)
             del rows, columns
             dx = dx.view(ctx.shape)
-        dweights = [None] * opts.count
+        dweights: list[torch.Tensor | None] = [None] * opts.count
         if ctx.needs_input_grad[3]:
             dweights = _weight_gradients(weights, inputs, grads, ctx.splits, opts)
         update(opts)
         return dx, None, None, *dweights, *dbiases
 
 
-def _weight_gradients(weights: Any, inputs: Any, grads: Any, splits: Any, opts: Any) -> list[Any]:
+def _weight_gradients(
+    weights: Sequence[Weight],
+    inputs: Sequence[Quantized | torch.Tensor],
+    grads: Sequence[Quantized],
+    splits: list[int],
+    opts: SimpleNamespace,
+) -> list[torch.Tensor | None]:
     """Added to ``main_grad``, returned, or left for ``backward_dw``."""
     if opts.original is not None:
         for q in opts.fp8.inputs:
             q.set_usage(q.only_rows_gather, True)
-        x = inputs[0].reshape(-1, inputs[0].shape[-1])
-        inputs = _split(x, splits, opts.fp8.inputs)
+        (whole,) = (one for one in inputs if isinstance(one, torch.Tensor))
+        cast = _split(whole.reshape(-1, whole.shape[-1]), splits, opts.fp8.inputs)
+    else:
+        cast = [one for one in inputs if isinstance(one, Quantized)]
     flops = 2 * sum(part.shape[0] for part in grads) * weights[0].numel()
 
-    def products() -> list[Any]:
+    def products() -> list[torch.Tensor | None]:
         mains = [weight.main_grad if opts.fuse_wgrad else None for weight in weights]
         out = mains if opts.fuse_wgrad else [torch.empty_like(weight) for weight in weights]
-        left, right = [part.columns for part in grads], [part.columns for part in inputs]
+        left, right = [part.columns for part in grads], [part.columns for part in cast]
         fused("grouped_gemm", flops, *left, *right, *out)
-        for part in inputs:
+        for part in cast:
             part.clear()
         return [None if opts.fuse_wgrad else made for made in out]
 

@@ -8,7 +8,8 @@ Saved: the split input, the weights twice and the biases (pytorch/module/grouped
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,12 +26,25 @@ from megatron_prism.tiers.virtual_te.linear import add_linear_parameters, option
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import (
+        Context,
+        Device,
+        Grads,
+        Group,
+        Init,
+        Trackers,
+        Weight,
+    )
+
 __all__ = ["GroupedLinear"]
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inp: torch.Tensor, splits: list[int], opts: Any, *params: Any) -> Any:
+    def forward(
+        ctx: Context, inp: torch.Tensor, splits: list[int], opts: SimpleNamespace, *params: Weight
+    ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
         get_workspace(x, grouped=True)
@@ -50,7 +64,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out.view(*inp.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         parts = ctx.saved_tensors[: ctx.num_parts]
         opts, weights = ctx.opts, ctx.weights
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
@@ -65,7 +79,7 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 fused("grouped_gemm", 2 * grad.numel() * dx.shape[1], grad, *weights, dx)
             dx = dx.view(ctx.shape)
-        dweights = [None] * opts.count
+        dweights: list[torch.Tensor | None] = [None] * opts.count
         if ctx.needs_input_grad[3]:
             grads = torch.split(grad, ctx.splits) if len(parts) == opts.count else [grad]
             pairs = [
@@ -82,10 +96,14 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None, None, *dweights, *dbiases
 
 
-def _weight_gradients(weights: Any, pairs: list[Any], opts: Any) -> list[Any]:
+def _weight_gradients(
+    weights: Sequence[Weight],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    opts: SimpleNamespace,
+) -> list[torch.Tensor | None]:
     mains = [weight.main_grad if opts.fuse_wgrad else None for weight in weights]
 
-    def products() -> list[Any]:
+    def products() -> list[torch.Tensor | None]:
         return [
             weight_product(weight, x, grad, opts, main)
             for weight, main, (x, grad) in zip(weights, mains, pairs, strict=True)
@@ -105,20 +123,20 @@ class GroupedLinear(TransformerEngineBaseModule):
         out_features: int,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
+        tp_group: Group = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
+        get_rng_state_tracker: Trackers | None = None,
         rng_tracker_name: str | None = None,
-        init_method: Any = None,
+        init_method: Init | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        device: Any = "cuda",
+        device: Device = "cuda",
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
-        **rest: Any,
+        **rest: object,
     ) -> None:
         super().__init__()
         check_no_userbuffers(rest)
@@ -143,7 +161,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def forward(
         self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Rows of expert i are the i-th of ``m_splits``."""
         splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         if len(splits) != self.num_gemms:

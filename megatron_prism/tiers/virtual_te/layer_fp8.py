@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,10 @@ from megatron_prism.tiers.virtual_te.rng import (
 )
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Device
+    from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule
+
 __all__ = [
     "LayerState",
     "begin",
@@ -33,6 +37,7 @@ __all__ = [
     "weight_usage",
 ]
 
+Kept = Quantized | torch.Tensor | None
 TENSORS = {True: 3, False: 2}  # of a product, forward and backward (module/base.py:1139 @v2.20.2)
 
 
@@ -42,7 +47,7 @@ class LayerState:
     products : how many it has (GroupedLinear: one per expert)
     """
 
-    def __init__(self, recipe: Recipe, products: int, device: Any) -> None:
+    def __init__(self, recipe: Recipe, products: int, device: Device) -> None:
         self.recipe, self.products = recipe, products
         self.inputs, self.weights, self.grads = (
             [quantizer_of(recipe, what) for _ in range(products)]
@@ -50,8 +55,8 @@ class LayerState:
         )
         self.history: dict[bool, torch.Tensor] = {}
         self.scale: dict[bool, torch.Tensor] = {}
-        self.stash: collections.deque[Any] = collections.deque()
-        self.updated: Any = None
+        self.stash: collections.deque[list[torch.Tensor]] = collections.deque()
+        self.updated: list[torch.Tensor] | None = None
         self.registered = False
         if not isinstance(recipe, DelayedScaling):
             return
@@ -81,7 +86,7 @@ class LayerState:
         """What a checkpoint holds of it: bytes on the host (module/base.py:1354 @v2.20.2)."""
         if not self.history:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        state: dict[str, Any] = {"recipe": self.recipe}
+        state: dict[str, object] = {"recipe": self.recipe}
         for forward, name in ((True, "fwd"), (False, "bwd")):
             for kind, held in (("scale", self.scale), ("amax_history", self.history)):
                 state[f"{kind}_{name}"] = torch.zeros(held[forward].shape, device="cpu")
@@ -89,7 +94,7 @@ class LayerState:
         return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
-def begin(module: Any, products: int = 1) -> Any:
+def begin(module: TransformerEngineBaseModule, products: int = 1) -> LayerState | None:
     """The LayerState with which ``module`` runs now, None without FP8 (base.py:1528 @v2.20.2)."""
     manager = FP8GlobalStateManager
     module.fp8 = module.fp8_meta["fp8_checkpoint"] = manager.is_fp8_enabled()
@@ -108,7 +113,7 @@ def begin(module: Any, products: int = 1) -> Any:
     return state
 
 
-def begin_parameters(module: Any, products: int) -> Any:
+def begin_parameters(module: TransformerEngineBaseModule, products: int) -> LayerState | None:
     """The LayerState of a layer whose weights are FP8 themselves, None for others."""
     manager = FP8GlobalStateManager
     if not manager.with_fp8_parameters() or not products:
@@ -121,8 +126,12 @@ def begin_parameters(module: Any, products: int) -> Any:
 
 
 def quantized_weight(
-    module: Any, weight: torch.Tensor, quantizer: Quantizer, first: bool | None, name: str
-) -> tuple[Any, bool]:
+    module: TransformerEngineBaseModule,
+    weight: torch.Tensor,
+    quantizer: Quantizer,
+    first: bool | None,
+    name: str,
+) -> tuple[Quantized, bool]:
     """(the weight in FP8, whether it stays for the next microbatch) (base.py:792 @v2.20.2).
 
     first : of the microbatches; None: Megatron does not say, and nothing is kept
@@ -159,18 +168,19 @@ def weight_usage(needs_input_grad: bool) -> bool:
     return needs_input_grad or first_pass
 
 
-def keep(ctx: Any, *tensors: Any) -> None:
+def keep(ctx: Context, *tensors: Kept) -> None:
     """save_for_backward of tensors and FP8 tensors (prepare_for_saving, quantized_tensor.py)."""
-    flat: list[Any] = []
+    flat: list[torch.Tensor | None] = []
     for tensor in tensors:
         flat += tensor.take() if isinstance(tensor, Quantized) else [tensor]
     ctx.save_for_backward(*flat)
     ctx.kept = tensors
 
 
-def kept(ctx: Any) -> list[Any]:
+def kept(ctx: Context) -> list[Any]:
     """What ``keep`` was given."""
-    flat, found = list(ctx.saved_tensors), []
+    flat: list[torch.Tensor | None] = list(ctx.saved_tensors)
+    found: list[Kept] = []
     for tensor in ctx.kept:
         if not isinstance(tensor, Quantized):
             found.append(flat.pop(0))

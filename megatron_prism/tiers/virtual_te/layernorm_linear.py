@@ -8,7 +8,8 @@ output is gathered in forward, dropped (layernorm_linear.py:366) and gathered ag
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,13 +30,30 @@ from megatron_prism.tiers.virtual_te.linear import (
 from megatron_prism.tiers.virtual_te.norm import Norm, norm_backward, norm_forward
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import (
+        Context,
+        Device,
+        Grads,
+        Group,
+        Init,
+        Trackers,
+        Weight,
+    )
+
 __all__ = ["LayerNormLinear"]
 
 
 class _LayerNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
+        ctx: Context,
+        inp: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        opts: SimpleNamespace,
     ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         normed, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
@@ -46,7 +64,7 @@ class _LayerNormLinear(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         x, _, _, _, gamma, normed, mean, rstd = ctx.saved_tensors
         wants = ctx.needs_input_grad
         needs = (any(wants[:3]), wants[3], wants[4])
@@ -63,6 +81,9 @@ class _LayerNormLinear(torch.autograd.Function):
 class LayerNormLinear(TransformerEngineBaseModule):
     """pytorch/module/layernorm_linear.py:1056 @v2.9."""
 
+    layer_norm_weight: Weight
+    layer_norm_bias: Weight | None
+
     def __init__(
         self,
         in_features: int,
@@ -70,10 +91,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
+        tp_group: Group = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        init_method: Any = None,
+        get_rng_state_tracker: Trackers | None = None,
+        init_method: Init | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
         return_bias: bool = False,
@@ -81,12 +102,12 @@ class LayerNormLinear(TransformerEngineBaseModule):
         parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
         return_layernorm_output_gathered: bool = False,
-        parameters_split: Any = None,
+        parameters_split: object = None,
         zero_centered_gamma: bool = False,
-        device: Any = "cuda",
+        device: Device = "cuda",
         delay_wgrad_compute: bool = False,
         name: str | None = None,
-        **rest: Any,
+        **rest: object,
     ) -> None:
         super().__init__()
         check_no_userbuffers(rest)
@@ -114,16 +135,16 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if normalization == "RMSNorm":
             self.layer_norm_bias = None
         else:
-            self.add_parameter(
+            beta = self.add_parameter(
                 "layer_norm_bias", (in_features,), params_dtype, device, torch.nn.init.zeros_
             )
-            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+            beta.sequence_parallel = self.sequence_parallel
         add_linear_parameters(self, bias, init_method, params_dtype, device)
         self.reset_parameters(defer_init=device == "meta")
 
     def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
-    ) -> Any:
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: object
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """The output, with the bias beside it if ``return_bias``."""
         state, run = begin(self), _LayerNormLinear.apply
         opts = options(self, is_first_microbatch, inp)

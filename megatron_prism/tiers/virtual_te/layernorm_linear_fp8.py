@@ -5,7 +5,8 @@ Shapes only (pytorch/module/layernorm_linear.py:250-560 @v2.20.2).
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +14,16 @@ from megatron_prism.tiers.virtual_te import linear_fp8
 from megatron_prism.tiers.virtual_te.base import clear
 from megatron_prism.tiers.virtual_te.norm import norm_backward, norm_forward
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Weight
+    from megatron_prism.tiers.virtual_te.quantized import Quantized
+
 __all__ = ["LayerNormLinearFP8"]
 
 
-def norm_to_fp8(x: torch.Tensor, opts: Any, gamma: Any, beta: Any) -> Any:
+def norm_to_fp8(
+    x: torch.Tensor, opts: SimpleNamespace, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> tuple[Quantized, torch.Tensor | None, torch.Tensor]:
     """(norm's output in FP8, mean or None, reciprocal deviation).
 
     One kernel with delayed scaling, else the norm in high precision and a cast
@@ -38,18 +45,25 @@ class LayerNormLinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inp: torch.Tensor, gamma: Any, beta: Any, weight: Any, bias: Any, opts: Any
+        ctx: Context,
+        inp: torch.Tensor,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        opts: SimpleNamespace,
     ) -> torch.Tensor:
         rows = inp.reshape(-1, inp.shape[-1])
         linear_fp8.check_dims(rows, weight, opts.fp8.weights[0].kind)
         normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
-        out, normed, cast, stays = linear_fp8.forward(normed, weight, opts)
-        rest = (bias, gamma, normed, mean, rstd)
+        out, kept, cast, stays = linear_fp8.forward(normed, weight, opts)
+        del normed
+        rest = (bias, gamma, kept, mean, rstd)
         linear_fp8.remember(ctx, opts, inp, (cast, stays), weight, rows, *rest)
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         opts, wants = ctx.opts, ctx.needs_input_grad
         x, cast, _, gamma, normed, mean, rstd = linear_fp8.recall(ctx)
         needs = (any(wants[:3]), wants[3], wants[4])

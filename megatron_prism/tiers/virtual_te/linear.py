@@ -8,7 +8,8 @@ Column-parallel under sequence parallelism gathers the input in forward and agai
 from __future__ import annotations
 
 import types
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,18 @@ from megatron_prism.tiers.virtual_te.comm import (
 from megatron_prism.tiers.virtual_te.layer_fp8 import begin, first_module, weight_usage
 from megatron_prism.tiers.virtual_te.linear_fp8 import LinearFP8
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import (
+        Context,
+        Device,
+        Grads,
+        Group,
+        Init,
+        Trackers,
+        Weight,
+    )
+    from megatron_prism.tiers.virtual_te.layer_fp8 import LayerState
+
 __all__ = [
     "Linear",
     "add_linear_parameters",
@@ -43,7 +56,7 @@ __all__ = [
 
 
 def options(
-    module: Any, is_first_microbatch: bool | None, inp: torch.Tensor
+    module: TransformerEngineBaseModule, is_first_microbatch: bool | None, inp: torch.Tensor
 ) -> types.SimpleNamespace:
     """What the functions need to know of their module.
 
@@ -64,7 +77,7 @@ def options(
     )
 
 
-def _check_dtypes(module: Any, dtype: torch.dtype) -> None:
+def _check_dtypes(module: TransformerEngineBaseModule, dtype: torch.dtype) -> None:
     if torch.is_autocast_enabled("cuda") or module.activation_dtype == dtype:
         return
     for name, parameter in module.named_parameters():
@@ -76,7 +89,9 @@ def _check_dtypes(module: Any, dtype: torch.dtype) -> None:
     module.fast_setattr("activation_dtype", dtype)
 
 
-def options_fp8(opts: Any, state: Any, first: bool | None, inp: Any, weight: Any) -> Any:
+def options_fp8(
+    opts: SimpleNamespace, state: LayerState, first: bool | None, inp: torch.Tensor, weight: Weight
+) -> SimpleNamespace:
     """What the functions in FP8 need to know besides (``linear_fp8``)."""
     enabled = torch.is_grad_enabled()
     opts.fp8, opts.first, opts.keeps = state, first, enabled
@@ -92,7 +107,9 @@ def options_fp8(opts: Any, state: Any, first: bool | None, inp: Any, weight: Any
     return opts
 
 
-def forward_product(x: torch.Tensor, weight: Any, bias: Any, opts: Any) -> torch.Tensor:
+def forward_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, opts: SimpleNamespace
+) -> torch.Tensor:
     """The output rows for input rows ``x`` (un-gathered), communication included."""
     get_workspace(x)
     total = x
@@ -107,14 +124,18 @@ def forward_product(x: torch.Tensor, weight: Any, bias: Any, opts: Any) -> torch
 
 
 def finish_backward(
-    grad: torch.Tensor, x: torch.Tensor | None, weight: Any, opts: Any, needs: tuple[bool, ...]
-) -> tuple[Any, Any, Any]:
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: Weight,
+    opts: SimpleNamespace,
+    needs: tuple[bool, ...],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx rows, dweight, dbias) for output gradient ``grad``; ``needs`` is (dx, dweight, dbias)."""
     column_sp = opts.mode == "column" and opts.sp
     grad = gather_grad(grad, opts.mode == "row" and opts.sp, opts.group)
     main_grad = weight.main_grad if opts.fuse_wgrad and needs[1] else None
     total, arriving = x, None
-    if column_sp and needs[1]:
+    if x is not None and column_sp and needs[1]:
         total, arriving = gather_along_first_dim(x, opts.group, async_op=True)
     dx = product = leaving = None
     if needs[0]:
@@ -138,7 +159,12 @@ def finish_backward(
 
 
 def add_linear_parameters(
-    module: Any, bias: bool, init: Any, dtype: torch.dtype | None, device: Any, suffix: str = ""
+    module: TransformerEngineBaseModule,
+    bias: bool,
+    init: Init | None,
+    dtype: torch.dtype | None,
+    device: Device,
+    suffix: str = "",
 ) -> None:
     """``weight`` and ``bias`` of this rank's shard, with Megatron's attributes.
 
@@ -163,7 +189,13 @@ def add_linear_parameters(
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
+    def forward(
+        ctx: Context,
+        weight: Weight,
+        inp: torch.Tensor,
+        bias: torch.Tensor | None,
+        opts: SimpleNamespace,
+    ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         x, cast = cast_if_needed(x, opts.dtype), cast_if_needed(weight, opts.dtype)
         out = forward_product(x, cast, bias, opts)
@@ -174,7 +206,7 @@ class _Linear(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         x, _, _, _ = ctx.saved_tensors
         needs = (ctx.needs_input_grad[1], ctx.needs_input_grad[0], ctx.needs_input_grad[2])
         dx, dweight, dbias = finish_backward(grad, x, ctx.opts.weight, ctx.opts, needs)
@@ -190,21 +222,21 @@ class Linear(TransformerEngineBaseModule):
         out_features: int,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
+        tp_group: Group = None,
         tp_size: int = 1,
-        get_rng_state_tracker: Any = None,
-        init_method: Any = None,
+        get_rng_state_tracker: Trackers | None = None,
+        init_method: Init | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        parameters_split: Any = None,
-        device: Any = "cuda",
+        parameters_split: object = None,
+        device: Device = "cuda",
         rng_tracker_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
         name: str | None = None,
-        **rest: Any,
+        **rest: object,
     ) -> None:
         super().__init__()
         check_no_userbuffers(rest)
@@ -226,8 +258,8 @@ class Linear(TransformerEngineBaseModule):
         self.late_bias = self.apply_bias and parallel_mode == "row" and self.tp_size > 1
 
     def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: Any
-    ) -> Any:
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **rest: object
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """The output, with the bias beside it if ``return_bias``."""
         state, run = begin(self), _Linear.apply
         opts = options(self, is_first_microbatch, inp)

@@ -10,7 +10,9 @@ columns from behind the first product on.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +31,9 @@ from megatron_prism.tiers.virtual_te.layer_fp8 import keep, kept, quantized_weig
 from megatron_prism.tiers.virtual_te.quantized import Quantized, Quantizer
 from megatron_prism.tiers.work import fused
 
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Handle, Weight
+
 __all__ = [
     "LinearFP8",
     "backward",
@@ -39,6 +44,9 @@ __all__ = [
     "remember",
     "update",
 ]
+
+
+Input = torch.Tensor | Quantized
 
 
 def check_dims(x: torch.Tensor, weight: torch.Tensor, kind: str) -> None:
@@ -70,13 +78,20 @@ def check_inner(length: int) -> None:
 
 
 def product(
-    left: torch.Tensor, right: torch.Tensor, flops: int, shape: Any, opts: Any, *scales: Any
+    left: torch.Tensor | None,
+    right: torch.Tensor | None,
+    flops: int,
+    shape: tuple[int, ...],
+    opts: SimpleNamespace,
+    *scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """One FP8 product with a result in high precision.
 
     scales : of gathered MXFP8 operands: reordered for each product, where those of others are
              when they are cast (optimize_for_gemm, module/linear.py:2592 @v2.20.2)
     """
+    assert left is not None, "an FP8 operand was dropped too early"
+    assert right is not None, "an FP8 operand was dropped too early"
     reordered = _reordered(scales)
     out = left.new_empty(shape, dtype=opts.dtype)
     fused("gemm", flops, left, right, out)
@@ -84,11 +99,13 @@ def product(
     return out
 
 
-def _reordered(scales: Any) -> list[torch.Tensor]:
+def _reordered(scales: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     return [torch.empty_like(s) for s in scales if s is not None and s.element_size() == 1]
 
 
-def forward(x: Any, weight: Any, opts: Any) -> tuple[torch.Tensor, Any, Any, bool]:
+def forward(
+    x: Input, weight: Weight, opts: SimpleNamespace
+) -> tuple[torch.Tensor, Input | None, Quantized, bool]:
     """(output rows, the input to keep, the weight in FP8, whether that stays).
 
     x : rows; the norm's output in FP8 for LayerNormLinear
@@ -121,9 +138,9 @@ def forward(x: Any, weight: Any, opts: Any) -> tuple[torch.Tensor, Any, Any, boo
     return out, local, cast, stays
 
 
-def _forward_input(x: Any, opts: Any) -> tuple[Quantized, Quantized]:
+def _forward_input(x: Input, opts: SimpleNamespace) -> tuple[Quantized, Quantized]:
     """(this rank's input in FP8, the gathered one)."""
-    q = opts.fp8.inputs[0]
+    q: Quantizer = opts.fp8.inputs[0]
     q.group = opts.group if opts.gathers else None
     if isinstance(x, torch.Tensor):
         columns = opts.keeps_input and opts.original is None
@@ -137,13 +154,18 @@ def _forward_input(x: Any, opts: Any) -> tuple[Quantized, Quantized]:
 
 
 def backward(
-    grad: torch.Tensor, x: Any, weight: torch.Tensor, cast: Quantized, opts: Any, needs: Any
-) -> tuple[Any, Any, Any, Any]:
+    wide: torch.Tensor,
+    x: Input,
+    weight: Weight,
+    cast: Quantized,
+    opts: SimpleNamespace,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, object]:
     """(dx rows, dweight, dbias, what TE holds on to until it returns).
 
-    grad : of the output; x, cast : what ``forward`` kept; needs : (dx, dweight, dbias)
+    wide : gradient of the output; x, cast : what ``forward`` kept; needs : (dx, dweight, dbias)
     """
-    wide = grad.reshape(-1, grad.shape[-1]).contiguous()
+    wide = wide.reshape(-1, wide.shape[-1]).contiguous()
     grad, dbias = _grad_output(wide, opts, needs)
     total, arriving = _backward_input(x, opts) if needs[1] else (None, None)
     dx = whole = leaving = None
@@ -160,7 +182,7 @@ def backward(
             communicate = reduce_scatter_along_first_dim if opts.sp else allreduce
             dx, leaving = communicate(whole, opts.group, async_op=True)
     dweight = None
-    if needs[1]:
+    if total is not None:
         if arriving is not None:
             arriving.wait()
         arriving = None
@@ -175,7 +197,9 @@ def backward(
     return dx, dweight, dbias, (wide, whole, total, grad)
 
 
-def _grad_output(wide: torch.Tensor, opts: Any, needs: Any) -> tuple[Quantized, Any]:
+def _grad_output(
+    wide: torch.Tensor, opts: SimpleNamespace, needs: Sequence[bool]
+) -> tuple[Quantized, torch.Tensor | None]:
     """(the output's gradient in FP8, gathered if it is sharded; the bias's) (base.py:1688)."""
     q: Quantizer = opts.fp8.grads[0]
     sharded = opts.mode == "row" and opts.sp
@@ -187,7 +211,7 @@ def _grad_output(wide: torch.Tensor, opts: Any, needs: Any) -> tuple[Quantized, 
     return gather_quantized(wide, opts.group, q)[0], dbias
 
 
-def _backward_input(x: Any, opts: Any) -> tuple[Any, Any]:
+def _backward_input(x: Input, opts: SimpleNamespace) -> tuple[Quantized, Handle | None]:
     """(the input in FP8, gathered if it is sharded; handle or None) (linear.py:1307 @v2.20.2)."""
     q: Quantizer = opts.fp8.inputs[0]
     q.group = opts.group if opts.gathers else None
@@ -200,7 +224,9 @@ def _backward_input(x: Any, opts: Any) -> tuple[Any, Any]:
     return gather_quantized(x, opts.group, q, async_op=True)
 
 
-def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) -> Any:
+def _weight_gradient(
+    weight: Weight, total: Quantized, grad: Quantized, opts: SimpleNamespace
+) -> torch.Tensor | None:
     """Added to ``main_grad``, returned, or left for ``backward_dw``."""
     total.update_usage(columns=True)
     grad.update_usage(columns=True)
@@ -225,14 +251,20 @@ def _weight_gradient(weight: Any, total: Quantized, grad: Quantized, opts: Any) 
     return found
 
 
-def update(opts: Any) -> None:
+def update(opts: SimpleNamespace) -> None:
     """The first layer's backward is the last: amaxes of all gradients are there."""
     if opts.first_module:
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 def remember(
-    ctx: Any, opts: Any, inp: torch.Tensor, cast: tuple[Any, bool], weight: Any, x: Any, *rest: Any
+    ctx: Context,
+    opts: SimpleNamespace,
+    inp: torch.Tensor,
+    cast: tuple[Quantized, bool],
+    weight: Weight,
+    x: Input | None,
+    *rest: Input | None,
 ) -> None:
     """Keep for backward what ``forward`` gave: ``x``, the weight in FP8 (and whether that stays
     anyway), ``weight`` and ``rest``, in TE's order."""
@@ -243,7 +275,7 @@ def remember(
     ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
 
 
-def recall(ctx: Any) -> tuple[Any, ...]:
+def recall(ctx: Context) -> tuple[Any, ...]:
     """(x, the weight in FP8, *rest) of ``remember``."""
     x, cast, _, *rest = kept(ctx)
     cast, ctx.cast = cast or ctx.cast, None
@@ -254,18 +286,25 @@ class LinearFP8(torch.autograd.Function):
     """_Linear (pytorch/module/linear.py:1811 @v2.20.2)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Any, inp: torch.Tensor, bias: Any, opts: Any) -> torch.Tensor:
+    def forward(
+        ctx: Context,
+        weight: Weight,
+        inp: torch.Tensor,
+        bias: torch.Tensor | None,
+        opts: SimpleNamespace,
+    ) -> torch.Tensor:
         x = cast_if_needed(inp.reshape(-1, inp.shape[-1]), opts.dtype)
         check_dims(x, weight, opts.fp8.weights[0].kind)
         if opts.original is not None:
             opts.original = x
-        out, x, cast, stays = forward(x, weight, opts)
+        out, local, cast, stays = forward(x, weight, opts)
+        del x
         opts.original = None if opts.original is None else True
-        remember(ctx, opts, inp, (cast, stays), weight, x, bias)
+        remember(ctx, opts, inp, (cast, stays), weight, local, bias)
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         opts, wants = ctx.opts, ctx.needs_input_grad
         x, cast, _ = recall(ctx)
         needs = (wants[1], wants[0], wants[2])

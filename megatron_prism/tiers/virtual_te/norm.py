@@ -7,12 +7,16 @@ input and reciprocal deviation (ops/basic/rmsnorm.py:202 @v2.9); the weight live
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule, cast_if_needed
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Device, Grads, Weight
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "norm_backward", "norm_forward"]
 
@@ -51,7 +55,11 @@ def norm_forward(
 
 
 def norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: Statistics, norm: Norm
+    grad: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stats: Statistics,
+    norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dx, dgamma, dbeta or None)."""
     mean, rstd = stats
@@ -59,6 +67,7 @@ def norm_backward(
         dbeta = None if norm.rms else weight.new_empty(weight.shape)
         fused("norm_backward", 0, grad, x, x)
         return x.new_empty(x.shape), weight.new_empty(weight.shape), dbeta
+    assert grad is not None, "shapes alone do without the output's gradient"
     wide, dy = x.float(), grad.float()
     xhat = (wide if mean is None else wide - mean[:, None]) * rstd[:, None]
     scaled = dy * (weight.float() + norm.zero_centered)
@@ -71,7 +80,9 @@ def norm_backward(
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, norm: Norm) -> torch.Tensor:
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, norm: Norm
+    ) -> torch.Tensor:
         rows = x.reshape(-1, weight.numel())
         out, mean, rstd = norm_forward(
             rows, weight.reshape(-1), None if bias is None else bias.reshape(-1), norm
@@ -81,7 +92,7 @@ class _Normalize(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         rows, *mean, rstd = ctx.saved_tensors
         weight = ctx.weight
         stats = (mean[0] if mean else None, rstd)
@@ -94,21 +105,23 @@ class _Normalize(torch.autograd.Function):
 
 class _NormModule(TransformerEngineBaseModule):
     kind = ""
+    weight: Weight
 
     def __init__(
         self,
-        normalized_shape: Any = None,
+        normalized_shape: int | Sequence[int] | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
-        device: Any = "cuda",
+        device: Device = "cuda",
         dtype: torch.dtype | None = None,
-        **ignored: Any,
+        **ignored: object,
     ) -> None:
         super().__init__()
         shape = normalized_shape if normalized_shape is not None else hidden_size
+        assert shape is not None, "a norm of no dimensions"
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.norm = Norm(self.kind, eps, zero_centered_gamma)
@@ -121,7 +134,7 @@ class _NormModule(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=device == "meta")
         if sequence_parallel is not None:
             for param in self.parameters():
-                param.sequence_parallel = sequence_parallel
+                setattr(param, "sequence_parallel", sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimensions."""

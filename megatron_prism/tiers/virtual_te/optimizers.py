@@ -8,12 +8,15 @@ step allocates nothing but the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 __all__ = [
     "FusedAdam",
@@ -26,6 +29,7 @@ __all__ = [
     "multi_tensor_unscale_l2norm",
 ]
 
+_R = TypeVar("_R")
 Lists = Sequence[Sequence[torch.Tensor]]
 _STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
@@ -36,14 +40,18 @@ class MultiTensorApply:
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size
 
-    def __call__(self, op: Callable[..., Any], flag: Any, lists: Lists, *args: Any) -> Any:
+    def __call__(
+        self, op: Callable[..., _R], flag: torch.Tensor, lists: Lists, *args: object
+    ) -> _R:
         return op(self.chunk_size, flag, lists, *args)
 
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
-def multi_tensor_scale(chunk: int, flag: torch.Tensor, lists: Lists, scale: Any) -> None:
+def multi_tensor_scale(
+    chunk: int, flag: torch.Tensor, lists: Lists, scale: float | torch.Tensor
+) -> None:
     """``lists[1] = lists[0] * scale``; ``flag`` is set where something is not finite."""
     for source, to in zip(*lists, strict=True):
         if source.is_meta or to.is_meta:
@@ -88,7 +96,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -163,7 +171,9 @@ class FusedAdam(torch.optim.Optimizer):
             state[state_name] = torch.empty_like(param, dtype=dtype)
         state[state_name].copy_(value)
 
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
+    def step(  # type: ignore[override] # torch has it as two overloads, of which this is both
+        self, closure: Callable[[], float] | None = None, grad_scaler: object = None
+    ) -> float | None:
         """One update, in place."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
@@ -182,7 +192,9 @@ class FusedAdam(torch.optim.Optimizer):
                         self._update(p, grad, group, remainders)
         return loss
 
-    def _update(self, p: Any, grad: torch.Tensor, group: dict[str, Any], remainders: bool) -> None:
+    def _update(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], remainders: bool
+    ) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         master = state.get("master_param")
         x = p if master is None else _joined(p, master) if remainders else master
@@ -228,12 +240,12 @@ class FusedSGD(torch.optim.SGD):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **rest: Any,
+        **rest: object,
     ) -> None:
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)

@@ -8,12 +8,15 @@ padding adds on the average.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads
 
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
@@ -24,12 +27,12 @@ class _Resize(torch.autograd.Function):
     """Rows copied to their places among other gaps, ``to`` of them in all."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, before: list[int], after: list[int]) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, before: list[int], after: list[int]) -> torch.Tensor:
         ctx.lengths = before, after
         return _copied(x, before, after)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         before, after = ctx.lengths
         return _copied(grad.contiguous(), after, before), None, None
 

@@ -9,7 +9,8 @@ Shapes only.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import distributed as dist
@@ -18,6 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_prism.tiers.virtual_te.quantized import Quantized
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from megatron_prism.tiers.signatures import Group
+    from megatron_prism.tiers.virtual_te.base import TransformerEngineBaseModule
+    from megatron_prism.tiers.virtual_te.quantized import Quantizer
 
 __all__ = [
     "Float8BlockwiseQTensor",
@@ -44,7 +52,7 @@ class QuantizedTensor(torch.Tensor):
     held: Quantized
 
     @staticmethod
-    def __new__(cls, held: Quantized, dtype: torch.dtype) -> Any:
+    def __new__(cls, held: Quantized, dtype: torch.dtype) -> QuantizedTensor:
         assert held.rows is not None
         made = torch.Tensor._make_wrapper_subclass(
             cls, held.shape, dtype=dtype, device=held.rows.device, storage_size=0
@@ -53,7 +61,13 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch's is no class method to mypy
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         first = args[0]
         if isinstance(first, QuantizedTensor):
@@ -91,7 +105,7 @@ class QuantizedTensor(torch.Tensor):
         """It was never there."""
 
 
-def _is_one(value: Any) -> bool:
+def _is_one(value: object) -> TypeGuard[QuantizedTensor]:
     return isinstance(value, QuantizedTensor)
 
 
@@ -115,7 +129,9 @@ _KINDS = {"delayed": Float8Tensor, "tensorwise": Float8Tensor, "blockwise": Floa
           "mxfp8": MXFP8Tensor}  # fmt: skip
 
 
-def quantize_parameter(module: Any, name: str, quantizer: Any) -> None:
+def quantize_parameter(
+    module: TransformerEngineBaseModule, name: str, quantizer: Quantizer
+) -> None:
     """Replace an initialised parameter by one in FP8 (module/base.py:1864 @v2.20.2)."""
     old = getattr(module, name)
     quantizer.set_usage(True, torch.is_grad_enabled())
@@ -132,11 +148,11 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> Non
 
 
 def cast_master_weights_to_fp8(
-    model_weights: list[Any],
-    master_weights: list[Any],
-    start_offsets: list[Any],
-    group: Any,
-    fsdp_shard_model_weights: Any = None,
+    model_weights: list[QuantizedTensor],
+    master_weights: list[torch.Tensor | None],
+    start_offsets: list[int | None],
+    group: Group,
+    fsdp_shard_model_weights: object = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """fp32 shards through high precision into FP8, all of them at once (utils.py:204 @v2.20.2)."""
@@ -146,15 +162,15 @@ def cast_master_weights_to_fp8(
         None if master is None else master.to(weight.dtype)
         for weight, master in zip(model_weights, master_weights, strict=True)
     ]
-    scales = [weight.held.scale for weight in model_weights]
     scales = [
-        weight.held.row_scales if scale is None else scale
-        for weight, scale in zip(model_weights, scales, strict=True)
+        weight.held.row_scales if weight.held.scale is None else weight.held.scale
+        for weight in model_weights
     ]
     if not model_weights or isinstance(model_weights[0], MXFP8Tensor):
         return
-    amaxes = scales[0].new_empty(sum(scale.numel() for scale in scales), dtype=torch.float32)
-    kept = [torch.empty_like(scale) for scale in scales]
+    there = [scale for scale in scales if scale is not None]  # all but MXFP8's have some
+    amaxes = there[0].new_empty(sum(scale.numel() for scale in there), dtype=torch.float32)
+    kept = [torch.empty_like(scale) for scale in there]
     dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
     for weight, master in zip(model_weights, wide, strict=True):
         if not manual_post_all_gather_processing:
@@ -174,7 +190,7 @@ def _cast(master: torch.Tensor, held: Quantized) -> None:
     fused("fp8_quantize", 0, master, dropped)
 
 
-def post_all_gather_processing(model_weights: Any) -> None:
+def post_all_gather_processing(model_weights: list[QuantizedTensor] | QuantizedTensor) -> None:
     """Values by columns of the new values by rows (tensor/utils.py:1404 @v2.20.2)."""
     for weight in model_weights if isinstance(model_weights, list) else [model_weights]:
         if isinstance(weight, (Float8Tensor, Float8BlockwiseQTensor)):

@@ -7,12 +7,16 @@ int32; its contents are ours: in column e the row that the token has in expert e
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import absent_function, refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads
 
 __all__ = [
     "moe_permute",
@@ -53,7 +57,9 @@ def _take(x: torch.Tensor, row_map: torch.Tensor, count: int) -> torch.Tensor:
     return out
 
 
-def _give_back(y: torch.Tensor, row_map: torch.Tensor, tokens: int, probs: Any) -> torch.Tensor:
+def _give_back(
+    y: torch.Tensor, row_map: torch.Tensor, tokens: int, probs: torch.Tensor | None
+) -> torch.Tensor:
     out = y.new_empty(tokens, y.shape[1])
     if not y.is_meta:
         row, token, expert = _where(row_map, y.shape[0])
@@ -68,7 +74,9 @@ def _give_back(y: torch.Tensor, row_map: torch.Tensor, tokens: int, probs: Any) 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, routing: torch.Tensor, count: int, probs: Any) -> Any:
+    def forward(
+        ctx: Context, x: torch.Tensor, routing: torch.Tensor, count: int, probs: torch.Tensor | None
+    ) -> Grads:
         if count is None or count < 0:
             if x.is_meta:
                 refuse(
@@ -89,7 +97,9 @@ class _Permute(torch.autograd.Function):
         return _take(x, row_map, count), row_map, taken
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any, grad_probs: Any) -> Any:
+    def backward(
+        ctx: Context, grad: torch.Tensor, _: object, grad_probs: torch.Tensor | None
+    ) -> Grads:
         (row_map,) = ctx.saved_tensors
         dprobs = None
         if ctx.needs_input_grad[3] and grad_probs is not None:
@@ -102,14 +112,20 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, row_map: torch.Tensor, probs: Any, shape: Any) -> Any:
+    def forward(
+        ctx: Context,
+        y: torch.Tensor,
+        row_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        shape: Sequence[int] | None,
+    ) -> torch.Tensor:
         ctx.with_probs, ctx.count = probs is not None, y.shape[0]
         ctx.save_for_backward(*((y, row_map, probs) if ctx.with_probs else (row_map,)))
         tokens = y.shape[0] if shape is None else shape[0]
         return _give_back(y, row_map, tokens, probs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         if not ctx.with_probs:
             (row_map,) = ctx.saved_tensors
             return _take(grad, row_map, ctx.count), None, None, None
@@ -125,7 +141,13 @@ class _Unpermute(torch.autograd.Function):
 
 class _SortChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: Any, order: Any, probs: Any) -> Any:
+    def forward(
+        ctx: Context,
+        x: torch.Tensor,
+        sizes: torch.Tensor,
+        order: torch.Tensor,
+        probs: torch.Tensor | None,
+    ) -> Grads:
         row_map = x.new_empty(x.shape[0], dtype=torch.int32)  # old row of each new row
         if not x.is_meta:
             chunks = torch.arange(x.shape[0]).split([int(s) for s in sizes])
@@ -139,14 +161,16 @@ class _SortChunks(torch.autograd.Function):
         return x[rows], None if probs is None else probs[rows]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, grad_probs: Any) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor, grad_probs: torch.Tensor | None) -> Grads:
         (row_map,) = ctx.saved_tensors
         dx = grad.new_empty(grad.shape)
-        dprobs = grad_probs.new_empty(grad_probs.shape) if ctx.needs_input_grad[3] else None
+        dprobs = None
+        if ctx.needs_input_grad[3] and grad_probs is not None:
+            dprobs = grad_probs.new_empty(grad_probs.shape)
         if not grad.is_meta:
             rows = row_map.long()
             dx[rows] = grad
-            if dprobs is not None:
+            if dprobs is not None and grad_probs is not None:
                 dprobs[rows] = grad_probs
         return dx, None, None, dprobs
 
@@ -180,10 +204,10 @@ def moe_permute_with_probs(
 def moe_unpermute(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
-    merging_probs: Any = None,
-    restore_shape: Any = None,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
     map_type: str = "mask",
-    probs: Any = None,
+    probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each token's rows, summed (weighted by ``merging_probs``)."""
     _only_mask(map_type)

@@ -12,7 +12,8 @@ Shapes only: nothing here has values.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -21,6 +22,9 @@ from megatron_prism.tiers.virtual_te.comm import group_size
 from megatron_prism.tiers.virtual_te.recipes import Format, Recipe
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Group
 
 __all__ = ["Quantized", "Quantizer", "quantizer_of"]
 
@@ -85,7 +89,7 @@ class Quantized:
         self.restore([None] * len(taken))
         return taken
 
-    def restore(self, tensors: Any) -> None:
+    def restore(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Undo ``take``."""
         self.rows, self.columns, self.row_scales, self.column_scales, self.scale = tensors
 
@@ -99,7 +103,7 @@ class Quantizer:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.rows = self.columns = True
-        self.group: Any = None  # whose largest value counts, where that is asked for
+        self.group: Group = None  # whose largest value counts, where that is asked for
 
     def set_usage(self, rows: bool | None = None, columns: bool | None = None) -> None:
         self.rows = self.rows if rows is None else rows
@@ -127,11 +131,15 @@ class Quantizer:
         fused("fp8_quantize", 0, x, out.rows, out.columns)
         return out
 
-    def empty_rows(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_rows(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(values, scales or None) by rows."""
         return like.new_empty(shape, dtype=self.dtype), None
 
-    def empty_columns(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_columns(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(values, scales or None) by columns: transposed."""
         return like.new_empty((shape[-1], *shape[:-1]), dtype=self.dtype), None
 
@@ -178,11 +186,15 @@ class BlockQuantizer(Quantizer):
         aligned = shape[-1] % self.side == 0 and math.prod(shape[:-1]) % self.side == 0
         return len(shape) > 1 and aligned and not self.square
 
-    def empty_rows(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_rows(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         values, _ = super().empty_rows(like, shape)
         return values, self._scales(like, math.prod(shape[:-1]), shape[-1])
 
-    def empty_columns(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_columns(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         values, _ = super().empty_columns(like, shape)
         return values, self._scales(like, shape[-1], math.prod(shape[:-1]))
 
@@ -204,12 +216,16 @@ class MXQuantizer(Quantizer):
         """is_quantizable (tensor/mxfp8_tensor.py:125 @v2.20.2)."""
         return len(shape) > 1 and shape[-1] % 32 == 0 and math.prod(shape[:-1]) % 32 == 0
 
-    def empty_rows(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_rows(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, width = math.prod(shape[:-1]), shape[-1]
         scales = (_up(rows, 128), _up(width // 32, 4))
         return like.new_empty(shape, dtype=self.dtype), like.new_empty(scales, dtype=torch.uint8)
 
-    def empty_columns(self, like: torch.Tensor, shape: Shape) -> Any:
+    def empty_columns(
+        self, like: torch.Tensor, shape: Shape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, width = math.prod(shape[:-1]), shape[-1]
         scales = (_up(rows // 32, 4), _up(width, 128))
         return like.new_empty(shape, dtype=self.dtype), like.new_empty(scales, dtype=torch.uint8)

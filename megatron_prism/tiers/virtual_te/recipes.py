@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Any
 
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 
@@ -39,7 +38,7 @@ class Recipe:
     fp8_format = Format.HYBRID
     fp8_dpa = fp8_mha = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.args = args
         self.__dict__.update(kwargs)
         if os.environ.get("NVTE_BACKWARD_OVERRIDE") or getattr(self, "backward_override", None):
@@ -83,7 +82,7 @@ class DelayedScaling(Recipe):
     """One scale a tensor, from the largest values of the last iterations."""
 
     amax_history_len = 1024
-    amax_compute_algo: Any = "max"
+    amax_compute_algo: object = "max"
     reduce_amax = True
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from megatron_prism.tiers.virtual_te.fp8 import FP8GlobalStateManager, autocast
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads, Group, Trackers
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -19,6 +22,7 @@ __all__ = [
     "set_all_rng_states",
 ]
 
+_R = TypeVar("_R")
 _all_states: dict[str, torch.Tensor] = {}
 
 
@@ -89,7 +93,7 @@ class activation_recompute_forward(contextlib.ContextDecorator):  # noqa: N801
         elif self.flags == (True, True):
             manager.IS_FIRST_FP8_MODULE = kind._firsts.pop(0)
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         activation_recompute_forward.now = (False, False)
 
 
@@ -103,7 +107,9 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], tracker: Any, share: Any, *args: Any) -> Any:
+    def forward(
+        ctx: Context, run: Callable[..., _R], tracker: Trackers | None, share: Group, *args: Any
+    ) -> _R:
         """share : the group whose members keep a part each of the first argument, or None."""
         ctx.run, ctx.tracker, ctx.share = run, tracker, share
         ctx.state = torch.cuda.get_rng_state()
@@ -123,7 +129,7 @@ class _Checkpoint(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> Grads:
         args = list(ctx.args)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -153,7 +159,7 @@ class _Checkpoint(torch.autograd.Function):
         return None, None, None, *(a.grad if isinstance(a, torch.Tensor) else None for a in args)
 
 
-def _part(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def _part(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """This member's of equal parts (split_tensor_into_1d_equal_chunks, distributed.py:208)."""
     length = tensor.numel() // dist.get_world_size(group)
     part: torch.Tensor = tensor.view(-1)[dist.get_rank(group) * length :][:length].clone()
@@ -161,14 +167,14 @@ def _part(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., _R],
+    *args: object,
     distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Any = None,
-    tp_group: Any = None,
+    get_rng_state_tracker: Trackers | None = None,
+    tp_group: Group = None,
     use_reentrant: bool = True,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> _R:
     """Run ``function`` and keep only its arguments for backward."""
     share = (tp_group or dist.group.WORLD) if distribute_saved_activations else None
     kwargs.pop("context_fn", None)

@@ -5,12 +5,15 @@ Saved: the frequencies (and cu_seqlens), not the input (pytorch/attention/rope.p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import absent_function, refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads
 
 __all__ = ["apply_rotary_pos_emb"]
 
@@ -48,7 +51,12 @@ def _half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-def _apply(t: torch.Tensor, freqs: torch.Tensor, seqlens: Any, opts: Any, back: bool) -> Any:
+Options = tuple[str, bool, int, int]  # layout, interleaved, cp size and rank
+
+
+def _apply(
+    t: torch.Tensor, freqs: torch.Tensor, seqlens: torch.Tensor, opts: Options, back: bool
+) -> torch.Tensor:
     if t.is_meta:
         fused("rope", 0, t, t)
         return t.new_empty(t.shape)
@@ -69,14 +77,16 @@ def _apply(t: torch.Tensor, freqs: torch.Tensor, seqlens: Any, opts: Any, back: 
 
 class _RoPE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor, seqlens: Any, opts: Any) -> Any:
+    def forward(
+        ctx: Context, t: torch.Tensor, freqs: torch.Tensor, seqlens: torch.Tensor, opts: Options
+    ) -> torch.Tensor:
         freqs = freqs.float()
         ctx.save_for_backward(freqs, seqlens)
         ctx.opts = opts
         return _apply(t, freqs, seqlens, opts, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         freqs, seqlens = ctx.saved_tensors
         return _apply(grad, freqs, seqlens, ctx.opts, back=True), None, None, None
 
@@ -85,10 +95,10 @@ def apply_rotary_pos_emb(
     t: torch.Tensor,
     freqs: torch.Tensor,
     tensor_format: str = "sbhd",
-    start_positions: Any = None,
+    start_positions: object = None,
     interleaved: bool = False,
     fused: bool = False,
-    cu_seqlens: Any = None,
+    cu_seqlens: torch.Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:

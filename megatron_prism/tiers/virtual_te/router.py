@@ -7,12 +7,15 @@ those, of the loss one number and the counts (pytorch/router.py, pytorch/csrc/ex
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_prism.tiers.virtual_te.unsupported import refuse
 from megatron_prism.tiers.work import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.tiers.signatures import Context, Grads
 
 __all__ = [
     "fused_compute_score_for_moe_aux_loss",
@@ -28,9 +31,12 @@ def _check(score_function: str) -> None:
         refuse(f"fused router with the score function {score_function}")
 
 
-def _best(scores: torch.Tensor, topk: int, groups: Any, group_topk: Any) -> torch.Tensor:
+def _best(
+    scores: torch.Tensor, topk: int, groups: int | None, group_topk: int | None
+) -> torch.Tensor:
     """Which experts each token takes; within the best ``group_topk`` groups where there are any."""
     if group_topk:
+        assert groups is not None, "group_topk without num_groups"
         grouped = scores.view(scores.shape[0], groups, -1)
         worth = grouped.topk(topk // group_topk, dim=-1).values.sum(-1)
         chosen = torch.zeros_like(worth, dtype=torch.bool)
@@ -44,7 +50,9 @@ def _softmax_backward(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out * (grad - (grad * out).sum(-1, keepdim=True))
 
 
-def _sigmoid_backward(grad: torch.Tensor, out: torch.Tensor, kept: Any, shared: bool) -> Any:
+def _sigmoid_backward(
+    grad: torch.Tensor, out: torch.Tensor, kept: torch.Tensor, shared: bool
+) -> torch.Tensor:
     """Of ``out``, divided by the sum of those ``kept`` if it is ``shared`` among them."""
     if shared:
         total = (out * kept).sum(-1, keepdim=True) + _TINY
@@ -54,7 +62,12 @@ def _sigmoid_backward(grad: torch.Tensor, out: torch.Tensor, kept: Any, shared: 
 
 class _TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, bias: Any, opts: Any) -> Any:
+    def forward(
+        ctx: Context,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        opts: tuple[int, bool, int | None, int | None, float, str],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         topk, pre_softmax, groups, group_topk, scale, function = opts
         probs, kept = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
         between = torch.empty_like(logits)
@@ -83,7 +96,7 @@ class _TopK(torch.autograd.Function):
         return probs, kept
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor, _: object) -> Grads:
         kept, between = ctx.saved_tensors
         grad_logits = torch.empty_like(between)
         if not grad.is_meta:
@@ -119,7 +132,9 @@ def fused_topk_with_score_function(
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, topk: int, function: str) -> Any:
+    def forward(
+        ctx: Context, logits: torch.Tensor, topk: int, function: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores, kept = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
         between = torch.empty_like(logits)
         if not logits.is_meta:
@@ -138,7 +153,7 @@ class _Scores(torch.autograd.Function):
         return kept, scores
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, _: object, grad: torch.Tensor) -> Grads:
         (between,) = ctx.saved_tensors
         grad_logits = torch.empty_like(between)
         if not grad.is_meta:
@@ -165,7 +180,12 @@ def fused_compute_score_for_moe_aux_loss(
 
 class _AuxLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, counts: torch.Tensor, opts: Any) -> Any:
+    def forward(
+        ctx: Context,
+        probs: torch.Tensor,
+        counts: torch.Tensor,
+        opts: tuple[int | torch.Tensor, int, int, float],
+    ) -> torch.Tensor:
         total, experts, topk, coeff = opts
         factor, loss = probs.new_empty((), dtype=torch.float32), probs.new_empty(())
         if not probs.is_meta:
@@ -178,7 +198,7 @@ class _AuxLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
         factor, counts = ctx.saved_tensors
         grad_probs = grad.new_empty(ctx.shape)
         if not grad.is_meta:
@@ -191,7 +211,7 @@ class _AuxLoss(torch.autograd.Function):
 def fused_moe_aux_loss(
     probs: torch.Tensor,
     tokens_per_expert: torch.Tensor,
-    total_num_tokens: Any,
+    total_num_tokens: int | torch.Tensor,
     num_experts: int,
     topk: int,
     coeff: float,

@@ -7,7 +7,8 @@ UnsupportedError with the name in it.
 from __future__ import annotations
 
 import types
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 from megatron_prism.errors import UnsupportedError
 
@@ -22,10 +23,10 @@ def refuse(what: str, fix: str = _FIX) -> NoReturn:
     raise UnsupportedError(f"the virtual Transformer Engine has no {what}", fix=fix)
 
 
-def absent_function(name: str, fix: str = _FIX) -> Any:
+def absent_function(name: str, fix: str = _FIX) -> Callable[..., NoReturn]:
     """A function that refuses to run."""
 
-    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+    def absent(*args: object, **kwargs: object) -> NoReturn:
         refuse(name, fix)
 
     absent.__name__ = absent.__qualname__ = name.rpartition(".")[2]
@@ -35,7 +36,7 @@ def absent_function(name: str, fix: str = _FIX) -> Any:
 def absent_class(name: str, *bases: type, fix: str = _FIX) -> type:
     """A class that isinstance() and annotations can name, and that refuses to be made."""
 
-    def new(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+    def new(cls: type, *args: object, **kwargs: object) -> NoReturn:
         refuse(name, fix)
 
     return type(name.rpartition(".")[2], bases, {"__new__": new})
@@ -44,7 +45,7 @@ def absent_class(name: str, *bases: type, fix: str = _FIX) -> type:
 class Lazy(types.ModuleType):
     """A module each of whose public names is an absent class, made when it is first asked for."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> type:
         if name.startswith("_"):
             raise AttributeError(name)
         # Megatron's uses of te.pytorch.ops, the one module of this kind
