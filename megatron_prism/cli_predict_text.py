@@ -26,6 +26,9 @@ def _change(ns: float) -> str:
     return f"{'+' if ns > 0 else ''}{ms(ns)}"
 
 
+Rows = list[tuple[str, ...]]
+
+
 def show(result: Prediction) -> None:
     """The prediction."""
     out, spread = console(), result.variability
@@ -35,7 +38,7 @@ def show(result: Prediction) -> None:
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
     out.print(f"                     of {result.replicas:,} copies of the model counts")
-    rows = []
+    rows: Rows = []
     for one in result.quantiles:
         over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
         between = f"needs {one.needed:,} samples"
@@ -71,7 +74,7 @@ def show_study(study: Study) -> None:
     """What-ifs."""
     out = console()
     out.print("\np95 if a spread were half, or twice as large")
-    rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
+    rows: Rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
     print_table(("what varies", "half", "twice"), rows)
     placed, hot = study.placement, study.hot
     factors = [f"x {factor:g}" for factor in placed.factors]
@@ -122,7 +125,7 @@ def show_run(run: RunPrediction) -> None:
             said = f"{said} ({best})"
         rows.append(("between checkpoints", said))
     if run.chance is not None:
-        low, high = 100 * run.chance_low, 100 * run.chance_high
+        low, high = 100 * (run.chance_low or 0), 100 * (run.chance_high or 0)
         said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
         rows.append((f"by the deadline, {_long(plan.deadline)}", said))
     print_table(("the whole run", ""), rows)

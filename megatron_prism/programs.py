@@ -35,6 +35,9 @@ SUFFIX = ".prism"
 _WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
 
 
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]  # description -> groups of global ranks
+
+
 @dataclass(frozen=True, eq=False)
 class Programs:
     """The programs of a world.
@@ -72,13 +75,16 @@ class Programs:
 
     @staticmethod
     def one_per_rank(
-        programs: Sequence[Program], world: World | None = None, **more: Mapping[str, Any]
+        programs: Sequence[Program],
+        world: World | None = None,
+        *,
+        groups: Groups | None = None,
+        source: Mapping[str, str] | None = None,
     ) -> Programs:
         """A world in which every rank has a program of its own, as in a real run's dumps."""
         ordered = tuple(sorted(programs, key=lambda program: program.rank))
-        return Programs(
-            world or World(len(ordered)), ordered, np.arange(len(ordered), dtype=np.int32), **more
-        )
+        own = np.arange(len(ordered), dtype=np.int32)
+        return Programs(world or World(len(ordered)), ordered, own, groups or {}, source or {})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Programs):

@@ -96,9 +96,16 @@ def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None =
     meetings, meeting_source = _meetings(graph, machine, calibration)
     assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
-        tuple(ns for ns, _ in pairs), tuple(s for _, s in pairs), meetings, meeting_source, sources,
-        *(tuple(column) for column in zip(*issued, strict=True)), peak=machine.peak,
-    )  # fmt: skip
+        compute=tuple(ns for ns, _ in pairs),
+        compute_source=tuple(source for _, source in pairs),
+        meetings=meetings,
+        meeting_source=meeting_source,
+        sources=sources,
+        lead=tuple(lead for lead, _, _ in issued),
+        host=tuple(host for _, host, _ in issued),
+        host_source=tuple(source for _, _, source in issued),
+        peak=machine.peak,
+    )
 
 
 def _table_source(machine: Machine) -> str:

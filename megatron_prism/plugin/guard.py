@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_prism.errors import HangError
@@ -277,7 +277,7 @@ class Guard:
         raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
 
 
-def _compared(fields: dict[str, Any]) -> dict[str, Any]:
+def _compared(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an Op, without its shapes."""
     return {key: value for key, value in fields.items() if key != "shape"}
 

@@ -43,7 +43,7 @@ __all__ = ["Injector"]
 _GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
 _LOST = ("drop", "p2p_lost", "skip_microbatch")
 
-Make = Callable[[str, "Answer | None"], "Answer"]  # a collective, its answer; None: the group's own
+Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
 
 
 class Injector:

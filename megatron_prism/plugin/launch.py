@@ -158,6 +158,7 @@ def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> Non
 
     def keep() -> None:
         path = capture.finish(proof)
+        assert capture.program is not None
         what = f"{len(capture.program):,} ops of an iteration (median of {capture.num_iterations})"
         print(f"prism: {what} in {path}{capture.said()}", file=sys.stderr)
 

@@ -9,6 +9,7 @@ was asked for raises NotTrainedError (exit 1), whatever the job's own exit code 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -146,9 +147,8 @@ class Proof:
 
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
-        values = [self._schedule.get(k) for k in ("num_microbatches", "seq_length")]
-        values.append(self._schedule.get("micro_batch_size"))
-        return int(values[0] * values[1] * values[2]) if all(values) else 1
+        names = ("num_microbatches", "seq_length", "micro_batch_size")
+        return math.prod(int(self._schedule.get(name) or 0) for name in names) or 1
 
     # -- iterations -------------------------------------------------------------------------------
     @contextlib.contextmanager

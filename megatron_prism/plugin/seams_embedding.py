@@ -39,7 +39,7 @@ def _whole_lookup(module: ModuleType, context: Context) -> None:
         def call(self: Any, input_: torch.Tensor) -> Any:
             values = values_of(self.tp_group)
             rows = _rows(self, input_) if values is not None else None
-            if rows is None:
+            if values is None or rows is None:
                 return original(self, input_)
             with values.of_parts(rows):
                 return original(self, input_)

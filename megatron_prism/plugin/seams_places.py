@@ -26,7 +26,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
 
     Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
     """
-    told = []
+    told: list[int] = []
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:

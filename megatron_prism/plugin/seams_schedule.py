@@ -127,7 +127,7 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
     """Gradient and parameter hooks as training sets them (training/training.py:2547
     @core_v0.16.1): with aligned gathers and reductions, overlapped."""
 
-    def starts(name: str, chunk: int) -> Callable[..., None]:
+    def starts(name: str, chunk: int) -> Callable[..., object]:
         at = chunk if settings.vpp is not None else -1
         return lambda parameters: tape.add(name, phase="sync", chunk=at) and None
 

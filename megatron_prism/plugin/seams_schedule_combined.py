@@ -223,6 +223,7 @@ def _loss_backward(tape: Tape) -> Callable[..., None]:
         label = ("backward", *loss.label[1:])
         phase, microbatch, chunk = label
         tape.add("compute", phase=phase, microbatch=microbatch, chunk=chunk, note="loss")
+        assert loss.parent is not None
         loss.parent.grad = Token(label, loss.parent.sizes)
 
     return backward

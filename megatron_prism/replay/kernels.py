@@ -56,9 +56,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(value := function.__globals__.get(name), FunctionType)
     }
     known = {**function.__globals__, **helpers}
-    return numba.njit(cache=True, nogil=True)(
+    compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(
         FunctionType(function.__code__, known, function.__name__)
     )
+    return compiled
 
 
 def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -167,8 +167,8 @@ def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) 
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         made = releases(graph, prices, local)
     columns = {name: getattr(made, name) for name in _COLUMNS}
-    with suppress(UsageError), whole_file(path, force=True) as file:
-        np.savez(file, allow_pickle=False, loose=made.loose, **columns)
+    with suppress(UsageError), whole_file(path, force=True) as written:
+        np.savez(written, allow_pickle=False, loose=made.loose, **columns)
     return made
 
 

@@ -170,7 +170,7 @@ class Timeline:
     @cached_property
     def durations(self) -> np.ndarray:
         """Of every node, ns."""
-        return self.node_end - self.node_start
+        return np.asarray(self.node_end - self.node_start)
 
     def to_json(self) -> dict[str, object]:
         """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
@@ -270,4 +270,4 @@ class _Accountant:
 
 def name_of(timeline: Timeline, index: int, op: int) -> str:
     """What op ``op`` of class ``index`` is called in outputs."""
-    return NAMES[timeline.graph.program_list[index].ops["name"][op]]
+    return NAMES[int(timeline.graph.program_list[index].ops["name"][op])]

@@ -45,7 +45,7 @@ def live_memory(timeline: Timeline, index: int, buckets: int) -> tuple[np.ndarra
     for order in (np.lexsort((live, slot)), np.lexsort((-live, slot))):
         first = np.append(True, np.diff(slot[order]) != 0)
         keep[order[first]] = True
-    there = np.count_nonzero(program.allocations["before"] == 0)
+    there = int(np.count_nonzero(program.allocations["before"] == 0))
     keep[: max(there - 1, 0)] = False  # what was there before the iteration is one number
     keep[max(there - 1, 0)] = keep[-1] = True
     return at[keep], live[keep]
@@ -58,7 +58,7 @@ def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
     for name in ("microbatch", "chunk"):
         column = rows[name].astype(np.int64)
         codes = codes * (int(column.max(initial=0)) + 2) + column + 1
-    return codes
+    return np.asarray(codes)
 
 
 def merge(spans: np.ndarray, codes: np.ndarray, epsilon: int) -> np.ndarray:

@@ -42,7 +42,9 @@ def _victims(found: Diagnosis) -> list[tuple[str, ...]]:
     for victim in found.victims:
         call = f"{victim.op} #{victim.seq} of {victim.group}"
         alike.setdefault((call, format_ranks(victim.waits_for)), []).append(victim.rank)
-    rows = [(format_ranks(ranks), call, others) for (call, others), ranks in alike.items()]
+    rows: list[tuple[str, ...]] = [
+        (format_ranks(ranks), call, others) for (call, others), ranks in alike.items()
+    ]
     return rows[:_MOST]
 
 
@@ -81,7 +83,7 @@ def page(found: Diagnosis) -> str:
         f"<p>confidence: {html.escape(found.confidence)}",
     ]
     if found.culprits:
-        rows = [(str(c.rank), c.kind, c.why) for c in found.culprits]
+        rows: list[tuple[str, ...]] = [(str(c.rank), c.kind, c.why) for c in found.culprits]
         parts.append("<h2>Culprits</h2>" + _table(("rank", "class", "why"), rows))
     if found.victims:
         parts.append("<h2>Victims</h2>" + _table(("ranks", "wait in", "for"), _victims(found)))

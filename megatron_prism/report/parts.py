@@ -118,14 +118,9 @@ def calls_of(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
                 busy[prices.sources[code]] += (
                     float(moving[source[mine] == code].sum()) * count / size
                 )
-    calls = [
-        Call(
-            group,
-            name,
-            int(all_[0]),
-            *(all_[1:] / all_[0]).tolist(),
-            "; ".join(sorted(sources[group, name])),
-        )
-        for (group, name), all_ in sums.items()
-    ]
+    calls = []
+    for (group, name), sum_ in sums.items():
+        count_, num_bytes, moving_, waiting = (sum_[1:] / sum_[0]).tolist()
+        said = "; ".join(sorted(sources[group, name]))
+        calls.append(Call(group, name, int(sum_[0]), count_, num_bytes, moving_, waiting, said))
     return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy

@@ -158,7 +158,10 @@ class _Track:
             return []
         meeting = of[self.index][ops]
         called = prices.meeting_source[meeting] if len(prices.meeting_source) else 0
-        return np.where(meeting >= 0, called, prices.compute_source[self.index][ops]).tolist()
+        found: list[int] = np.where(
+            meeting >= 0, called, prices.compute_source[self.index][ops]
+        ).tolist()
+        return found
 
     def _body(self, at: int, source: int) -> str:
         """Name, category, and the arguments as far as the last brace."""

@@ -65,7 +65,7 @@ def _head(found: Figures) -> str:
 
 
 def _basis(found: Figures) -> str:
-    kinds = {}
+    kinds: dict[str, float] = {}
     for source in found.sources:
         kind = source.text.partition(":")[0]
         kind += " on a CPU" if source.text.endswith("(cpu)") else ""

@@ -198,7 +198,7 @@ def _implied_gone(dag: dags.Dag) -> dict[int, list[int]]:
                 _discard(waits, found[p], found, 2 if deep else 0)
         found[node] = sorted(waits)
         if not (point[node] and len(waits) == 1):
-            kept[node] = found[node]  # type: ignore[assignment]
+            kept[node] = found[node]
     return kept
 
 

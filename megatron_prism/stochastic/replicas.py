@@ -37,4 +37,4 @@ def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
     if replicas(graph)[0] == 1:
         return np.zeros(len(ranks), dtype=np.int64)
     tp, cp, dp = (np.asarray(world._along(axis, ranks)) for axis in ("tp", "cp", "dp"))
-    return (tp + world.tp * (cp + world.cp * dp)) // _together(graph)
+    return np.asarray((tp + world.tp * (cp + world.cp * dp)) // _together(graph))

@@ -158,7 +158,7 @@ class Sampler:
 
     def _network(self, shapes: _Factors, count: int) -> np.ndarray:
         rng = np.random.default_rng([self.regime, _NETWORK])
-        return np.interp(rng.standard_normal(count), *shapes.network)
+        return np.asarray(np.interp(rng.standard_normal(count), *shapes.network))
 
     def _computing(
         self, curve: tuple[np.ndarray, np.ndarray], count: int, replica: int, slow: Slow

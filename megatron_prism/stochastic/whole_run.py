@@ -210,13 +210,15 @@ def predict_run(
     work = _work(drawn, which, plan.iterations, rng, alike)
     _check_failures(expected(float(work.mean()), plan, interval), plan)
     took, failures = finish(work, plan, interval, rng)
-    chance: tuple[float | None, ...] = (None, None, None)
+    chance, low, high = None, None, None
     if plan.deadline is not None:
-        chance = _chance(took <= plan.deadline, which)
+        chance, low, high = _chance(took <= plan.deadline, which)
     failing = plan.mtbf is not None and plan.checkpoint > 0
     return RunPrediction(
         plan,
-        *chance,
+        chance,
+        low,
+        high,
         quantiles=tuple((q, float(np.quantile(took, q))) for q in (0.05, 0.5, 0.95, 0.99)),
         mean=float(took.mean()),
         iteration=mean,
@@ -287,7 +289,7 @@ def _work(
     kept = math.sqrt(max(0.0, 1 - noise / seen)) if seen > 0 and not alike else 0.0
     means = means.mean() + kept * (means - means.mean())
     wobble = math.sqrt(iterations) * spreads[which] * rng.standard_normal(len(which))
-    return iterations * means[which] + wobble
+    return np.asarray(iterations * means[which] + wobble)
 
 
 def _chance(met: np.ndarray, which: np.ndarray) -> tuple[float, float, float]:

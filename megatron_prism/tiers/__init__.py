@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,13 +167,13 @@ def _keep_parameters() -> None:
 
 def _no_pinned_memory() -> None:
     """DataLoaders ask for pinned memory; without a device its thread fails."""
-    init = torch.utils.data.DataLoader.__init__
+    init: Callable[..., None] = torch.utils.data.DataLoader.__init__
 
     def unpinned(self: torch.utils.data.DataLoader, *args: object, **kwargs: object) -> None:
         kwargs["pin_memory"] = False
         init(self, *args, **kwargs)
 
-    torch.utils.data.DataLoader.__init__ = unpinned
+    torch.utils.data.DataLoader.__init__ = unpinned  # type: ignore[method-assign]
 
 
 class _Absent(types.ModuleType):
@@ -195,5 +196,5 @@ def _stub_triton() -> None:
     root, language = _Absent("triton"), _Absent("triton.language")
     root.language = language  # type: ignore[attr-defined]
     root.__version__ = "0.0.0"  # type: ignore[attr-defined]
-    root.__path__ = []  # type: ignore[attr-defined]
+    root.__path__ = []
     sys.modules["triton"], sys.modules["triton.language"] = root, language

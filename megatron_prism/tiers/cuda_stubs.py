@@ -217,7 +217,7 @@ def install(num_devices: int = 8) -> None:
     cuda.empty_cache = _empty_cache
     cuda.memory._record_memory_history = _no_history
     # its binding insists on a real stream before any function mode is asked
-    torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
     cuda.cudart = lambda: types.SimpleNamespace(
         cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
     )

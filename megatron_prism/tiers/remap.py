@@ -36,7 +36,7 @@ _TRUTH = torch.Tensor.__bool__
 _TOLIST = torch.Tensor.tolist
 _EQUALS = (torch.equal, torch.Tensor.equal)
 # reading a value on the host waits for the device
-_READS = {
+_READS: dict[object, str] = {
     torch.Tensor.item: "item",
     torch.Tensor.__float__: "item",
     torch.Tensor.__int__: "item",
@@ -53,14 +53,17 @@ _NUMBERS = {
     torch.Tensor.__int__: lambda t: int(ANSWER),
     torch.Tensor.__index__: lambda t: int(ANSWER),
 }
-_LEGACY = {
-    torch.cuda.FloatTensor: torch.float32,
-    torch.cuda.HalfTensor: torch.float16,
-    torch.cuda.BFloat16Tensor: torch.bfloat16,
-    torch.cuda.LongTensor: torch.int64,
-    torch.cuda.IntTensor: torch.int32,
-    torch.cuda.ByteTensor: torch.uint8,
-    torch.cuda.BoolTensor: torch.bool,
+_LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
+    getattr(torch.cuda, f"{name}Tensor"): dtype
+    for name, dtype in (
+        ("Float", torch.float32),
+        ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16),
+        ("Long", torch.int64),
+        ("Int", torch.int32),
+        ("Byte", torch.uint8),
+        ("Bool", torch.bool),
+    )
 }
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from megatron_prism.errors import UnsupportedError
 from megatron_prism.virtual.backend import PrismGroup
@@ -131,10 +132,10 @@ def _new_group(tagged: Callable[..., Any]) -> Callable[..., Any]:
 def describe(group: PrismGroup, backend: str) -> None:
     """What torch.distributed knows of the group's members and backend."""
     state, ranks = c10d._world, group.ranks
+    places: dict[int, int] | Positions
+    places = Positions(ranks) if isinstance(ranks, range) else {r: i for i, r in enumerate(ranks)}
     state.pg_map[group] = (str(backend), dist.HashStore())
-    state.pg_group_ranks[group] = (
-        Positions(ranks) if isinstance(ranks, range) else {rank: i for i, rank in enumerate(ranks)}
-    )
+    state.pg_group_ranks[group] = places  # type: ignore[assignment] # asked for places only
     state.pg_backend_config[group] = f"cpu:{backend},cuda:{backend}"
 
 
@@ -142,12 +143,13 @@ def register(group: PrismGroup, backend: str) -> None:
     """Make a new group known to torch.distributed, as _new_process_group_helper does."""
     state = c10d._world
     describe(group, backend)
-    state.pg_names[group] = group.group_name
+    name = GroupName(group.group_name)
+    state.pg_names[group] = name
     tag = f"ptd:{group.group_name}"
     state.tags_to_pg.setdefault(tag, []).append(group)
     state.tags_to_pg.setdefault("", []).append(group)
     state.pg_to_tag[group] = tag
-    c10d._register_process_group(group.group_name, group)
+    c10d._register_process_group(name, group)
 
 
 def _virtual(group: Any) -> PrismGroup | None:

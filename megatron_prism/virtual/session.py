@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 from megatron_prism.errors import UsageError
 from megatron_prism.virtual import patches
@@ -147,7 +148,7 @@ class VirtualWorld:
         backend._set_sequence_number_for_group()
         pg._set_default_backend(kind)
         pg._register_backend(device, kind, backend)
-        pg._set_group_name(f"prism_real_{tag}")
+        pg._set_group_name(GroupName(f"prism_real_{tag}"))
         return pg
 
 
