@@ -92,7 +92,7 @@ def _overview(programs: Programs) -> None:
 
 
 def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> None:
-    from megatron_prism.fault_plan import named_group
+    from megatron_prism.membership import named_group
     from megatron_prism.program_text import format_op
 
     program = programs.of(rank)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from megatron_prism.errors import UsageError
-from megatron_prism.fault_plan import Call, Fault, Finder, named_group
-from megatron_prism.membership import Membership
+from megatron_prism.fault_plan import Call, Fault, Finder
+from megatron_prism.membership import Membership, named_group
 from megatron_prism.ops import SLOWER, Op
 
 __all__ = ["EDITS"]

@@ -15,20 +15,14 @@ from dataclasses import dataclass, field, replace
 
 from megatron_prism.errors import UsageError
 from megatron_prism.fault_kinds import ALIASES, KINDS, MESSAGES, TENSORS, VALUES, WATCHDOG_MS
+from megatron_prism.membership import named_group
 from megatron_prism.ops import DTYPES, NAMES, REDUCE
 from megatron_prism.selectors import format_ranks
 from megatron_prism.world import AXES, World
 
-__all__ = ["KINDS", "Call", "Fault", "Finder", "named_group", "parse"]
+__all__ = ["KINDS", "Call", "Fault", "Finder", "parse"]
 
 _KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
-GROUPS = {
-    "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP",
-    "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP",
-    "etp": "EXPERT_TENSOR_PARALLEL_GROUP", "edp": "EXPERT_DATA_PARALLEL_GROUP",
-    "dp": "DATA_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP", "world": "default_pg",
-    "embd": "EMBEDDING_GROUP",
-}  # fmt: skip
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
 
 
@@ -233,13 +227,6 @@ def _check_numbers(text: str, fault: Fault) -> None:
     if fault.kind == "nic" and (not fault.params or fault.factor("bw_factor") > 1):
         raise UsageError(f"{text!r}: how much slower?",
                          fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
-
-
-def named_group(text: str, desc: str) -> bool:
-    """Whether a person who writes ``text`` means groups of description ``desc``."""
-    if text == desc or GROUPS.get(text) == desc:
-        return True
-    return text == "dp" and desc.startswith("DATA_PARALLEL_GROUP")
 
 
 class Finder:

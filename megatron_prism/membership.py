@@ -17,10 +17,18 @@ from megatron_prism.errors import ProgramError, WorldError
 from megatron_prism.rank_groups import FAMILIES, family
 from megatron_prism.world import World
 
-__all__ = ["WORLD_GROUP", "Membership", "of_family", "of_lists"]
+__all__ = ["WORLD_GROUP", "Membership", "of_family", "of_lists", "named_group"]
 
 WORLD_GROUP = "default_pg"  # torch's description of the group of all ranks
 _TWIN = "_GLOO"
+
+_SHORT = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP", "cp": "CONTEXT_PARALLEL_GROUP",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "etp": "EXPERT_TENSOR_PARALLEL_GROUP", "edp": "EXPERT_DATA_PARALLEL_GROUP",
+    "dp": "DATA_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP", "world": "default_pg",
+    "embd": "EMBEDDING_GROUP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,3 +152,10 @@ def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membershi
         )
     start = np.concatenate(([0], np.cumsum(counts)))
     return Membership(name, members.astype(np.int32), start, size)
+
+
+def named_group(text: str, desc: str) -> bool:
+    """Whether a person who writes ``text`` means groups of description ``desc``."""
+    if text == desc or _SHORT.get(text) == desc:
+        return True
+    return text == "dp" and desc.startswith("DATA_PARALLEL_GROUP")

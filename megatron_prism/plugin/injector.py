@@ -22,7 +22,8 @@ import torch
 from megatron_prism.errors import UnsupportedError, UsageError
 from megatron_prism.fault_files import truth_line
 from megatron_prism.fault_kinds import VALUES
-from megatron_prism.fault_plan import FIX, Call, Fault, Finder, named_group
+from megatron_prism.fault_plan import FIX, Call, Fault, Finder
+from megatron_prism.membership import named_group
 from megatron_prism.ops import Op
 from megatron_prism.plugin import injected
 from megatron_prism.slicer.calls import details

@@ -26,8 +26,8 @@ from megatron_prism.costs.collective import Calibration
 from megatron_prism.costs.compute import MEASURED
 from megatron_prism.costs.machine import Machine
 from megatron_prism.errors import UsageError
-from megatron_prism.fault_plan import named_group
 from megatron_prism.graph import WorldGraph
+from megatron_prism.membership import named_group
 from megatron_prism.ops import CODE, NAMES, OP, UNKNOWN
 from megatron_prism.program import Program
 from megatron_prism.programs import Programs
