@@ -35,7 +35,9 @@ setup(
     package_dir={"megatron_prism.recipes": "recipes"},
     package_data={
         "megatron_prism.recipes": ["*.yaml", "README.md", "data/*.txt"],
-        "megatron_prism.costs": ["*/*.json"],
+        "megatron_prism.memory": ["device_memory/*.json"],
+        "megatron_prism.predict": ["variability/*.json"],
+        "megatron_prism.replay.costs": ["*/*.json"],
         "megatron_prism.report": ["*.html", "*.css", "*.js"],
     },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;
@@ -56,7 +58,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={
-        "console_scripts": ["prism = megatron_prism.cli:main"],
+        "console_scripts": ["prism = megatron_prism.cli.main:main"],
         # imported by `import torch`: a stock pretrain_gpt.py --prism-emulate needs no edit
         "torch.backends": ["megatron_prism = megatron_prism._attach:autoload"],
         "pytest11": ["megatron_prism = megatron_prism.pytest_plugin"],

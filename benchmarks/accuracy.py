@@ -27,8 +27,8 @@ from typing import Any
 from groundtruth import COMMON, CONFIGS, LOCAL, MOE, NUM_RANKS, TE
 
 import megatron_prism as prism
-from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.errors import PrismError
+from megatron_prism.core.errors import PrismError
+from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 
 REAL_STEPS, ALONE_STEPS, WARM_UP = 12, 8, 3
 LR_STEPS = 1000  # of every job, however short: what has learned as much is as fast

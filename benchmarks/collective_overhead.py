@@ -16,8 +16,8 @@ import torch
 from report import Row, finish
 from torch import distributed as dist
 
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import world
+from megatron_prism.runtime.values import Values
 
 RANKS, ELEMENTS, ROUNDS, CALLS = 64, 64, 15, 400
 BOUNDS = {"meta": 10.0, "cpu": 30.0}  # us
@@ -59,10 +59,10 @@ def main() -> None:
     rows = []
     for device, bound in BOUNDS.items():
         moved = "nothing moved (meta)" if device == "meta" else f"{ELEMENTS} elements moved"
-        session.start(session.VirtualWorld(RANKS, 3, (3,), Values(), torch.device(device)))
+        world.start(world.VirtualWorld(RANKS, 3, (3,), Values(), torch.device(device)))
         for name, call in calls(device):
             rows.append(Row(f"{name}, {moved}", microseconds(call), "us", bound))
-        session.stop()
+        world.stop()
     finish("Python per virtual collective", rows)
 
 

@@ -8,7 +8,7 @@ a minute; it starts its own processes).  On every GPU it follows used - reserved
   communicator (``in turn``), and each operation alone on a fresh communicator (``alone``).
 
 The package reads the file: ``prism memory record DIR device=FILE.json``; the shipped one is
-``megatron_prism/costs/device_memory/h200.json``.  ``--cpu`` runs the same on gloo and host memory,
+``megatron_prism/memory/device_memory/h200.json``.  ``--cpu`` runs the same on gloo and host memory,
 to try the script; its figures mean nothing.
 """
 

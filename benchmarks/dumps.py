@@ -23,7 +23,7 @@ from typing import Any
 from process_tree import Measured, measure
 from report import ROOT, Row, finish
 
-from megatron_prism.world import World
+from megatron_prism.core.world import World
 
 ENTRIES, CULPRIT, BEGIN_NS = 2000, 37, 1_763_000_000_000_000_000
 MICROBATCHES, LAYERS, ITERATIONS = 12, 3, 13
@@ -124,7 +124,8 @@ def write(folder: Path, size: int, fault: str) -> int:
 
 ALONE = """
 import json, sys
-from megatron_prism import flight_recorder, hang
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader as flight_recorder
 print(json.dumps(hang.of_dumps(flight_recorder.read(sys.argv[1])).to_json()))
 """
 

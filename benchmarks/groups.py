@@ -21,9 +21,10 @@ MEMORY = 20  # MB, at any size
 CHILD = """
 import gc, json, resource, sys, time
 import torch
-from megatron_prism.plugin import hooks, seams
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.emulate import import_hooks as hooks
+from megatron_prism.emulate.patches import startup as seams
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 
 size, with_seams = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8

@@ -3,7 +3,7 @@
 ``python benchmarks/hang_scores.py [FIRST [LAST [MOST]]]``: seeds FIRST to LAST (0 to 199), worlds
 of 16 to MOST (512) ranks (``tests/hang_cases.py``).  Prints, per kind and in all, how many culprits
 are exact and how many innocents are named: with history and timing, with outstanding calls only
-(Megatron's default), and with these and the programs of the job (``megatron_prism/explain.py``;
+(Megatron's default), and with these and the programs of the job (``hang/hypotheses.py``;
 half an hour on one core, minutes up to 64 ranks); and how often the culprit is at least among the
 ranks that remain.
 ``python benchmarks/hang_scores.py 8192``: how long each kind takes on 8,192 ranks.
@@ -27,8 +27,8 @@ from hang_cases import dumps_of  # noqa: E402
 from test_graph import healthy  # noqa: E402
 
 import megatron_prism as prism  # noqa: E402
-from megatron_prism import quiescence  # noqa: E402
-from megatron_prism.world import World  # noqa: E402
+from megatron_prism.core.world import World  # noqa: E402
+from megatron_prism.graph import stall  # noqa: E402
 
 LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
          World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
@@ -56,7 +56,7 @@ def large(size: int) -> None:
         programs, faults, culprits = hang_cases.draw(
             kind, World(size, tp=8, pp=16, cp=2, ep=8), seed=7
         )
-        state = quiescence.run(programs, faults)
+        state = stall.run(programs, faults)
         dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
         found = prism.diagnose(dumps)
         took = time.perf_counter() - begin
@@ -74,7 +74,7 @@ def history(first: int, last: int) -> None:
         )  # fmt: skip
         world = large if seed % 3 == 0 else small
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
-        state = quiescence.run(programs, faults)
+        state = stall.run(programs, faults)
         dumps, begin = dumps_of(state, timing=True), time.perf_counter()
         verdict = scored(prism.diagnose(dumps), culprits, state.finished)
         slowest = max(slowest, time.perf_counter() - begin)
@@ -102,7 +102,7 @@ def main() -> None:
         if world.size > most:
             continue
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
-        state = quiescence.run(programs, faults)
+        state = stall.run(programs, faults)
         full = prism.diagnose(dumps_of(state, timing=True))
         dumps = dumps_of(state, **ACTIVE)
         found = prism.diagnose(dumps)

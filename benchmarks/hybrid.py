@@ -34,8 +34,8 @@ from accuracy import (
 )
 from groundtruth import NUM_RANKS
 
-from megatron_prism.costs.collective import Calibration
-from megatron_prism.errors import PrismError
+from megatron_prism.core.errors import PrismError
+from megatron_prism.replay.costs.collectives import Calibration
 
 HYBRID_MEAN, HYBRID_MAX = 0.58, 1.98  # percent: PrismLLM's published errors
 

@@ -1,4 +1,4 @@
-"""How long do the kernels of training steps take on this GPU?  Measures a table for ``costs/ops/``.
+"""Measure how long the kernels of training steps take on this GPU: a table for ``costs/ops``.
 
 ``python benchmarks/op_table.py OUT.json [--limit 140] [--device cuda|cpu] [--dry]``
 

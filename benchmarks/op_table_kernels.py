@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_prism.slicer.kernels import Meter
-from megatron_prism.tiers.live import LiveBytes
+from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 SIZES = tuple(1 << n for n in (8, 12, 15, 17, 19, 21, 23, 25, 27, 29))
 OPTIMIZER_SIZES = (*SIZES, 1 << 30)
@@ -219,7 +219,7 @@ def rowwise() -> list[Case]:
         Case("masked_fill_", mask(torch.Tensor.masked_fill_), 1 << 15),
         Case("_softmax", by_row(lambda x: aten._softmax(x, -1, False)), WIDE),
         Case("_softmax_backward_data", softmax_backward, WIDE),
-        # on meta these fall apart; tiers/cuda_choices.py records them so
+        # on meta these fall apart; runtime/devices/cuda_choices.py records them so
         Case("_fused_rms_norm", rms, WIDE,
              known=lambda n: ("_fused_rms_norm bfloat16", 4 * n + facts(n))),
         Case("_fused_rms_norm_backward", rms_backward, WIDE,

@@ -35,11 +35,11 @@ def nccl() -> Any:
 
 def paced() -> Any:
     from megatron_prism.replay.release import Releases
-    from megatron_prism.virtual import session
-    from megatron_prism.virtual.pace_kernel import Launcher
-    from megatron_prism.virtual.pacing import Call, Pacer
-    from megatron_prism.virtual.streams import Streams
-    from megatron_prism.virtual.values import Values
+    from megatron_prism.runtime import world as session
+    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.pacer import Call, Pacer
+    from megatron_prism.runtime.pacing.streams import Streams
+    from megatron_prism.runtime.values import Values
 
     device = torch.device("cuda", 0)
     world = session.start(session.VirtualWorld(4, 0, [0], Values(), device, backend="nccl"))

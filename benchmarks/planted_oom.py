@@ -28,9 +28,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_prism import memory, programs
-from megatron_prism.allocator import Settings
-from megatron_prism.program import Program
+from megatron_prism.core import programs
+from megatron_prism.core.program import Program
+from megatron_prism.memory import peaks
+from megatron_prism.memory.allocator import Settings
 
 HERE = Path(__file__).resolve().parent
 WORLD, STAGES = 1024, 4
@@ -90,14 +91,14 @@ def plan(scripts: Path, file: Path, work: Path) -> None:
 def predicted(found: dict[int, Program]) -> dict[str, Any]:
     """The limit, and what happens with it."""
     settings = Settings.parse(CONF)
-    tops = {rank: memory.peak(program) for rank, program in found.items()}
+    tops = {rank: peaks.peak(program) for rank, program in found.items()}
     order = sorted(found, key=lambda rank: -tops[rank].num_bytes)
     first, second = order[:2]
-    reserved = {rank: memory.allocator.replay(memory._changes(found[rank]), settings).peak_reserved
+    reserved = {rank: peaks.allocator.replay(peaks._changes(found[rank]), settings).peak_reserved
                 for rank in order}  # fmt: skip
     limit = _limit(found[first], reserved[second])
-    out = memory.overflow(found[first], limit, settings)
-    if out is None or out.op is None or memory.overflow(found[second], limit, settings):
+    out = peaks.overflow(found[first], limit, settings)
+    if out is None or out.op is None or peaks.overflow(found[second], limit, settings):
         raise SystemExit("no limit between the two peaks stops the first class alone")
     return {
         "limit": limit,

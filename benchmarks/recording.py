@@ -29,14 +29,15 @@ KINDS = ("plain", "recorded", "only timed")
 
 def build(overrides: list[str]) -> tuple[Any, Any]:
     """(the rank's job, its virtual world), after one iteration to warm up."""
-    from megatron_prism import recipe, tiers
-    from megatron_prism.plugin import rank_job
-    from megatron_prism.plugin.proof import Proof
+    from megatron_prism.core import recipe
+    from megatron_prism.emulate import recipe_rank
+    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.runtime import devices as tiers
 
     settings = recipe.load("tiny-gpt_1cpu", [*SETTINGS.split(), *overrides])
     tier, proof = tiers.install("cpu"), Proof()
-    world = rank_job._start_world(settings, 0, tier, proof)
-    from megatron_prism.plugin.rank_train import RankJob
+    world = recipe_rank._start_world(settings, 0, tier, proof)
+    from megatron_prism.emulate.recipe_training import RankJob
 
     job = RankJob(settings, proof, tier, lambda kind, **fields: None)
     for number in range(2):
@@ -46,8 +47,8 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
 
 def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
     """(kind -> seconds of each iteration, ops of a recorded one)."""
-    from megatron_prism.slicer import watch
-    from megatron_prism.slicer.recorder import Recorder
+    from megatron_prism.runtime.recorder import events
+    from megatron_prism.runtime.recorder.recorder import Recorder
 
     recorder = Recorder(world.rank, "cpu")
     start = recorder.start
@@ -57,9 +58,9 @@ def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
         for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # nobody is always first
             used = None if kind == "plain" else recorder
             world.recorder = job.proof.recorder = used
-            watch.remove()
+            events.remove()
             if used is not None:
-                watch.install(recorder)
+                events.install(recorder)
                 recorder.start = lambda quick=kind == "only timed": start(quick=quick)
                 stop = _stop(recorder, kind)
                 recorder.stop = stop

@@ -12,8 +12,8 @@ import warnings
 from report import Row, finish
 
 warnings.simplefilter("ignore")  # of packages that Megatron would rather have
-from megatron_prism.plugin.seams_schedule import schedules  # noqa: E402
-from megatron_prism.unit_time import timeline  # noqa: E402
+from megatron_prism.emulate.schedule import schedules  # noqa: E402
+from megatron_prism.replay.unit_time import timeline  # noqa: E402
 
 SECONDS = 5.0  # all stages of the largest
 PER_OP = 40.0  # microseconds

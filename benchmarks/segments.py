@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 import megatron_prism as prism
-from megatron_prism import programs
-from megatron_prism.costs.compute import parts_of, table_of
-from megatron_prism.costs.machine import Machine, machine
-from megatron_prism.ops import CODE, PHASE_NAMES
-from megatron_prism.program import Program
+from megatron_prism.core import programs
+from megatron_prism.core.ops import CODE, PHASE_NAMES
+from megatron_prism.core.program import Program
+from megatron_prism.replay.costs.compute import parts_of, table_of
+from megatron_prism.replay.costs.machine import Machine, machine
 
 
 def by_phase(program: Program, ns: np.ndarray) -> dict[str, float]:

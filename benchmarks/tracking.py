@@ -20,9 +20,10 @@ BOUND = 10.0  # percent
 CODE = """
 import json, sys, time
 time.perf_counter, time.perf_counter_ns = time.process_time, time.process_time_ns
-from megatron_prism import recipe
-from megatron_prism.plugin import rank_job
-from megatron_prism.tiers import live, shapes
+from megatron_prism.core import recipe
+from megatron_prism.emulate import recipe_rank as rank_job
+from megatron_prism.runtime.devices import live_bytes as live
+from megatron_prism.runtime.devices import shapes
 
 known = {}
 

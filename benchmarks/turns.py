@@ -52,8 +52,8 @@ from hybrid_checks import STRAGGLER
 from kernels import compare, summary
 from turns_memory import nccl_of, said
 
-from megatron_prism.errors import PrismError
-from megatron_prism.slices import open_programs
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.slices import open_programs
 
 KEPT = ("allocated_peak", "reserved_peak", "device_bytes", "watts", "paced")  # of a rank
 ENDLESS = 1000  # train steps of a job that is stopped by us

@@ -111,7 +111,7 @@ class Turnstile:
         if len(self.starts) >= self.allowed():
             self.tell()
             self.wait(len(self.starts) + 1)
-            if (capture := sys.modules.get("megatron_prism.plugin.stock_capture")) is not None:
+            if (capture := sys.modules.get("megatron_prism.emulate.capture")) is not None:
                 capture.disturbed()  # what is recorded now has the wait in it
             self.record()
             self._since = _energy()
@@ -181,7 +181,7 @@ class Turnstile:
 
     def install(self) -> None:
         """Wrap ``train_step`` once everybody else has, which is when training begins."""
-        from megatron_prism.plugin.hooks import after_import
+        from megatron_prism.emulate.import_hooks import after_import
 
         def at_training(module: Any) -> None:
             train = module.train
@@ -206,13 +206,13 @@ class Turnstile:
 def _paced() -> dict[str, Any]:
     """How many calls of the last iteration were paced, and how many of them ended late, by how many
     us; {} in a process whose peers are not paced."""
-    session = sys.modules.get("megatron_prism.virtual.session")
+    session = sys.modules.get("megatron_prism.runtime.world")
     world = session.current() if session is not None else None
     pacer = world.recorder if world is not None else None
     pacer = getattr(pacer, "pacer", pacer)  # of a rank that is recorded at pace
     if not hasattr(pacer, "launcher"):
         return {}
-    from megatron_prism.virtual import pace_report
+    from megatron_prism.runtime.pacing import report as pace_report
 
     found = pace_report.summary(pacer, pacer.launcher.stamps(), {})
     return {k: found[k] for k in ("calls_paced", "late_calls", "late_us") if k in found}

@@ -31,7 +31,8 @@ WORLDS = tuple(1 << n for n in range(8, 21, 2))
 CODE = """
 import dataclasses, json, resource, sys, time
 start = time.perf_counter()
-from megatron_prism import graph, programs
+from megatron_prism.core import programs
+from megatron_prism.graph import world_graph as graph
 imported = time.perf_counter() - start
 assert "torch" not in sys.modules
 start = time.perf_counter()

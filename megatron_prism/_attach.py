@@ -26,17 +26,17 @@ def autoload() -> None:
     """Called by torch; must be cheap and must never raise."""
     if not wanted():
         return
-    from megatron_prism.plugin import ending, hooks
+    from megatron_prism.emulate import exit_status, import_hooks
 
-    hooks.before_first_import("megatron", _install)
+    import_hooks.before_first_import("megatron", _install)
     if "--prism-emulate" in sys.argv[1:]:  # PRISM_ARGS reaches processes that are not the job
-        ending.expect_megatron()
+        exit_status.expect_megatron()
 
 
 attach = autoload  # the name for scripts that attach by hand (patches/)
 
 
 def _install() -> None:
-    from megatron_prism.plugin import launch
+    from megatron_prism.emulate import launch
 
     launch.install_from_command_line()

@@ -26,7 +26,7 @@ import pytest
 from megatron_prism import __version__
 
 if TYPE_CHECKING:
-    from megatron_prism.programs import Programs
+    from megatron_prism.core.programs import Programs
 
 __all__ = ["MemoryGuard", "prism_memory", "pytest_addoption", "pytest_report_header"]
 
@@ -93,7 +93,7 @@ class MemoryGuard:
         baseline : another file than the test's own; relative to the root of the tests
         device   : of what the limit is held against, as in prism memory check (default h200)
         """
-        from megatron_prism.errors import PrismError
+        from megatron_prism.core.errors import PrismError
 
         try:
             problem = self._problem(job, more)
@@ -104,9 +104,9 @@ class MemoryGuard:
 
     def _problem(self, job: object, more: Mapping[str, object]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
-        from megatron_prism import memory_baseline
-        from megatron_prism.cli_memory import limit_of, size
-        from megatron_prism.cli_memory_text import describe
+        from megatron_prism.cli.memory import limit_of, size
+        from megatron_prism.cli.memory_text import describe
+        from megatron_prism.memory import baseline
 
         wanted = {**self.given, **more, **({} if job is None else {"job": job})}
         unknown = set(wanted) - set(_KEYS)
@@ -117,27 +117,27 @@ class MemoryGuard:
         device = wanted.get("device") or "h200"
         programs = _programs(wanted["job"], wanted.get("settings", ()))
         known = None if device == "none" else device
-        after = memory_baseline.peak_memory(programs, device=known)
+        after = baseline.peak_memory(programs, device=known)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
         there = path.exists()
         if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
             return f"{path} is missing; write it: pytest --prism-mem-update"
         fresh = self.update or not there
-        before = after if fresh else memory_baseline.load(path)
-        changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit)
+        before = after if fresh else baseline.load(path)
+        changes = baseline.compare(before, after, tol_bytes=tol, limit=limit)
         failed = [change for change in changes if change.fails]
         if fresh and not failed:
-            memory_baseline.save(after, path, force=True)
+            baseline.save(after, path, force=True)
         return "\n".join(map(describe, failed))
 
 
 def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     """Programs as they are, opened, or captured from a recipe."""
-    from megatron_prism import recipe as recipes
-    from megatron_prism.errors import UsageError
-    from megatron_prism.programs import Programs
-    from megatron_prism.slices import open_programs
+    from megatron_prism.core import recipe
+    from megatron_prism.core.errors import UsageError
+    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.slices import open_programs
 
     if isinstance(job, Programs):
         return job
@@ -149,8 +149,8 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
                 f"settings={settings!r} changes no captured programs", fix="job=RECIPE"
             )
         return open_programs(job)
-    from megatron_prism.plugin.capture import capture
+    from megatron_prism.emulate.capture_recipe import capture
 
     words = [settings] if isinstance(settings, str) else list(settings)
     with tempfile.TemporaryDirectory() as folder:
-        return capture(recipes.load(str(job), words), Path(folder) / "slices")
+        return capture(recipe.load(str(job), words), Path(folder) / "slices")

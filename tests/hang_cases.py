@@ -5,12 +5,14 @@ import random
 
 from test_graph import DP, PP, TP, healthy, index_of, with_rank
 
-from megatron_prism import flight_export, flight_recorder, hang, quiescence
-from megatron_prism.flight_dump import DumpSet
-from megatron_prism.guards import no_collector
-from megatron_prism.ops import Op
-from megatron_prism.quiescence import Fault
-from megatron_prism.world import World
+from megatron_prism.core.guards import no_collector
+from megatron_prism.core.ops import Op
+from megatron_prism.core.world import World
+from megatron_prism.graph import stall
+from megatron_prism.graph.stall import Fault
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader, export
+from megatron_prism.hang.dumps import DumpSet
 
 WORLDS = [
     World(16, tp=2, pp=4, cp=2, ep=2),
@@ -133,16 +135,16 @@ def draw(kind, world, seed):
 
 def judged(folder, programs, faults=None, **how):
     """(whether everything ended, the verdict from dumps written to ``folder``)."""
-    state = quiescence.run(programs, faults)
-    flight_export.write(state, folder, **how)
-    return state.finished, hang.of_dumps(flight_recorder.read(folder))
+    state = stall.run(programs, faults)
+    export.write(state, folder, **how)
+    return state.finished, hang.of_dumps(dump_reader.read(folder))
 
 
 def dumps_of(state, **how):
     """The dumps themselves, without files."""
-    values = flight_export.dumps_of(state, **how)
+    values = export.dumps_of(state, **how)
     with no_collector():
-        return DumpSet({rank: flight_recorder.of_value(value, rank) for rank, value in values})
+        return DumpSet({rank: dump_reader.of_value(value, rank) for rank, value in values})
 
 
 def named(found):

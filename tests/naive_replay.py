@@ -15,11 +15,11 @@ from itertools import count, pairwise
 import numpy as np
 from test_graph import members_of
 
-from megatron_prism.costs import Prices
-from megatron_prism.ops import CODE, Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.core.ops import CODE, Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.replay.costs import Prices
 
 NUM = count()
 CALL_NS = 4  # of the host for every call, in programs that know their host's time

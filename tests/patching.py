@@ -1,7 +1,7 @@
 """A Context for patches that are applied by hand."""
 
-from megatron_prism.plugin.patch import Context
-from megatron_prism.plugin.proof import Proof
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.patch import Context
 
 
 def context(meta=False, local=(0,)):

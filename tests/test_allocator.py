@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism.allocator import Machine, Settings, replay
-from megatron_prism.errors import UnsupportedError, UsageError
-from megatron_prism.ops import EMPTIED, WAITED
+from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.memory.allocator import Machine, Settings, replay
 
 MIB = 1 << 20
 SIZES = (

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from megatron_prism.allocator_settings import Settings
-from megatron_prism.allocator_trace import load, replay_history
-from megatron_prism.errors import UsageError
+from megatron_prism.core.errors import UsageError
+from megatron_prism.memory.allocator_settings import Settings
+from megatron_prism.memory.allocator_trace import load, replay_history
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "allocator_h200.json.gz"
 MIB = 1 << 20

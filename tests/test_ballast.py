@@ -6,15 +6,16 @@ import types
 import pytest
 import torch
 
-from megatron_prism.costs.communicators import Calibration
-from megatron_prism.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.plugin import ballast, flags, memory_watch
-from megatron_prism.plugin.ballast import Ballast
-from megatron_prism.plugin.memory_watch import MemoryWatch
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.plugin.summary import Reporter
-from megatron_prism.virtual import session
-from megatron_prism.virtual.tally import Tally
+from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.emulate import memory_watch, nccl_reserve
+from megatron_prism.emulate import options as flags
+from megatron_prism.emulate.memory_watch import MemoryWatch
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.nccl_reserve import Ballast
+from megatron_prism.emulate.summary import Reporter
+from megatron_prism.memory.communicators import Calibration
+from megatron_prism.runtime import world
+from megatron_prism.runtime.traffic import Tally
 
 MIB = 1 << 20
 CALIBRATION = Calibration(
@@ -57,7 +58,7 @@ def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
     assert held.held == sum(taken)
     assert held.rows() == plain.rows()
     # what was tallied says the same afterwards
-    assert CALIBRATION.nccl(ballast.connected_by(plain)) == held.held
+    assert CALIBRATION.nccl(nccl_reserve.connected_by(plain)) == held.held
     assert not held.batched
 
 
@@ -65,7 +66,7 @@ def test_a_summary_says_what_nccl_would_take(monkeypatch):
     tally = Tally()
     for call in CALLS[:4]:
         tally.add(*call)
-    monkeypatch.setattr(session, "current", lambda: types.SimpleNamespace(tally=tally))
+    monkeypatch.setattr(world, "current", lambda: types.SimpleNamespace(tally=tally))
     reporter = object.__new__(Reporter)
     reporter.options = types.SimpleNamespace(num_processes=1)
     num_bytes, source = reporter._nccl("NVIDIA H200")
@@ -83,7 +84,7 @@ def test_every_size_of_call_is_remembered():
     tally = Tally()
     for size in [4] * 1000 + [64 * MIB]:
         tally.add("dp", 8, "all_reduce", size)
-    (one,) = ballast.connected_by(tally)
+    (one,) = nccl_reserve.connected_by(tally)
     assert one.kinds == {"small", "large"}
     (row,) = tally.rows()
     assert (row.calls, row.bytes) == (1001, 4000 + 64 * MIB)
@@ -132,7 +133,7 @@ def options(*words, tier="cuda", **env):
 )
 def test_flags_that_would_say_nothing(words, tier, says):
     given = options(*words, tier=tier)
-    make = ballast.from_options if given.ballast else memory_watch.from_options
+    make = nccl_reserve.from_options if given.ballast else memory_watch.from_options
     with pytest.raises(UsageError, match=says):
         make(given)
 
@@ -141,11 +142,11 @@ def test_a_calibration_without_communicators_holds_nothing(tmp_path):
     file = tmp_path / "bare.json"
     file.write_text('{"format": 1, "source": "x", "rows": [], "process": {"bytes": 5}}')
     with pytest.raises(UsageError, match="has no communicators"):
-        ballast.from_options(options("--prism-ballast", str(file)))
+        nccl_reserve.from_options(options("--prism-ballast", str(file)))
 
 
 def test_without_the_flags_there_is_neither():
-    assert ballast.from_options(options()) is None
+    assert nccl_reserve.from_options(options()) is None
     assert memory_watch.from_options(options()) is None
 
 

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism import cli, stochastic
-from megatron_prism.costs.variability import Variability
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.plugin import calibrate_calls, calibrate_rank
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.emulate import calibrate_calls, calibrate_rank
+from megatron_prism.predict import Sampler, call_spread
+from megatron_prism.predict.spreads import Variability
 from megatron_prism.replay.priced_graph import price
-from megatron_prism.world import World
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
 STILL = Variability("still", 0.0, 0.0, 0.0, 0.0, "")
@@ -32,8 +33,8 @@ def file(path, samples=None, ranks=2, op="all_reduce"):
 def drawn(programs, path, spread=STILL, count=4000):
     """(iteration times of every replica, the sampler)."""
     made = price(programs, machine="h200", calibration=path)
-    calls = stochastic.call_spread(made.graph, made.prices, made.machine, path)
-    sampler = stochastic.Sampler(made.timeline, calls=calls)
+    calls = call_spread(made.graph, made.prices, made.machine, path)
+    sampler = Sampler(made.timeline, calls=calls)
     return sampler.draw(spread, count), sampler
 
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_prism.plugin import checkpoint_memory
+from megatron_prism.emulate import checkpoint_memory
 
 
 @pytest.mark.parametrize("error", [None, KeyError("fp8_checkpoint")])

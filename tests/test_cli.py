@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from megatron_prism import cli, cli_output
-from megatron_prism.recipe import shipped
+from megatron_prism.cli import main as cli
+from megatron_prism.cli import output
+from megatron_prism.core.recipe import shipped
 
 
 def run(*words, capsys):
@@ -168,9 +169,9 @@ def fresh(code):
     ("code", "heavy"),
     [
         ("import megatron_prism", "torch numpy rich omegaconf megatron"),
-        ("import megatron_prism.cli", "torch numpy omegaconf megatron"),
+        ("import megatron_prism.cli.main", "torch numpy omegaconf megatron"),
         (
-            "import megatron_prism.cli as c; c.main(['world', 'rank=0']); c.main(['recipes'])",
+            "import megatron_prism.cli.main as c; c.main(['world', 'rank=0']); c.main(['recipes'])",
             "torch megatron",
         ),
     ],
@@ -245,7 +246,7 @@ def test_a_narrow_terminal_cuts_no_number(columns, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", columns)
     cells = ("pp=0", "33,555,456", "46.97 MiB", "126.5 MiB", "core/schedules.py:7", "0-7")
-    cli_output.print_table(("class", "bytes", "allocated", "reserved", "site", "which"), [cells])
+    output.print_table(("class", "bytes", "allocated", "reserved", "site", "which"), [cells])
     assert " ".join(cells).split() == capsys.readouterr().out.splitlines()[-1].split()
 
 
@@ -279,10 +280,10 @@ def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
     status, _, err = run("replay", str(path), "machine=h100", "dp=4", capsys=capsys)
     assert status != 0
     assert "G\\x1b]0;mine" in err
-    with cli_output.visible():
+    with output.visible():
         sys.stderr.writelines(["a\tb\r\n", "not\rover \u202e\n"])
-        cli_output.console().print("\x1b[8mhidden", style="red")
-        cli_output.print_table(["a", "b"], [["\x1b[2J", "c"]])
+        output.console().print("\x1b[8mhidden", style="red")
+        output.print_table(["a", "b"], [["\x1b[2J", "c"]])
     out, err = capsys.readouterr()
     assert err == "a\tb\r\nnot\\rover \\u202e\n"
     assert "\\x1b[8mhidden" in out
@@ -293,7 +294,7 @@ def test_labels_are_seen_and_not_obeyed(tmp_path, capsys):
 def test_on_a_terminal_labels_are_seen_too_and_rich_moves_the_cursor(tmp_path):
     """A pseudo-terminal, in which a console may write what moves the cursor and nobody else."""
     code = (
-        "from megatron_prism import cli_output\n"
+        "from megatron_prism.cli import output as cli_output\n"
         "import sys\n"
         "with cli_output.visible():\n"
         "    print('label \\x1b[2J')\n"

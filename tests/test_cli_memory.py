@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism import cli, memory_baseline
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.program_parse import parse
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.memory import baseline as memory_baseline
 
 HEAD = """
 prism-program 1

@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from megatron_prism import cli, programs
-from megatron_prism.program_parse import parse
+from megatron_prism.cli import main as cli
+from megatron_prism.core import programs
+from megatron_prism.core.program_parse import parse
 
 TEXT = """prism-program 1
 world size=4 tp=2

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from megatron_prism.costs import communicators
-from megatron_prism.costs.communicators import Calibration, Communicator, connection_bytes
-from megatron_prism.costs.connected import used_by
-from megatron_prism.errors import UsageError
-from megatron_prism.program_parse import parse
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.memory import communicators
+from megatron_prism.memory.communicators import Calibration, Communicator, connection_bytes
+from megatron_prism.memory.connected import used_by
 
 MIB = 1 << 20
 STEPS = {"init": 3, "all_reduce_1KiB": 10, "all_reduce_64MiB": 20, "all_gather_16MiB": 0}

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from pricing import priced
 
-from megatron_prism import cli, stochastic
-from megatron_prism.costs.variability import Variability
-from megatron_prism.errors import UsageError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.predict import compare
+from megatron_prism.predict.spreads import Variability
 
 TEXT = """prism-program 1
 world size=4 tp=2
@@ -40,7 +41,7 @@ def test_chances_have_their_closed_form():
     """Two lognormal durations; three alike."""
     varied = spread(gpu=0.1)
     two = {"a": alone(1_000_000), "b": alone(1_050_000)}
-    found = stochastic.compare(two, variability=varied, samples=40_000)
+    found = compare(two, variability=varied, samples=40_000)
     expected = statistics.NormalDist().cdf(math.log(1.05) / (0.1 * math.sqrt(2)))
     chance = found.layouts[1].slower
     assert chance.share == pytest.approx(expected, abs=0.01)
@@ -51,7 +52,7 @@ def test_chances_have_their_closed_form():
     p95 = next(q for q in found.layouts[1].quantiles if q.level == 0.95)
     assert p95.low <= 1.05e6 * math.exp(0.1 * 1.644854) <= p95.high
     three = {name: alone(10**6) for name in "abc"}
-    for one in stochastic.compare(three, variability=varied, samples=20_000).layouts:
+    for one in compare(three, variability=varied, samples=20_000).layouts:
         assert one.fastest.share == pytest.approx(1 / 3, abs=0.015)
 
 
@@ -62,21 +63,21 @@ def test_a_regime_of_the_network_is_the_same_for_all():
         call = Op("all_reduce", "TENSOR_MODEL_PARALLEL_GROUP", "bf16", size, size, "sum")
         programs = Programs(World(2, tp=2), (Program.from_ops(0, [call]),), np.zeros(2, np.int64))
         jobs[name] = priced(programs)
-    found = stochastic.compare(jobs, variability=spread(network=0.9), samples=2000, seed=7)
+    found = compare(jobs, variability=spread(network=0.9), samples=2000, seed=7)
     assert found.layouts[1].slower.share == 1.0
     assert found.seed == 7
 
 
 def test_equal_draws_count_half():
     jobs = {name: alone(10**6) for name in "ab"}
-    found = stochastic.compare(jobs, variability=spread(), samples=200)
+    found = compare(jobs, variability=spread(), samples=200)
     assert [one.fastest.share for one in found.layouts] == [0.5, 0.5]
     assert found.layouts[1].slower.share == 0.5
 
 
 def test_what_cannot_be_compared():
     with pytest.raises(UsageError, match="nothing to be compared with"):
-        stochastic.compare({"a": alone(10**6)})
+        compare({"a": alone(10**6)})
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_prism.slicer.kernels import Meter
-from megatron_prism.tiers import compiled, work
-from megatron_prism.tiers.live import LiveBytes
+from megatron_prism.runtime.devices import compiled, work
+from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from megatron_prism import cli
-from megatron_prism.costs.collective import read_calibration
-from megatron_prism.costs.machine import machine, machines
-from megatron_prism.errors import UsageError
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay.costs.machine import machine, machines
 
 GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
 

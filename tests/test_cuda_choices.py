@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import torch
 from torch.nn import functional
-from megatron_prism import tiers
+from megatron_prism.runtime import devices as tiers
 live = tiers.install("meta").live
 device = torch.device("meta")
 MIB = 1 << 20

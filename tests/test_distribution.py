@@ -7,15 +7,15 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron_prism import programs
-from megatron_prism.costs.distribution import Distribution, distance, fit, largest, probabilities
-from megatron_prism.costs.fitted import fitted
-from megatron_prism.costs.variability import Variability, variability
-from megatron_prism.errors import PrismError, ProgramError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.core import programs
+from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.predict.distribution import Distribution, distance, fit, largest, probabilities
+from megatron_prism.predict.fitted import fitted
+from megatron_prism.predict.spreads import Variability, variability
 
 NORMAL = statistics.NormalDist()
 X = np.array([0.05, 0.3, 1.0, 2.0, 5.0, 12.0])

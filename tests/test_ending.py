@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from megatron_prism.errors import NotTrainedError
-from megatron_prism.plugin import ending, launch
-from megatron_prism.plugin.proof import Proof
+from megatron_prism.core.errors import NotTrainedError
+from megatron_prism.emulate import exit_status, launch
+from megatron_prism.emulate.monitor import Proof
 
 ATTACH = "import os, sys, types, megatron_prism\nmegatron_prism.attach()\n"
 SAYS = "nothing trained: the script never imported megatron"
@@ -39,7 +39,7 @@ def test_a_script_that_never_imports_megatron_fails(tmp_path):
         ("raise ValueError('no data')", 1),
         ("sys.modules['torch.distributed.run'] = sys", 0),  # torchrun's agent
         ("os.times = lambda: types.SimpleNamespace(children_user=2, children_system=0)", 0),
-        ("sys.modules['megatron_prism.plugin.launch'] = sys", 0),  # attached, so judged there
+        ("sys.modules['megatron_prism.emulate.launch'] = sys", 0),  # attached, so judged there
         ("if os.fork() == 0: sys.exit(0)\nos._exit(os.wait()[1])", 0),
     ],
 )
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("words", [[], ["--prism-mem-update"]])
 def test_without_the_flag_nothing_is_watched(tmp_path, words):
-    code = "assert not [m for m in sys.modules if m.startswith('megatron_prism.plugin')]"
+    code = "assert not [m for m in sys.modules if m.startswith('megatron_prism.emulate')]"
     done = run(tmp_path, code, *words)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -78,7 +78,7 @@ def test_a_command_line_that_is_no_script_is_no_job(tmp_path):
 def verdict(monkeypatch):
     """(proof, what is asked at a good end)."""
     checks, proof = [], Proof()
-    monkeypatch.setattr(ending, "at_good_end", checks.append)
+    monkeypatch.setattr(exit_status, "at_good_end", checks.append)
     launch._arrange_verdict(proof)
     return proof, checks[0]
 

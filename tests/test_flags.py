@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prism.errors import RecipeError, UsageError, WorldError
-from megatron_prism.plugin import flag_world, launch
-from megatron_prism.plugin.flags import FLAGS, TIERS, add_flags, from_command_line, with_tier
+from megatron_prism.core.errors import RecipeError, UsageError, WorldError
+from megatron_prism.emulate import flag_world, launch
+from megatron_prism.emulate.options import FLAGS, TIERS, add_flags, from_command_line, with_tier
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
@@ -368,7 +368,7 @@ def test_two_local_ranks_on_one_nccl_device(monkeypatch):
 def test_reading_the_flags_imports_neither_torch_nor_megatron():
     code = (
         "import sys\n"
-        "from megatron_prism.plugin.flags import from_command_line\n"
+        "from megatron_prism.emulate.options import from_command_line\n"
         "assert from_command_line(['--prism-emulate'], {}).rank == 0\n"
         "assert from_command_line([], {}) is None\n"
         "print([m for m in ('torch', 'megatron', 'omegaconf') if m in sys.modules])"

@@ -19,20 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graph import healthy
 
-from megatron_prism import (
-    flight_entries,
-    flight_export,
-    flight_recorder,
-    flight_workers,
-    hang,
-    quiescence,
-)
-from megatron_prism.errors import DumpError, UsageError
-from megatron_prism.flight_dump import DumpSet
+from megatron_prism.core.errors import DumpError, UsageError
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_entries, dump_reader, dump_workers, export
+from megatron_prism.hang.dumps import DumpSet
 
 WORLD = WORLDS[0]
-STATE = quiescence.run(healthy(WORLD), {5: quiescence.Fault(host=6)})
-VALUE = flight_export.dump_of(STATE, 4)
+STATE = stall.run(healthy(WORLD), {5: stall.Fault(host=6)})
+VALUE = export.dump_of(STATE, 4)
 VERSIONS = [f"2.{minor}" for minor in range(11)]
 
 
@@ -45,13 +40,13 @@ class Evil:
 
 
 def written(folder, **how):
-    return flight_export.write(STATE, folder / "d", **how)
+    return export.write(STATE, folder / "d", **how)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_every_version_says_the_same(version, as_json, tmp_path):
-    found = flight_recorder.read(written(tmp_path, version=version, as_json=as_json))
+    found = dump_reader.read(written(tmp_path, version=version, as_json=as_json))
     assert {dump.version for dump in found.dumps.values()} == {version}
     assert named(hang.of_dumps(found)) == {5}
 
@@ -60,11 +55,11 @@ def test_every_version_says_the_same(version, as_json, tmp_path):
 def test_file_names_end_in_the_rank(prefix, tmp_path):
     folder = written(tmp_path, prefix=prefix)
     (folder / "fault_injection.log").write_text("no dump")
-    assert sorted(flight_recorder.read(folder).dumps) == list(range(16))
+    assert sorted(dump_reader.read(folder).dumps) == list(range(16))
 
 
 def test_what_was_written_is_what_is_read():
-    dump = flight_recorder.parse(pickle.dumps(VALUE, protocol=2), 4)
+    dump = dump_reader.parse(pickle.dumps(VALUE, protocol=2), 4)
     assert len(dump.entries) == len(VALUE["entries"])
     assert {g.desc for g in dump.groups.values()} == set(STATE.groups) - {"EMBEDDING_GROUP"}
     assert [(e.op, e.to >= 0) for e in dump.entries[:3]] == [
@@ -76,26 +71,23 @@ def test_what_was_written_is_what_is_read():
 
 def test_pg_status_is_mapped_without_entries():
     """Ids are a rank's own count; in ascending order they belong to the names."""
-    bare = flight_recorder.parse(pickle.dumps({**VALUE, "entries": []}), 4)
-    full = flight_recorder.parse(pickle.dumps(VALUE), 4)
+    bare = dump_reader.parse(pickle.dumps({**VALUE, "entries": []}), 4)
+    full = dump_reader.parse(pickle.dumps(VALUE), 4)
     assert bare.status == full.status
     fewer = {**VALUE, "entries": [], "pg_config": dict(list(VALUE["pg_config"].items())[1:])}
-    assert flight_recorder.parse(pickle.dumps(fewer), 4).notes
+    assert dump_reader.parse(pickle.dumps(fewer), 4).notes
 
 
 def test_values_may_be_text_as_in_json():
     status = {i: {k: str(v) for k, v in s.items()} for i, s in VALUE["pg_status"].items()}
     text = json.dumps({**VALUE, "pg_status": status}).encode()
-    assert (
-        flight_recorder.parse(text, 4).status
-        == flight_recorder.parse(pickle.dumps(VALUE), 4).status
-    )
+    assert dump_reader.parse(text, 4).status == dump_reader.parse(pickle.dumps(VALUE), 4).status
 
 
 def test_a_truncated_dump_is_a_missing_one(tmp_path):
     folder = written(tmp_path, active_only=True)
     (folder / "_dump_5").write_bytes((folder / "_dump_5").read_bytes()[:100])
-    found = flight_recorder.read(folder)
+    found = dump_reader.read(folder)
     assert list(found.unreadable) == [5]
     verdict = hang.of_dumps(found)
     assert (named(verdict), verdict.verdict) == ({5}, "missing dump")
@@ -103,10 +95,10 @@ def test_a_truncated_dump_is_a_missing_one(tmp_path):
 
 
 def test_groups_absent_from_pg_config_are_known_from_calls():
-    values = {r: flight_export.dump_of(STATE, r) for r in range(16)}
+    values = {r: export.dump_of(STATE, r) for r in range(16)}
     for value in values.values():
         value["pg_config"] = {}
-    dumps = {r: flight_recorder.parse(pickle.dumps(v), r) for r, v in values.items()}
+    dumps = {r: dump_reader.parse(pickle.dumps(v), r) for r, v in values.items()}
     found = hang.of_dumps(DumpSet(dumps))
     assert named(found) <= {5}
     assert any("known from its calls" in line for line in found.missing)
@@ -128,7 +120,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, 
     folder = written(tmp_path)
     (folder / "_dump_3").write_bytes(pickle.dumps(evil, protocol=protocol))
     with pytest.raises(DumpError, match="nothing was executed"):
-        flight_recorder.read(folder)
+        dump_reader.read(folder)
     assert not (tmp_path / "HIT").exists()
 
 
@@ -150,21 +142,21 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, 
 def test_foreign_files_are_explained(data, says, tmp_path):
     (tmp_path / "_dump_0").write_bytes(data)
     with pytest.raises(DumpError, match=says) as caught:
-        flight_recorder.read(tmp_path)
+        dump_reader.read(tmp_path)
     assert caught.value.exit_code == 2
     assert caught.value.fix
 
 
 def test_dumps_are_written_all_or_none(tmp_path, monkeypatch):
     """A part of them would be judged, as those of ranks that left none."""
-    made = flight_export.dump_of
+    made = export.dump_of
 
     def interrupted(state, rank, *rest, **how):
         if rank == 9:
             raise KeyboardInterrupt
         return made(state, rank, *rest, **how)
 
-    monkeypatch.setattr(flight_export, "dump_of", interrupted)
+    monkeypatch.setattr(export, "dump_of", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
@@ -174,7 +166,7 @@ def test_hidden_files_are_nobodys(tmp_path):
     """NFS leaves .nfs0003 where somebody removed an open file."""
     folder = written(tmp_path)
     (folder / ".nfs0001").write_bytes(b"")
-    assert sorted(flight_recorder.read(folder).dumps) == list(range(16))
+    assert sorted(dump_reader.read(folder).dumps) == list(range(16))
 
 
 def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
@@ -182,10 +174,10 @@ def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
     (folder / "notes.txt").write_text("mine")
     (folder / "_dump_99").write_bytes(b"of a larger job")
     with pytest.raises(UsageError, match="not empty"):
-        flight_export.write(STATE, folder)
+        export.write(STATE, folder)
     link = tmp_path / "link"
     link.symlink_to(folder)
-    flight_export.write(STATE, link, force=True)
+    export.write(STATE, link, force=True)
     assert (folder / "notes.txt").read_text() == "mine"
     assert len(list(folder.iterdir())) == 17
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -194,33 +186,32 @@ def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
         yield 0, {}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(flight_export, "dumps_of", dies)
+    monkeypatch.setattr(export, "dumps_of", dies)
     with pytest.raises(KeyboardInterrupt):
-        flight_export.write(STATE, folder, force=True)
+        export.write(STATE, folder, force=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_folders_that_cannot_be(tmp_path):
     with pytest.raises(DumpError, match="no folder"):
-        flight_recorder.read(tmp_path / "x")
+        dump_reader.read(tmp_path / "x")
     with pytest.raises(DumpError, match="ends in a rank"):
-        flight_recorder.read(tmp_path)
+        dump_reader.read(tmp_path)
     (tmp_path / "empty").mkdir()
     folder = written(tmp_path)
     with pytest.raises(DumpError, match="ends in a rank") as caught:
-        flight_recorder.read(tmp_path)
+        dump_reader.read(tmp_path)
     assert caught.value.fix == f"name its folder {folder}"
     with pytest.raises(UsageError, match="not empty"):
         written(tmp_path)
     (folder / "other_3").write_bytes(b"")
     with pytest.raises(DumpError, match="both of rank 3"):
-        flight_recorder.read(folder)
+        dump_reader.read(folder)
 
 
 # -- fuzzing --------------------------------------------------------------------------------------
 DUMPS = [
-    {r: flight_export.dump_of(STATE, r, active_only=active) for r in range(16)}
-    for active in (False, True)
+    {r: export.dump_of(STATE, r, active_only=active) for r in range(16)} for active in (False, True)
 ]
 FILES = [{r: pickle.dumps(v, protocol=2) for r, v in dumps.items()} for dumps in DUMPS]
 ODD = [None, -1, 1 << 70, "", "x", [], {}, [[]], 1.5, True, b"x", "[0, 1]", "nccl:send 9->9"]
@@ -260,7 +251,7 @@ def survive(seed):
     dumps, broken = {}, {}
     for rank, data in mutated(random.Random(seed)).items():
         try:
-            dumps[rank] = flight_recorder.parse(data, rank)
+            dumps[rank] = dump_reader.parse(data, rank)
         except DumpError as error:
             broken[rank] = error.message
     found = hang.of_dumps(DumpSet(dumps, broken))
@@ -272,14 +263,14 @@ def survive(seed):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 1 << 62))
 def test_300_mutated_sets_give_a_verdict_or_a_clear_error(seed):
-    with flight_recorder.bounded_memory(1 << 20):
+    with dump_reader.bounded_memory(1 << 20):
         survive(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("PRISM_FUZZ" not in os.environ, reason="minutes: set PRISM_FUZZ=1")
 def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
-    with flight_recorder.bounded_memory(1 << 20):
+    with dump_reader.bounded_memory(1 << 20):
         for seed in range(10_000):
             survive(seed)
 
@@ -302,9 +293,9 @@ def test_columns_say_what_entries_say_one_by_one():
         raw = spoilt(rng, raw) if seed % 8 and raw else raw
         if not isinstance(raw, list) or not all(isinstance(e, dict) for e in raw):
             continue
-        fast += bool(raw and flight_entries._columns(raw))
-        one = said(lambda raw: tuple(map(flight_entries._entry, raw, itertools.count())), raw)
-        assert said(flight_entries.entries_of, raw) == one
+        fast += bool(raw and dump_entries._columns(raw))
+        one = said(lambda raw: tuple(map(dump_entries._entry, raw, itertools.count())), raw)
+        assert said(dump_entries.entries_of, raw) == one
         refused += isinstance(one, str)
     assert fast > 50
     assert refused > 50
@@ -312,7 +303,7 @@ def test_columns_say_what_entries_say_one_by_one():
 
 # -- several processes ----------------------------------------------------------------------------
 def several(folder):
-    return flight_workers.read(folder, processes=2)
+    return dump_workers.read(folder, processes=2)
 
 
 @pytest.mark.slow
@@ -321,7 +312,7 @@ def test_several_processes_read_the_same(how, tmp_path):
     folder = written(tmp_path, **how)
     cut = next(folder.glob("_dump_7*"))
     cut.write_bytes(cut.read_bytes()[:200])
-    one, more = flight_recorder.read(folder), several(folder)
+    one, more = dump_reader.read(folder), several(folder)
     assert one == more
     assert list(one.unreadable) == [7]
     assert hang.of_dumps(one) == hang.of_dumps(more)
@@ -339,7 +330,7 @@ def test_a_hostile_pickle_is_refused_by_a_worker(protocol, tmp_path, monkeypatch
         evil = {"entries": [Evil(os.system, f"touch HIT{rank}")]}
         (folder / f"_dump_{rank}").write_bytes(pickle.dumps(evil, protocol=protocol))
     said = []
-    for read in (flight_recorder.read, several):
+    for read in (dump_reader.read, several):
         with pytest.raises(DumpError, match=r"_dump_3: .*nothing was executed") as caught:
             read(folder)
         said.append(str(caught.value))
@@ -353,7 +344,7 @@ def test_nothing_readable_is_the_same_error(tmp_path):
     for rank in range(3):
         (tmp_path / f"_dump_{rank}").write_bytes(b"\x80\x02r\xff\xff\xff\xff.")
     with pytest.raises(DumpError) as one:
-        flight_recorder.read(tmp_path)
+        dump_reader.read(tmp_path)
     with pytest.raises(DumpError) as more:
         several(tmp_path)
     assert str(one.value) == str(more.value)
@@ -361,9 +352,9 @@ def test_nothing_readable_is_the_same_error(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_said(tmp_path):
-    files = flight_recorder.files(written(tmp_path))
+    files = dump_reader.files(written(tmp_path))
     many = dict(zip(range(2_000), itertools.cycle(files.values()), strict=False))
-    loaded = flight_workers._loaded(many, 2)
+    loaded = dump_workers._loaded(many, 2)
     assert next(loaded)[0] == 0
     mine = multiprocessing.active_children()
     assert len(mine) == 2
@@ -386,15 +377,16 @@ class Odd:
 
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_not_its_end(tmp_path):
-    files = {**flight_recorder.files(written(tmp_path)), 3: Odd()}
+    files = {**dump_reader.files(written(tmp_path)), 3: Odd()}
     with pytest.raises(EOFError, match="not the end of a worker"):
-        list(flight_workers._loaded(files, 2))
+        list(dump_workers._loaded(files, 2))
     assert not multiprocessing.active_children()
 
 
 FOREVER = """
 import itertools, os, signal, sys
-from megatron_prism import flight_recorder, flight_workers
+from megatron_prism.hang import dump_reader as flight_recorder
+from megatron_prism.hang import dump_workers as flight_workers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if __name__ == "__main__":
     files = flight_recorder.files(__import__("pathlib").Path(sys.argv[1]))

@@ -11,7 +11,7 @@ import pathlib
 
 import pytest
 
-from megatron_prism import cli
+from megatron_prism.cli import main as cli
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 JOBS = sorted(path.name for path in (GOLDEN / "slices").iterdir())

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism import graph
-from megatron_prism.classes import memberships, partition
-from megatron_prism.errors import ProgramError, WorldError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.program_parse import parse
-from megatron_prism.programs import Programs
-from megatron_prism.rank_groups import family
-from megatron_prism.world import World
+from megatron_prism.core.errors import ProgramError, WorldError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.rank_groups import family
+from megatron_prism.core.world import World
+from megatron_prism.graph import world_graph
+from megatron_prism.graph.classes import memberships, partition
 
 TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
 DP, CP, EP = "DATA_PARALLEL_GROUP_WITH_CP", "CONTEXT_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
@@ -126,7 +126,7 @@ def naive_classes(programs):
 
 def assert_exact(programs):
     """Classes are the naive ones, and class meetings are the rank meetings seen from afar."""
-    made = graph.build(programs)
+    made = world_graph.build(programs)
     assert made.classes.of.tolist() == naive_classes(programs)
     meetings = made.rendezvous
     for met in rank_level(programs).values():
@@ -181,7 +181,7 @@ def test_equal_programs_are_one_class():
 
 def test_a_million_ranks_cost_what_their_classes_cost():
     world = World(1 << 20, tp=8, pp=4, cp=2, ep=8)
-    made = graph.build(healthy(world))
+    made = world_graph.build(healthy(world))
     assert made.check() == []
     assert made.classes.counts == (1 << 18,) * 4
 
@@ -195,7 +195,7 @@ def planted(change, rank=5, world=WORLDS[2]):
     programs = healthy(world)
     ops = list(programs.of(rank))
     change(ops)
-    return graph.build(with_rank(programs, rank, ops)).check()
+    return world_graph.build(with_rank(programs, rank, ops)).check()
 
 
 def edit(call, where, nth=0, **fields):
@@ -274,7 +274,7 @@ world size=3
 group A 0,1
 program ranks=0-2
 - all_reduce A bf16 n=1 reduce=sum"""
-    (found,) = graph.build(parse(text)).check()
+    (found,) = world_graph.build(parse(text)).check()
     assert found.kind == "wrong group"
     assert "rank 2 is in no group called A" in found.likely
 
@@ -290,7 +290,7 @@ program ranks=0-2
 def test_groups_that_cannot_be(line, says):
     text = f"prism-program 1\nworld size=3\n{line}\nprogram ranks=0-2\n- barrier A"
     with pytest.raises(ProgramError, match=says):
-        graph.build(parse(text))
+        world_graph.build(parse(text))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_groups_that_cannot_be(line, says):
     ],
 )
 def test_programs_that_mean_nothing_by_themselves(lines, kind, at, says):
-    (found,) = graph.build(
+    (found,) = world_graph.build(
         parse(f"prism-program 1\nworld size=3\nprogram ranks=0-2\n{lines}")
     ).check()
     assert (found.kind, found.number, found.ranks) == (kind, at, (0, 0))
@@ -331,7 +331,7 @@ program ranks=0-1
 - barrier default_pg batch=3
 - record handle=1 stream=side
 - wait handle=1"""
-    assert graph.build(parse(text)).check() == []
+    assert world_graph.build(parse(text)).check() == []
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ program ranks=0-1
     ],
 )
 def test_calls_that_every_rank_makes_alike_and_wrongly(line, kind, says):
-    (found,) = graph.build(
+    (found,) = world_graph.build(
         parse(f"prism-program 1\nworld size=3\nprogram ranks=0-2\n- {line}")
     ).check()
     assert found.kind == kind
@@ -374,7 +374,7 @@ def test_a_gather_may_take_more_from_some_ranks(shares, says):
         f"to={min(own, 6)},{min(own, 6)} from=4,6"
         for rank, own in enumerate(shares)
     )
-    found = graph.build(parse(f"prism-program 1\nworld size=2{lines}")).check()
+    found = world_graph.build(parse(f"prism-program 1\nworld size=2{lines}")).check()
     assert [one.kind for one in found] == ["splits"] * bool(says)
     assert says in "".join(one.likely for one in found)
 
@@ -382,7 +382,7 @@ def test_a_gather_may_take_more_from_some_ranks(shares, says):
 def test_a_call_needs_a_group():
     text = "prism-program 1\nworld size=2\nprogram ranks=0-1\n- all_reduce bf16 n=4 reduce=sum"
     with pytest.raises(ProgramError, match="a call without a group"):
-        graph.build(parse(text))
+        world_graph.build(parse(text))
     with pytest.raises(WorldError, match="makes no group"):
         family("")
 
@@ -420,7 +420,7 @@ def test_memberships_are_the_worlds_groups(world):
 def test_classes_of_one_group_share_what_they_know_of_it():
     """4,096 different ranks in one group took 2 GB and half a minute before they did."""
     ops = [[Op("compute", ns=rank), Op("barrier", "default_pg")] for rank in range(64)]
-    made = graph.build(
+    made = world_graph.build(
         Programs.one_per_rank([Program.from_ops(rank, one) for rank, one in enumerate(ops)])
     )
     assert len(made.classes) == 64

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_prism.tiers import hadamard  # noqa: E402
+from megatron_prism.runtime.devices import hadamard  # noqa: E402
 
 
 def matrix(size):

@@ -16,21 +16,15 @@ import pytest
 from hang_cases import KINDS, judged, named
 from test_graph import FAULTS, TP, healthy, with_rank
 
-from megatron_prism import (
-    cli,
-    explain,
-    fault_plan,
-    faults,
-    flight_export,
-    flight_recorder,
-    graph,
-    hang,
-    hang_world,
-    quiescence,
-)
-from megatron_prism.flight_dump import DumpSet
-from megatron_prism.program_parse import parse
-from megatron_prism.world import World
+from megatron_prism.cli import main as cli
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.world import World
+from megatron_prism.graph import stall as quiescence
+from megatron_prism.graph import world_graph
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader, export, fault_plan, from_programs, hypotheses
+from megatron_prism.hang import fault_planting as faults
+from megatron_prism.hang.dumps import DumpSet
 
 WORLD = hang_cases.WORLDS[0]
 TRACES = pathlib.Path(os.environ.get("PRISM_FR_TRACES", "/nonexistent"))
@@ -137,11 +131,11 @@ def test_labelled_dumps_of_real_jobs(name, culprits, verdict, capsys):
 def explained(kind, seed):
     programs, faults, culprits = hang_cases.draw(kind, WORLD, seed)
     state = quiescence.run(programs, faults)
-    values = flight_export.dumps_of(state, active_only=True, stacks=False)
-    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in values})
+    values = export.dumps_of(state, active_only=True, stacks=False)
+    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in values})
     found = hang.of_dumps(dumps)
     assert found.culprits == ()
-    return explain.explain(dumps, found, healthy(WORLD)), culprits
+    return hypotheses.explain(dumps, found, healthy(WORLD)), culprits
 
 
 @pytest.mark.parametrize(
@@ -194,9 +188,9 @@ program ranks=2,3
 """
     programs = parse(text)
     planted = faults.plant(programs, [fault_plan.parse("dtype@rank=3,group=A")])
-    found = hang_world.of_standstill(quiescence.run(planted.programs))
+    found = from_programs.of_standstill(quiescence.run(planted.programs))
     assert found.culprits == ()
-    found = hang_world.of_standstill(quiescence.run(planted.programs), programs)
+    found = from_programs.of_standstill(quiescence.run(planted.programs), programs)
     assert (named(found), found.culprits[0].kind, found.op) == ({3}, "dtype", "reduce_scatter")
 
 
@@ -206,21 +200,21 @@ def test_programs_that_do_not_fit(name):
     programs = healthy(WORLD)
     ops = list(programs.of(5))
     FAULTS[name][0](ops)
-    found = hang.of_graph(graph.build(with_rank(programs, 5, ops)))
+    found = hang.of_graph(world_graph.build(with_rank(programs, 5, ops)))
     assert (found.verdict, named(found)) == ("mismatch", {5})
 
 
 def test_a_ring_over_two_groups_from_programs():
-    found = hang.of_graph(graph.build(parse(RING)))
+    found = hang.of_graph(world_graph.build(parse(RING)))
     assert (found.verdict, named(found), found.group) == ("deadlock", {3}, "A")
     assert len(found.chain) == 2
-    assert hang.of_graph(graph.build(healthy(WORLD))).verdict == "healthy"
+    assert hang.of_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
 
 
 # -- the command ----------------------------------------------------------------------------------
 def test_the_command_says_it_in_one_line_and_then_the_rest(tmp_path, capsys):
     state = quiescence.run(healthy(WORLD), {5: quiescence.Fault(host=6)})
-    flight_export.write(state, tmp_path / "d", active_only=True)
+    export.write(state, tmp_path / "d", active_only=True)
     assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("HANG at ")
@@ -293,8 +287,8 @@ def test_score_of_200_single_faults(capsys):
 
 def test_nothing_of_a_batch_is_launched_before_all_of_it():
     """A rank whose host or device stops between two calls of a coalesced one has made neither."""
-    from megatron_prism import quiescence
-    from megatron_prism.program_parse import parse
+    from megatron_prism.core.program_parse import parse
+    from megatron_prism.graph import stall as quiescence
 
     text = "prism-program 1\nworld size=2 tp=2\nprogram rank=0 ranks=0-1\n"
     text += "- all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=1\n"
@@ -309,8 +303,8 @@ def test_nothing_of_a_batch_is_launched_before_all_of_it():
 
 
 def test_a_barrier_holds_the_host_until_everybody_has_come():
-    from megatron_prism import quiescence
-    from megatron_prism.program_parse import parse
+    from megatron_prism.core.program_parse import parse
+    from megatron_prism.graph import stall as quiescence
 
     text = """prism-program 1
 world size=2 tp=2

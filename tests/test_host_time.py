@@ -9,18 +9,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism import costs, graph
-from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.host import CALL_NS, right_after
-from megatron_prism.costs.machine import machine
-from megatron_prism.errors import UsageError
-from megatron_prism.plugin.pace_calls import expected
-from megatron_prism.program_parse import parse
-from megatron_prism.replay import timeline
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.emulate.pace_calls import expected
+from megatron_prism.graph import world_graph
+from megatron_prism.replay import costs, timeline
+from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.host import CALL_NS, right_after
+from megatron_prism.replay.costs.machine import machine
 from megatron_prism.report.parts import path_parts
-from megatron_prism.slicer.busy import busy_ns, device_ns
-from megatron_prism.slicer.launches import Launches, launches
-from megatron_prism.slicer.recordings import Recording
+from megatron_prism.runtime.recorder.kernel_times import busy_ns, device_ns
+from megatron_prism.runtime.recorder.launches import Launches, launches
+from megatron_prism.runtime.recorder.measurements import Recording
 
 US = 1000
 
@@ -266,7 +266,7 @@ def test_segments_without_kernels_have_no_launches():
 
 
 def test_of_two_iterations_the_undisturbed_one_counts():
-    from megatron_prism.slicer.recordings import _lower_median
+    from megatron_prism.runtime.recorder.measurements import _lower_median
 
     each = np.full((2, 10), 41)
     each[0, 3] += 397  # ten segments; in one iteration something else took the host away
@@ -294,7 +294,7 @@ program rank=0 ranks=0-1
 
 
 def replayed(text, calibration=None):
-    made = graph.build(parse(text))
+    made = world_graph.build(parse(text))
     prices = costs.price(made, machine("h200"), calibration)
     return timeline.replay(made, prices, 1)
 
@@ -383,7 +383,7 @@ program rank=0 ranks=0-1
 
 def test_a_call_right_after_another_takes_the_host_less():
     known = Calibration(host={("broadcast", False): 140_000}, again={("broadcast", False): 40_000})
-    found = graph.build(parse(BROADCASTS))
+    found = world_graph.build(parse(BROADCASTS))
     prices = costs.price(found, machine("h200"), known)
     assert prices.host[0][[1, 3, 5]].tolist() == [140_000, 40_000, 140_000]
     table = SimpleNamespace(member=np.zeros(3), op=np.array([1, 3, 5]), of=np.arange(3))
@@ -398,7 +398,7 @@ def test_a_call_right_after_another_takes_the_host_less():
 def test_a_job_that_profiles_itself_keeps_its_profiler(capsys):
     import torch
 
-    from megatron_prism.slicer.busy import Tracer
+    from megatron_prism.runtime.recorder.kernel_times import Tracer
 
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu]) as own:
@@ -435,7 +435,7 @@ class Heard:
 def test_only_reads_of_device_tensors_reset_the_hosts_clock():
     import torch
 
-    from megatron_prism.slicer import watch
+    from megatron_prism.runtime.recorder import events as watch
 
     heard = Heard()
     watch.install(heard)
@@ -452,9 +452,9 @@ def test_only_reads_of_device_tensors_reset_the_hosts_clock():
 def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     import torch
 
-    from megatron_prism.program import Builder
-    from megatron_prism.slicer import recorder, recordings
-    from megatron_prism.slicer.recordings import Recording
+    from megatron_prism.core.program import Builder
+    from megatron_prism.runtime.recorder import measurements, recorder
+    from megatron_prism.runtime.recorder.measurements import Recording
 
     class Mark:
         def elapsed_time(self, other):
@@ -477,20 +477,20 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     traced = Recording(
         0, None, times, names, hosts, busy=np.array([[100_000, 390_000], [60_000, 7_000], [0, 0]])
     )
-    program, count = recordings.typical([written, quick, quick, traced], own_ns=3_000)
+    program, count = measurements.typical([written, quick, quick, traced], own_ns=3_000)
     assert count == 2
     assert program.ops["host"].tolist() == [50_000, -1, 57_000]
     # launched first at 7 - 3 of the 60 - 3 us that the segment took while it was traced
     assert program.ops["lead"].tolist() == [50_000, -1, 4_000]
     assert program.hosts.tolist() == [107_000] * 2
     collected = [quick, dataclasses.replace(quick, collected=40_000)]
-    found, _ = recordings.typical([written, *collected, traced], own_ns=3_000)
+    found, _ = measurements.typical([written, *collected, traced], own_ns=3_000)
     assert found.hosts.tolist() == [107_000, 67_000]
     # a kernel before which the device has nothing to do, 50 of the 60 us on: not sooner than that
     inner = Launches(np.array([1, 1]), np.array([7_000, 53_000]), np.array([0, 10_000]),
                      np.array([50_000, 60_000]), np.array([100_000, 400_000]),
                      np.array([0, 300_000]))  # fmt: skip
-    paused, _ = recordings.typical(
+    paused, _ = measurements.typical(
         [written, quick, quick, dataclasses.replace(traced, launches=inner)], own_ns=3_000
     )
     assert paused.ops["lead"].tolist() == [50_000, -1, 50_000 - 10_000]
@@ -499,27 +499,28 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
     assert program.ops["products"].tolist() == [-1, -1, -1]
     assert paused.ops["products"].tolist() == [0, -1, 300_000]
     nothing = dataclasses.replace(inner, busy=np.array([0, 400_000]))
-    told, _ = recordings.typical(
+    told, _ = measurements.typical(
         [written, quick, quick, dataclasses.replace(traced, launches=nothing)], own_ns=3_000
     )
     assert told.ops["products"].tolist() == [-1, -1, 300_000]
     # a delay that hits another segment in every iteration is in the sum, though in no median
     late = [Recording(0, None, times, names, [(0, 50_000 + more), (90_000, 150_000 + other)])
             for more, other in ((0, 0), (20_000, 0), (0, 20_000))]  # fmt: skip
-    program, _ = recordings.typical([written, *late, traced], own_ns=3_000)
+    program, _ = measurements.typical([written, *late, traced], own_ns=3_000)
     scale = 127 / 107
     assert program.ops["host"].tolist() == [round(50_000 * scale), -1, round(57_000 * scale)]
-    untraced, _ = recordings.typical([written, quick], own_ns=3_000)
+    untraced, _ = measurements.typical([written, quick], own_ns=3_000)
     assert untraced.ops["host"].tolist() == [-1, -1, -1]
     # iterations that were not recorded took the host a tenth less
     clocks = [96_300, 90_000, 99_000]
-    program, _ = recordings.typical([written, quick, quick, traced], own_ns=3_000, clocks=clocks)
+    program, _ = measurements.typical([written, quick, quick, traced], own_ns=3_000, clocks=clocks)
     assert program.ops["host"].tolist() == [45_000, -1, round(57_000 * 0.9)]
     assert program.hosts.tolist() == [96_300, 96_300, *clocks]
 
 
 def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
-    from megatron_prism.slicer import clock, recorder
+    from megatron_prism.runtime.recorder import host_clock as clock
+    from megatron_prism.runtime.recorder import recorder
 
     now = [0]
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
@@ -571,7 +572,7 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
 
 
 def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch):
-    from megatron_prism.slicer import clock
+    from megatron_prism.runtime.recorder import host_clock as clock
 
     now = [0]
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
@@ -599,7 +600,7 @@ def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch)
 def test_calls_without_a_handle_are_timed_too(monkeypatch):
     import torch
 
-    from megatron_prism.plugin import calibrate_host
+    from megatron_prism.emulate import calibrate_host
 
     waited = []
 
@@ -616,7 +617,7 @@ def test_calls_without_a_handle_are_timed_too(monkeypatch):
 
 
 def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
-    from megatron_prism.plugin.calibrate_host import middle
+    from megatron_prism.emulate.calibrate_host import middle
 
     def rows(*ns):
         return [{"op": f"op{i}", "asynchronous": False, "ns": value, "again": value // 2}
@@ -655,7 +656,7 @@ program rank=2 ranks=2
     one = found.graph.programs.programs[0]
     hosts = np.array([90_000, 110_000])
     varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
-    made = graph.build(varied)
+    made = world_graph.build(varied)
     again = timeline.replay(made, costs.price(made, machine("h200")), 1)
     assert "a host varies by 14% from iteration to iteration" in render(again)
 
@@ -685,9 +686,9 @@ program rank=0 ranks=0-{ranks - 1}
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
-    from megatron_prism.costs.variability import Variability
+    from megatron_prism.predict.sampler import Sampler
+    from megatron_prism.predict.spreads import Variability
     from megatron_prism.replay.priced_graph import price
-    from megatron_prism.stochastic.sampler import Sampler
 
     made = price(parse(hosted(ranks)), machine="h200").timeline
     sampler = Sampler(made, 1)
@@ -709,10 +710,10 @@ def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
 
 
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
-    from megatron_prism import programs
-    from megatron_prism.costs.fitted import fitted
-    from megatron_prism.costs.variability import variability
-    from megatron_prism.errors import ProgramError
+    from megatron_prism.core import programs
+    from megatron_prism.core.errors import ProgramError
+    from megatron_prism.predict.fitted import fitted
+    from megatron_prism.predict.spreads import variability
 
     rng = np.random.default_rng(3)
     made = parse(hosted(2))
@@ -736,7 +737,7 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
 
 
 def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
-    from megatron_prism.costs.fitted import _of_device
+    from megatron_prism.predict.fitted import _of_device
 
     elapsed = np.arange(1000, 1100)  # an idle device, and a first launch that takes its time
     traced = np.stack([elapsed - 50, np.full(100, 400), np.ones(100)])
@@ -750,13 +751,13 @@ def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
 def test_what_ifs_change_the_device_and_leave_the_host():
     from megatron_prism.replay import whatif
 
-    made = graph.build(parse(WORLD))
+    made = world_graph.build(parse(WORLD))
     h200, h100 = machine("h200"), machine("h100")
     known = Calibration(host={("all_reduce", False): 7_000}, source="x")
     here = costs.price(made, h200, known)
     there = whatif.moved(made, h200, h100, known)
     faster = whatif.faster(made, here, "2", "all_reduce")
-    late = graph.build(whatif.slow(parse(WORLD), [0, 1], 3))
+    late = world_graph.build(whatif.slow(parse(WORLD), [0, 1], 3))
     slowed = whatif.slowed(late, costs.price(late, h200, known))
     assert slowed.compute[0][0] == 3 * here.compute[0][0]
     for prices in (there, faster, slowed):
@@ -783,8 +784,8 @@ program rank=1
 
 
 def test_full_collections_in_recorded_iterations_are_told(monkeypatch):
-    from megatron_prism.slicer import clock
-    from megatron_prism.slicer.recorder import Recorder
+    from megatron_prism.runtime.recorder import host_clock as clock
+    from megatron_prism.runtime.recorder.recorder import Recorder
 
     now = [0]
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])

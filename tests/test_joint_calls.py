@@ -6,10 +6,11 @@ import pytest
 from hang_cases import KINDS, WORLDS, draw
 from test_flight_recorder import mutated
 
-from megatron_prism import flight_export, flight_recorder, quiescence, votes
-from megatron_prism.errors import DumpError
-from megatron_prism.flight_dump import DumpSet
-from megatron_prism.outstanding import State
+from megatron_prism.core.errors import DumpError
+from megatron_prism.graph import stall
+from megatron_prism.hang import dump_reader, export, mismatch
+from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.outstanding import State
 
 
 def one_by_one(state):
@@ -21,9 +22,9 @@ def one_by_one(state):
                 calls.setdefault(e.group, {}).setdefault(e.seq, {}).setdefault(rank, []).append(e)
     found = []
     for by_seq in calls.values():
-        odds = [votes._compare(votes._Made(state), by_seq[seq]) for seq in sorted(by_seq)]
+        odds = [mismatch._compare(mismatch._Made(state), by_seq[seq]) for seq in sorted(by_seq)]
         found += [odd for odd in odds if odd is not None][:1]
-    found += votes._messages(state)
+    found += mismatch._messages(state)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
@@ -32,10 +33,10 @@ def one_by_one(state):
 def test_of_planted_faults(kind):
     for seed in range(2):
         programs, faults, _ = draw(kind, WORLDS[seed], seed)
-        values = flight_export.dumps_of(quiescence.run(programs, faults))
-        dumps = {rank: flight_recorder.of_value(value, rank) for rank, value in values}
+        values = export.dumps_of(stall.run(programs, faults))
+        dumps = {rank: dump_reader.of_value(value, rank) for rank, value in values}
         state = State(DumpSet(dumps))
-        assert votes.mismatches(state) == one_by_one(state)
+        assert mismatch.mismatches(state) == one_by_one(state)
 
 
 @pytest.mark.slow
@@ -45,15 +46,15 @@ def test_of_damaged_dumps():
         dumps = {}
         for rank, data in mutated(random.Random(seed)).items():
             try:
-                dumps[rank] = flight_recorder.parse(data, rank)
+                dumps[rank] = dump_reader.parse(data, rank)
             except DumpError:
                 continue
         state = State(DumpSet(dumps))
-        found = votes.mismatches(state)
+        found = mismatch.mismatches(state)
         assert found == one_by_one(state)
         seen += len(found)
     assert seen
 
 
 def test_of_nothing():
-    assert votes.mismatches(State(DumpSet({}))) == []
+    assert mismatch.mismatches(State(DumpSet({}))) == []

@@ -1,13 +1,16 @@
 """Forwards and backwards that run beside each other are labelled, too."""
 
 import contextlib
-from types import ModuleType, SimpleNamespace
+import dataclasses
+from types import ModuleType
 
 import pytest
 
 pytest.importorskip("torch")
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.plugin.seams_labels import _label_combined
+import patching
+
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.patches.labels import _label_combined
 
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
@@ -24,7 +27,7 @@ def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
         return (object() if f_model else None), 0, None
 
     module.combined_forward_backward_step = combined_forward_backward_step
-    _label_combined(module, SimpleNamespace(proof=proof))
+    _label_combined(module, dataclasses.replace(patching.context(), proof=proof))
 
     def step(forward, backward, chunk=None):
         given = [None, None, forward, 4, None, [], backward is not None or None, None, backward]

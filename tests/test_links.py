@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prism.plugin import links
+from megatron_prism.emulate import nvlink_keepalive
 
 
 @pytest.fixture
@@ -14,10 +14,10 @@ def devices(monkeypatch):
     """Three devices, of which 0 and 2 reach each other, and what was sent between them."""
     torch = pytest.importorskip("torch")
     sent = []
-    monkeypatch.setattr(links, "PERIOD_S", 0.001)
+    monkeypatch.setattr(nvlink_keepalive, "PERIOD_S", 0.001)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} == {0, 2})
-    monkeypatch.setattr(links, "_sender", lambda a, b: lambda: sent.append((a, b)))
+    monkeypatch.setattr(nvlink_keepalive, "_sender", lambda a, b: lambda: sent.append((a, b)))
     return sent
 
 
@@ -40,7 +40,7 @@ class Calls:
 
 
 def test_words_go_to_a_neighbour_until_the_end(devices):
-    kept = links.awake(0, Calls())
+    kept = nvlink_keepalive.awake(0, Calls())
     assert until(lambda: len(devices) > 3)
     kept.stop()
     count = len(devices)
@@ -55,7 +55,7 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
 def test_a_rank_that_makes_no_calls_sends_nothing(devices):
     calls = Calls()
     calls.still = True
-    kept = links.awake(0, calls)
+    kept = nvlink_keepalive.awake(0, calls)
     time.sleep(0.05)
     assert devices == []  # it has not begun
     calls.still = False
@@ -72,7 +72,7 @@ def test_a_rank_that_makes_no_calls_sends_nothing(devices):
 
 def test_calls_of_a_group_of_one_keep_no_link_awake():
     """A rank without tensor parallelism broadcasts its batches in one, and adds up its loss."""
-    from megatron_prism.virtual.tally import Tally
+    from megatron_prism.runtime.traffic import Tally
 
     tally = Tally()
     for _ in range(5):
@@ -87,7 +87,7 @@ def test_calls_of_a_group_of_one_keep_no_link_awake():
 def test_words_go_on_behind_calls_that_never_pause(devices, monkeypatch):
     """The device is still at it when its host is through; and then they end."""
     looks = iter([*range(60), *[60] * 40])
-    kept = links.awake(0, lambda: next(looks))  # which raises after a hundred looks
+    kept = nvlink_keepalive.awake(0, lambda: next(looks))  # which raises after a hundred looks
     assert until(lambda: kept.why)
     assert kept.words == 60 + 15  # 35 of the last 50 looks are left after 15
 
@@ -98,8 +98,8 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
             raise RuntimeError("peer access was lost")
         devices.append(1)
 
-    monkeypatch.setattr(links, "_sender", lambda a, b: send)
-    kept = links.awake(2, Calls())
+    monkeypatch.setattr(nvlink_keepalive, "_sender", lambda a, b: send)
+    kept = nvlink_keepalive.awake(2, Calls())
     assert until(lambda: kept.why)
     assert (kept.words, kept.summary()["awake"]) == (2, False)
     assert "peer access was lost" in str(kept)
@@ -107,7 +107,7 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
 
 
 def test_without_a_neighbour_links_sleep(devices, monkeypatch):
-    alone = links.awake(1, Calls())
+    alone = nvlink_keepalive.awake(1, Calls())
     assert "no other GPU of this host is visible" in str(alone)
     assert not alone.summary()["awake"]
     assert devices == []
@@ -115,13 +115,13 @@ def test_without_a_neighbour_links_sleep(devices, monkeypatch):
     def refused(index, peer):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(links, "_sender", refused)
-    assert "libcuda.so.1" in links.awake(0, Calls()).why
+    monkeypatch.setattr(nvlink_keepalive, "_sender", refused)
+    assert "libcuda.so.1" in nvlink_keepalive.awake(0, Calls()).why
     assert not [t for t in threading.enumerate() if t.name == "prism-links" and t.is_alive()]
 
 
 def test_several_local_ranks_keep_their_links_awake_themselves(devices):
-    kept = links.awake(0, Calls(), num_processes=2)
+    kept = nvlink_keepalive.awake(0, Calls(), num_processes=2)
     assert kept.summary() == {
         "awake": True,
         "words": 0,
@@ -134,17 +134,17 @@ def test_several_local_ranks_keep_their_links_awake_themselves(devices):
 def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    assert [links._neighbour(index) for index in range(3)] == [1, 2, 0]
+    assert [nvlink_keepalive._neighbour(index) for index in range(3)] == [1, 2, 0]
 
 
 def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
     torch = pytest.importorskip("torch")
-    from megatron_prism.virtual.driver import Driver
+    from megatron_prism.runtime.pacing.driver import Driver
 
     done, made = [], {}
 
     def tensor(place):
-        made[place] = torch.empty(links._BYTES, dtype=torch.uint8)
+        made[place] = torch.empty(nvlink_keepalive._BYTES, dtype=torch.uint8)
         return made[place]
 
     device = SimpleNamespace(
@@ -157,13 +157,13 @@ def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
     monkeypatch.setattr(Driver, "_call", lambda self, *words: done.append(words))
     monkeypatch.setattr(torch, "as_tensor", lambda outside, device: tensor(device))
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: tensor(device))
-    send = links._sender(2, 3)
+    send = nvlink_keepalive._sender(2, 3)
     assert done == []
     assert sorted(made) == ["cuda:2", "cuda:3"]
     here, there = made["cuda:2"].data_ptr(), made["cuda:3"].data_ptr()
     send()
     assert done == [
         ("device", 2),
-        ("cuMemcpyAsync", there, here, links._BYTES, "of 2"),
-        ("cuMemcpyAsync", here, there, links._BYTES, "of 2"),
+        ("cuMemcpyAsync", there, here, nvlink_keepalive._BYTES, "of 2"),
+        ("cuMemcpyAsync", here, there, nvlink_keepalive._BYTES, "of 2"),
     ]

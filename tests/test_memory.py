@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prism import memory
-from megatron_prism import programs as stored
-from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.program import Builder
-from megatron_prism.program_parse import parse
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.core import programs as stored
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.program import Builder
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.memory import peaks
 
 TEXT = """
 prism-program 1
@@ -51,7 +51,7 @@ O    compute     kernels=1
 
 def test_what_is_alive_at_the_peak():
     made = parse(TEXT)
-    top = memory.peak(made.programs[0])
+    top = peaks.peak(made.programs[0])
     assert top.num_bytes == 1000 + 2000 + 300 + 7 + 64 + 32 + 8 + 128
     assert (top.op.label, top.index, top.site) == ("0B0", 3, "core/schedules.py:1")
     assert top.by_kind == {
@@ -59,7 +59,7 @@ def test_what_is_alive_at_the_peak():
     }  # fmt: skip
     assert sum(top.by_kind.values()) == top.num_bytes
     act = next(h for h in top.holdings if h.kind == "act")
-    assert act == memory.Holding("act", "decoder.layers.*.mlp", "core/mlp.py:5", 96, 2)
+    assert act == peaks.Holding("act", "decoder.layers.*.mlp", "core/mlp.py:5", 96, 2)
     assert [h.num_bytes for h in top.holdings] == sorted(
         (h.num_bytes for h in top.holdings), reverse=True
     )
@@ -68,7 +68,7 @@ def test_what_is_alive_at_the_peak():
 def test_what_python_drops_on_the_way_out_of_a_step_was_temporary():
     """Storage 6 goes before the first op of the next step; the peak of the forward has it."""
     lines = TEXT.replace("storage=8 bytes=128", "storage=8 bytes=1")
-    kinds = memory.peak(parse(lines).programs[0]).by_kind
+    kinds = peaks.peak(parse(lines).programs[0]).by_kind
     assert kinds["tmp"] == 16
     assert kinds["comm"] == 0
 
@@ -80,7 +80,7 @@ def test_what_is_never_freed():
         build.add("compute", phase=phase, kernels=1)
         build.memory(storage, 10**storage, "@core/x.py:1")
         build.add("compute", phase=phase, kernels=1)
-    kinds = memory.peak(build.build(0)).by_kind
+    kinds = peaks.peak(build.build(0)).by_kind
     assert {k: v for k, v in kinds.items() if v} == {"act": 1, "grad": 10, "optim": 100}
 
 
@@ -95,7 +95,7 @@ def test_the_peak_is_that_of_a_loop(changes):
         build.memory(storage, change, f"m.{note} @f:{note}" if note else "")
         most = max(most, sum(live.values()))
         build.add("compute", phase="backward" if note > 2 else "forward", kernels=1)
-    top = memory.peak(build.build(0))
+    top = peaks.peak(build.build(0))
     if not changes:
         assert top is None
     else:
@@ -109,7 +109,7 @@ def test_classes_of_equal_programs_are_one():
         made.world, (*made.programs, dataclasses.replace(made.programs[0], rank=1)), [0, 2, 1, 1]
     )
     for programs in (made, twice):
-        classes = memory.analyse(programs)
+        classes = peaks.analyse(programs)
         assert [(c.name, c.ranks, c.count) for c in classes] == [
             ("pp=0", "0,1", 2), ("pp=1", "2,3", 2)
         ]  # fmt: skip
@@ -127,12 +127,12 @@ def test_classes_of_equal_programs_are_one():
     ],
 )
 def test_names_of_classes(ranks, name):
-    assert memory.class_name(World(16, tp=2, pp=4), list(ranks)) == name
+    assert peaks.class_name(World(16, tp=2, pp=4), list(ranks)) == name
 
 
 def test_a_slice_without_allocations_is_refused():
     with pytest.raises(UsageError, match="rank 0 recorded no allocations") as caught:
-        memory.analyse(parse("prism-program 1\nworld size=1\nprogram rank=0\nO compute\n"))
+        peaks.analyse(parse("prism-program 1\nworld size=1\nprogram rank=0\nO compute\n"))
     assert "tier" in caught.value.fix
 
 
@@ -181,9 +181,9 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     pytest.importorskip("megatron.core")
     from rich.console import Console
 
-    from megatron_prism import memory_baseline
-    from megatron_prism import recipe as recipes
-    from megatron_prism.plugin import capture
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import capture_recipe as capture
+    from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
@@ -217,7 +217,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     ours = [g for g in leak.origins if g.module.endswith("decoder.layers.*.mlp")]
     assert sum(g.num_bytes for g in ours) == 4 * 4 * copy  # layers, microbatches of an iteration
     assert leak.origins[0].site.startswith("core/transformer/transformer_layer")
-    assert all(memory.growth(p)[0].num_bytes < 64 for p in plain.programs if memory.growth(p))
+    assert all(peaks.growth(p)[0].num_bytes < 64 for p in plain.programs if peaks.growth(p))
 
 
 @pytest.mark.slow
@@ -228,9 +228,9 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     pytest.importorskip("megatron.core")
     from rich.console import Console
 
-    from megatron_prism import memory_baseline
-    from megatron_prism import recipe as recipes
-    from megatron_prism.plugin import capture
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import capture_recipe as capture
+    from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
     made = capture.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
@@ -247,14 +247,14 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
         ("pp=3", "over", "reserved", "768-1023")
     ]
     program = made.of(768)
-    place = memory.overflow(program, limit)
+    place = peaks.overflow(program, limit)
     assert place.op.phase == "forward"
     assert place.op.microbatch == 0
     assert re.match(r"core/\S+\.py:\d+$", place.site)
     missing = over[0].after - limit
-    assert memory.overflow(program, limit + missing) is None
+    assert peaks.overflow(program, limit + missing) is None
     assert not any(c.fails for c in memory_baseline.compare(now, now, limit=limit + missing))
-    assert memory.overflow(made.of(0), limit) is None
+    assert peaks.overflow(made.of(0), limit) is None
 
 
 def test_what_came_before_the_iteration_may_not_fit():
@@ -265,10 +265,10 @@ def test_what_came_before_the_iteration_may_not_fit():
     size = 600 << 20
     rows = [[0, size, 0, 0], [0, -size, 0, 1], [1, 150 << 20, 0, 2], [1, -(150 << 20), 0, 3]]
     program = dataclasses.replace(builder.build(0), history=np.array(rows))
-    assert memory.overflow(program, 700 << 20) is None
-    place = memory.overflow(program, 500 << 20)
+    assert peaks.overflow(program, 700 << 20) is None
+    place = peaks.overflow(program, 500 << 20)
     assert (place.where, place.size, place.reserved) == ("before the iteration", size, 0)
-    assert memory.overflow(program, 100 << 20).size == 150 << 20
+    assert peaks.overflow(program, 100 << 20).size == 150 << 20
 
 
 def test_every_stream_has_a_pool_of_its_own(tmp_path):
@@ -282,12 +282,12 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     made = builder.build(0)
     assert made.streams.tolist() == [0, 0, 1]
     world = Programs.one_per_rank([made], World(1))
-    (found,) = memory.analyse(world)
+    (found,) = peaks.analyse(world)
     assert (found.peak.num_bytes, found.reserved) == (40 << 20, 80 << 20)
     path = stored.save(world, tmp_path / "w.prism")
-    assert memory.analyse(stored.load(path))[0].reserved == 80 << 20
+    assert peaks.analyse(stored.load(path))[0].reserved == 80 << 20
     alone = dataclasses.replace(made, streams=made.streams[:0])
-    assert memory.analyse(Programs.one_per_rank([alone], World(1)))[0].reserved == 40 << 20
+    assert peaks.analyse(Programs.one_per_rank([alone], World(1)))[0].reserved == 40 << 20
     odd = dataclasses.replace(made, streams=made.streams[:2])
     path = stored.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are not its own"):

@@ -5,7 +5,7 @@ import patching
 import pytest
 import torch
 
-from megatron_prism.tiers.mla_rope import KERNELS
+from megatron_prism.runtime.devices.mla_rope import KERNELS
 
 HEADS, HEAD, WIDTH, VALUE = 3, 5, 8, 4
 
@@ -73,7 +73,7 @@ def test_packed_sequences_count_from_their_own_beginnings(rank, size):
 
 
 def test_shapes_are_left_alone_and_counted(monkeypatch):
-    from megatron_prism.tiers import work
+    from megatron_prism.runtime.devices import work
 
     class Meter:
         def add(self, name, flops, traffic, tensors):
@@ -91,8 +91,9 @@ def test_shapes_are_left_alone_and_counted(monkeypatch):
 def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
     from types import SimpleNamespace
 
-    from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import seams_kernels, seams_training
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import kernels as seams_kernels
+    from megatron_prism.emulate.patches import training as seams_training
 
     class JITFunction:
         __name__ = "rotate"
@@ -114,9 +115,10 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
 def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     from types import SimpleNamespace
 
-    from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import patch, seams_training
-    from megatron_prism.plugin.proof import Proof
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate import patch
+    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate.patches import training as seams_training
 
     class Sharded:
         made = 0
@@ -141,8 +143,9 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     """Megatron's build_module makes a new exception of each, once per level."""
     from types import SimpleNamespace
 
-    from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import seams_kernels, seams_training
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import kernels as seams_kernels
+    from megatron_prism.emulate.patches import training as seams_training
 
     class MambaMixer:
         pass
@@ -165,8 +168,8 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
 def test_low_precision_is_refused_when_the_configuration_is_made():
     from types import SimpleNamespace
 
-    from megatron_prism.errors import UnsupportedError
-    from megatron_prism.plugin import seams_kernels
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import kernels as seams_kernels
 
     class Config:
         def __init__(self, **fields):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from needs import TRAINING
 
-from megatron_prism import recipe as recipes
-from megatron_prism.plugin import model_flops
+from megatron_prism.core import recipe as recipes
+from megatron_prism.emulate import model_flops
 
 SETTINGS = {
     "tiny-gpt_1cpu": "",
@@ -79,7 +79,8 @@ def test_without_a_stock_job_nothing_is_said(monkeypatch):
 def test_slices_of_a_stock_job_say_its_flops(tmp_path, capsys):
     import stock_jobs
 
-    from megatron_prism import cli, slices
+    from megatron_prism.cli import main as cli
+    from megatron_prism.core import slices
 
     script = Path(__file__).parent / "megatron" / "pretrain_tiny.py"
     job = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32

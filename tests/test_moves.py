@@ -7,12 +7,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.collectives import BY_METHOD
-from megatron_prism.virtual import answers
-from megatron_prism.virtual.moves import COPY, KINDS, move_of
-from megatron_prism.virtual.pace_moves import ADDED
-from megatron_prism.virtual.parts import Rows
-from megatron_prism.virtual.values import Values
+from megatron_prism.core.collectives import BY_METHOD
+from megatron_prism.runtime import answers
+from megatron_prism.runtime.pacing.kernel_moves import ADDED
+from megatron_prism.runtime.pacing.moves import COPY, KINDS, move_of
+from megatron_prism.runtime.partial_sums import Rows
+from megatron_prism.runtime.values import Values
 
 N, P, K = 4, 2, 24
 

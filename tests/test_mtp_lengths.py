@@ -31,7 +31,7 @@ def communicator(layout, stages, stage, group=None):
 
 
 def lengths(*args, microbatches, **how):
-    from megatron_prism.plugin.seams_pipeline import mtp_lengths
+    from megatron_prism.emulate.patches.pipeline import mtp_lengths
 
     return [list(side) for side in mtp_lengths(communicator(*args, **how), microbatches)]
 
@@ -78,7 +78,7 @@ def test_what_comes_is_what_the_peer_sends(layout, microbatches):
 
 def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
     """--mtp-standalone alone: Megatron asks for shapes, and they are those of one sequence."""
-    from megatron_prism.plugin import seams_pipeline
+    from megatron_prism.emulate.patches import pipeline
 
     class Communicator:
         config = SimpleNamespace(
@@ -97,10 +97,8 @@ def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
             pass
 
     settings = SimpleNamespace(seq_length=32, micro_batch_size=3)
-    monkeypatch.setattr(seams_pipeline, "_get_args", lambda: settings)
-    seams_pipeline._label_receives(
-        SimpleNamespace(P2PCommunicator=Communicator), patching.context()
-    )
+    monkeypatch.setattr(pipeline, "_get_args", lambda: settings)
+    pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), patching.context())
     assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
 
 
@@ -111,8 +109,8 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     """Where all ranks are local they have said it themselves."""
     import torch
 
-    from megatron_prism.plugin import seams_mtp
-    from megatron_prism.plugin.patch import Context
+    from megatron_prism.emulate.patch import Context
+    from megatron_prism.emulate.patches import mtp as seams_mtp
 
     class Optimizer:
         def has_grad_norm_group(self, group):

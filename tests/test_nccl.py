@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.costs import nccl
-from megatron_prism.costs.collective import Shape, modelled
-from megatron_prism.costs.machine import machine
+from megatron_prism.replay.costs import nccl
+from megatron_prism.replay.costs.collectives import Shape, modelled
+from megatron_prism.replay.costs.machine import machine
 
 H200 = dataclasses.replace(machine("h200"), nvls_rate=0)  # measured with NVLS off
 MEASURED = Path(__file__).parents[1] / "benchmarks" / "results" / "h200_x4_rates.json"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_prism import cli
-from megatron_prism.costs import ERRORS, op_table
-from megatron_prism.costs.compute import MIXED, OPS, ROOFLINE, compute_ns, parts_of
-from megatron_prism.costs.machine import machine, machines
-from megatron_prism.costs.op_table import Kernel
-from megatron_prism.errors import UsageError
-from megatron_prism.program_parse import parse
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.replay.costs import ERRORS, op_table
+from megatron_prism.replay.costs.compute import MIXED, OPS, ROOFLINE, compute_ns, parts_of
+from megatron_prism.replay.costs.machine import machine, machines
+from megatron_prism.replay.costs.op_table import Kernel
 
 ROWS = Path(__file__).parents[1] / "benchmarks/results/h200_segments.json"
 H200 = dataclasses.replace(machine("h200"), ops="")
@@ -96,8 +96,8 @@ def test_a_kernel_is_found_as_it_was_recorded(table, kernel, expected):
 def test_what_torch_records_is_what_the_table_knows(table):
     """Forward and backward of a linear layer, recorded from torch's own autograd."""
     torch = pytest.importorskip("torch")
-    from megatron_prism.slicer.kernels import Meter
-    from megatron_prism.tiers.live import LiveBytes
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.recorder.shapes_meter import Meter
 
     live, meter = LiveBytes("meta"), Meter()
     live.meter = meter

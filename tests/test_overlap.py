@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from naive_replay import prices_of, random_programs
 
-from megatron_prism import cli, costs, graph
-from megatron_prism.costs.collective import read_calibration
-from megatron_prism.costs.machine import machine
-from megatron_prism.costs.overlap import METHOD, Overlap, read_rows
-from megatron_prism.errors import UsageError
-from megatron_prism.program_parse import parse
-from megatron_prism.replay import overlap, timeline
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.graph import world_graph
+from megatron_prism.replay import costs, overlap, timeline
+from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay.costs.machine import machine
+from megatron_prism.replay.costs.overlap_factors import METHOD, Overlap, read_rows
 from megatron_prism.replay.priced_graph import price
 
 MS = 1_000_000
@@ -37,7 +38,7 @@ def row(**more):
 
 def found(text, call_ms, compute, call):
     """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
-    made = graph.build(parse(text))
+    made = world_graph.build(parse(text))
     prices = costs.price(made, machine("h200"))
     prices = dataclasses.replace(prices, meetings=np.full(1, call_ms * MS))
     factors = read_rows([row(compute=compute, call=call)])
@@ -91,7 +92,7 @@ def test_closed_forms(call_ms, compute, call, expected):
 )
 def test_products_and_other_kernels_lose_differently(products, computing_ms, call_ms):
     said = "" if products is None else f" products={products * MS}"
-    made = graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
+    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
     prices = costs.price(made, machine("h200"))
     prices = dataclasses.replace(prices, meetings=np.full(1, 500 * MS))
     factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
@@ -101,12 +102,12 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
 
 
 def test_computing_that_was_recorded_beside_calls_loses_no_more():
-    made = graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
+    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
     factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
     plain = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 500 * MS))
     alone = overlap.replay(made, plain, factors, "x", 1).prices
     source = {**made.programs.source, "peers": "paced"}
-    paced = graph.build(dataclasses.replace(made.programs, source=source))
+    paced = world_graph.build(dataclasses.replace(made.programs, source=source))
     beside = overlap.replay(paced, plain, factors, "x", 1).prices
     assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
     assert beside.meetings[0] == 1000 * MS  # calls are calibrated alone: they lose as before
@@ -118,7 +119,7 @@ def test_computing_that_was_recorded_beside_calls_loses_no_more():
 def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor):
     """1,000 ms of additions beside the call: it has run 1,000 / factor of its own time then."""
     beside = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
-    made = graph.build(parse(beside))
+    made = world_graph.build(parse(beside))
     prices = dataclasses.replace(
         costs.price(made, machine("h200")), meetings=np.full(1, call_ms * MS)
     )
@@ -133,7 +134,7 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
 def test_a_call_that_computing_nearly_covers(factor):
     """Its first ms is alone: pass by pass it comes nearer to the end, and does come there."""
     late = BESIDE.replace(f"ns={1000 * MS}", f"ns={4000 * MS} products=0 host={MS} lead={MS}")
-    made = graph.build(parse(late))
+    made = world_graph.build(parse(late))
     prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
     factors = read_rows([row(), row(kind="memory", call=factor)])
     slower = overlap.replay(made, prices, factors, "x", 1).prices
@@ -144,7 +145,7 @@ def test_a_call_that_computing_nearly_covers(factor):
 @pytest.mark.parametrize("factor", [1.5, 1.9, 2.0, 3.6])
 def test_computing_on_several_streams_slows_a_call_once(factor):
     side = "".join(f"- compute ns={1000 * MS} stream=s{n}\n" for n in range(2))
-    made = graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
+    made = world_graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
     prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
     factors = read_rows([row(call=factor)])
     slower = overlap.replay(made, prices, factors, "x", 1).prices
@@ -160,7 +161,7 @@ def test_it_is_said():
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 10, 11])  # the others hang on purpose
 def test_random_worlds_only_get_slower_and_not_without_factors(seed):
-    made = graph.build(random_programs(seed))
+    made = world_graph.build(random_programs(seed))
     prices = prices_of(made)
     assert overlap.replay(made, prices, {}, "x").prices is prices
     factors = {
@@ -274,7 +275,7 @@ def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
 
 def test_a_clock_that_drifts_is_no_factor():
     """Every round is 10 % slower than the one before: phases of the same round are compared."""
-    calibrate_overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    calibrate_overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
     slower = [1.1**k for k in range(6)]
     rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05) for s in slower]
     medians = calibrate_overlap._medians
@@ -286,7 +287,7 @@ def test_a_clock_that_drifts_is_no_factor():
 
 def test_what_is_lost_counts_for_as_long_as_both_run():
     """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
-    overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
     us = 1000.0
     one = overlap.Round(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
     compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
@@ -304,7 +305,7 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
 
 
 def test_phases_differ_in_one_thing_only(monkeypatch):
-    overlap = pytest.importorskip("megatron_prism.plugin.calibrate_overlap")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
     import torch
 
     log = []
@@ -358,7 +359,7 @@ def test_a_measurement_on_cpus(tmp_path):
     dist = pytest.importorskip("torch.distributed")
     import torch
 
-    from megatron_prism.plugin import calibrate_overlap
+    from megatron_prism.emulate import calibrate_overlap
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -380,7 +381,7 @@ def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypa
 
     from rich.console import Console
 
-    from megatron_prism.plugin import calibrate
+    from megatron_prism.emulate import calibrate
 
     ran = []
 
@@ -405,7 +406,7 @@ def test_messages_are_numbers_that_stay_finite(ranks):
 
     import torch
 
-    from megatron_prism.plugin import calibrate_overlap, calibrate_rank
+    from megatron_prism.emulate import calibrate_overlap, calibrate_rank
 
     for cuda in (True, False):  # bf16 and fp32
         bench = SimpleNamespace(cuda=cuda, device="cpu")

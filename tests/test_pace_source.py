@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron_prism.replay.release import Releases
-from megatron_prism.virtual.moves import KINDS
-from megatron_prism.virtual.pace_moves import ADDED, CHUNK_NS, COPY_NS, SUM_NS
-from megatron_prism.virtual.pace_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
+from megatron_prism.runtime.pacing.kernel_moves import ADDED, CHUNK_NS, COPY_NS, SUM_NS
+from megatron_prism.runtime.pacing.kernel_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
+from megatron_prism.runtime.pacing.moves import KINDS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -97,7 +97,7 @@ class Device:
     """One local rank's device; ``shared``: arrays of another that it shares."""
 
     def __init__(self, library, table, process, shared=None):
-        from megatron_prism.virtual.pace_kernel import _columns
+        from megatron_prism.runtime.pacing.kernel import _columns
 
         self.library, self.launches = library, [[j] for j in table.of[table.member == process]]
         self.columns = _columns(table, self.launches, process)

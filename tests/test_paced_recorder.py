@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.ops import CODE
-from megatron_prism.slicer.paced import PacedRecorder
-from megatron_prism.slicer.recorder import Recorder
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.core.ops import CODE
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.recorder.paced import PacedRecorder
+from megatron_prism.runtime.recorder.recorder import Recorder
+from megatron_prism.runtime.values import Values
 
 RANK, SIZE, LATE = 3, 8, 0.2
 

@@ -19,21 +19,24 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.costs.collective import Calibration
-from megatron_prism.errors import PrismError, UnsupportedError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.plugin import flags, pace, pace_capture, summary
-from megatron_prism.plugin.links import Links
-from megatron_prism.plugin.pace import check, slow_ranks
-from megatron_prism.plugin.pace_calls import expected, nccl_blocks
-from megatron_prism.plugin.pace_capture import capture_missing, missing_ranks
-from megatron_prism.program import Program
-from megatron_prism.slices import SliceStore
-from megatron_prism.virtual import pace_report, pace_shared, work
-from megatron_prism.virtual.pace_shared import Shared, layout, seats
-from megatron_prism.virtual.pacing import Call, Pacer
-from megatron_prism.virtual.work import Done
-from megatron_prism.world import World
+from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.world import World
+from megatron_prism.emulate import options as flags
+from megatron_prism.emulate import pace, pace_capture, summary
+from megatron_prism.emulate.nvlink_keepalive import Links
+from megatron_prism.emulate.pace import check, slow_ranks
+from megatron_prism.emulate.pace_calls import expected, nccl_blocks
+from megatron_prism.emulate.pace_capture import capture_missing, missing_ranks
+from megatron_prism.replay.costs.collectives import Calibration
+from megatron_prism.runtime import work
+from megatron_prism.runtime.pacing import report as pace_report
+from megatron_prism.runtime.pacing import shared_memory
+from megatron_prism.runtime.pacing.pacer import Call, Pacer
+from megatron_prism.runtime.pacing.shared_memory import Shared, layout, seats
+from megatron_prism.runtime.work import Done
 
 
 class Device:
@@ -522,7 +525,7 @@ def test_local_ranks_share_memory_that_has_no_name():
 
 
 def test_local_ranks_that_cannot_share_leave_no_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(pace_shared, "_FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
     store, places = Store(), layout(4, 3, 5, 2)
     Shared(store, 0, 2, places, "t")
     with pytest.raises(PrismError, match="another table"):

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prism.plugin import seams_places, seams_training
-from megatron_prism.plugin.patch import Context
-from megatron_prism.plugin.proof import Proof
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.patch import Context
+from megatron_prism.emulate.patches import outputs
+from megatron_prism.emulate.patches import training as seams_training
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)
 
@@ -42,12 +43,12 @@ def test_a_job_is_real_when_no_rank_is_virtual(module):
 def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
     names, calls = module
     emulated, real = names("save_grads"), names("save_grads")
-    seams_places._no_gradients(emulated, context(EMULATED))
+    outputs._no_gradients(emulated, context(EMULATED))
     for iteration in (1, 2):
         assert emulated.save_grads("real", {}, iteration, "wgrads") is None
     assert calls == []
     assert capsys.readouterr().err.count("gradients are not written") == 1
-    seams_places._no_gradients(real, context(REAL))
+    outputs._no_gradients(real, context(REAL))
     real.save_grads("own", {}, 1, "dgrads")
     assert calls == [("save_grads", "own", {}, 1, "dgrads")]
     assert capsys.readouterr().err == ""
@@ -62,9 +63,9 @@ def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
 ):
     names, calls = module
     settings = SimpleNamespace(profile=True, use_pytorch_profiler=profiler)
-    monkeypatch.setattr(seams_places, "_get_args", lambda: settings)
+    monkeypatch.setattr(outputs, "_get_args", lambda: settings)
     training = names("train")
-    seams_places._no_traces(training, context(local))
+    outputs._no_traces(training, context(local))
     training.train("model")
     assert calls == [("train", "model")]
     assert settings.profile is left
@@ -94,7 +95,7 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
     """A trace of routing begins by emptying the file of its rank."""
     names, calls = module
     variables = names("set_global_variables")
-    seams_places._no_others(variables, context(local))
+    outputs._no_others(variables, context(local))
     args = SimpleNamespace(world_size=4, save="own", **PLACES)
     variables.set_global_variables(args)
     assert calls == [("set_global_variables", args)]
@@ -113,7 +114,7 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
 def test_gpus_are_not_sniffed_where_there_are_none(module, capsys):
     names, calls = module
     test = names("run_gpu_sniff_test")
-    seams_places._no_sniffing(test, context(EMULATED))
+    outputs._no_sniffing(test, context(EMULATED))
     for _ in range(2):
         test.run_gpu_sniff_test("before training")
     assert calls == []

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_replay import random_programs
 
-from megatron_prism import stochastic
-from megatron_prism.costs.variability import Variability
-from megatron_prism.errors import PrismError
-from megatron_prism.program_parse import parse
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.predict import predict
+from megatron_prism.predict.spreads import Variability
 from megatron_prism.replay.priced_graph import WhatIf, price
 
 STILL = Variability("none", 0.0, 0.0, 0.0, 0.0, "nothing varies")
@@ -31,9 +31,7 @@ O  compute ns=400us
 
 def assert_one_answer(priced, samples=100):
     """Every quantile of a prediction without variation is the replay's iteration."""
-    found = stochastic.predict(
-        priced, variability=STILL, samples=samples, levels=(0.2, 0.5, 0.8), slow_by=2
-    )
+    found = predict(priced, variability=STILL, samples=samples, levels=(0.2, 0.5, 0.8), slow_by=2)
     expected = priced.timeline.iteration_ns
     assert found.steady == expected
     assert {one.ns for one in found.quantiles} == {expected}

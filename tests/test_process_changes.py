@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_prism.process_changes import ProcessChanges
+from megatron_prism.core.process_changes import ProcessChanges
 
 
 class Base:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism import programs
-from megatron_prism.errors import PrismError, ProgramError, UsageError
-from megatron_prism.ops import DTYPES, NAMES, PHASES, REDUCE, Op
-from megatron_prism.program import Builder, Program
-from megatron_prism.program_parse import parse
-from megatron_prism.program_text import dump
-from megatron_prism.programs import Programs
-from megatron_prism.slices import open_programs
-from megatron_prism.world import World
+from megatron_prism.core import programs
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError
+from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op
+from megatron_prism.core.program import Builder, Program
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.slices import open_programs
+from megatron_prism.core.world import World
 
 TEXT = """
 prism-program 1

@@ -5,9 +5,9 @@ import types
 import pytest
 import torch
 
-from megatron_prism.errors import NotTrainedError
-from megatron_prism.plugin import summary
-from megatron_prism.plugin.proof import Proof
+from megatron_prism.core.errors import NotTrainedError
+from megatron_prism.emulate import summary
+from megatron_prism.emulate.monitor import Proof
 
 
 def args(train_iters=3, **more):

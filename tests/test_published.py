@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from megatron_prism.costs import ERRORS
+from megatron_prism.replay.costs import ERRORS
 
 ROOT = Path(__file__).parents[1]
 ROWS = json.loads((ROOT / "benchmarks/results/published_h100.json").read_text("utf-8"))["rows"]

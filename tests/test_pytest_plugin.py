@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-import megatron_prism.memory_baseline  # numpy loads once per process
-import megatron_prism.recipe  # noqa: F401 - as do its dataclasses, which OmegaConf looks up by name
+import megatron_prism.core.recipe  # noqa: F401 - as do its dataclasses, which OmegaConf looks up by name
 
 pytest_plugins = ["pytester"]
 

@@ -9,8 +9,8 @@ import re
 import pytest
 
 import megatron_prism
-from megatron_prism import cli
-from megatron_prism.plugin.flags import FLAGS
+from megatron_prism.cli import main as cli
+from megatron_prism.emulate.options import FLAGS
 
 ROOT = pathlib.Path(megatron_prism.__file__).parent
 MOST_ANY = 721  # of 1,868 once
@@ -191,6 +191,6 @@ def test_exported_names_exist(name):
 
 @pytest.mark.parametrize("name", ["units", "world"])
 def test_examples_in_docstrings_are_true(name):
-    found = doctest.testmod(importlib.import_module(f"megatron_prism.{name}"))
+    found = doctest.testmod(importlib.import_module(f"megatron_prism.core.{name}"))
     assert found.attempted
     assert not found.failed

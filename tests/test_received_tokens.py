@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_prism.errors import UnsupportedError  # noqa: E402
-from megatron_prism.plugin import seams_received  # noqa: E402
-from megatron_prism.plugin.seams_received import tokens_of  # noqa: E402
-from megatron_prism.virtual.token_vectors import COUNT, TokenVectors  # noqa: E402
-from megatron_prism.virtual.values import Values  # noqa: E402
+from megatron_prism.core.errors import UnsupportedError  # noqa: E402
+from megatron_prism.emulate.patches import received  # noqa: E402
+from megatron_prism.emulate.patches.received import tokens_of  # noqa: E402
+from megatron_prism.runtime.token_vectors import COUNT, TokenVectors  # noqa: E402
+from megatron_prism.runtime.values import Values  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,8 +114,8 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
         return torch.full(args[0], float("nan"))
 
     module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
-    monkeypatch.setattr(seams_received, "values_of", lambda group: Values() if virtual else None)
-    seams_received._whole_ring(module, patching.context())
+    monkeypatch.setattr(received, "values_of", lambda group: Values() if virtual else None)
+    received._whole_ring(module, patching.context())
     monkeypatch.setattr(torch, "empty", dirty)
     x = torch.ones(4, requires_grad=True)
     Attention.apply(x, _Group(place)).sum().backward()
@@ -124,7 +124,7 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
 
 
 def test_two_threads_leave_torch_as_it_was():
-    empty, zeroed = torch.empty, seams_received._Zeroed()
+    empty, zeroed = torch.empty, received._Zeroed()
     zeroed.__enter__()
     zeroed.__enter__()  # of another thread
     zeroed.__exit__()
@@ -143,12 +143,12 @@ def test_prompts_without_labels_have_vectors_of_their_own():
 
 
 def test_what_fills_them_belongs_to_no_segment(monkeypatch):
-    from megatron_prism.slicer import clock, recorder
-    from megatron_prism.virtual.session import VirtualWorld
+    from megatron_prism.runtime.recorder import host_clock, recorder
+    from megatron_prism.runtime.world import VirtualWorld
 
     now = [0]
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(host_clock, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     world = SimpleNamespace(recorder=recorder.Recorder(0, "cpu"))
 
@@ -171,13 +171,13 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
 BATCH = """
 import sys
 import torch
-from megatron_prism import tiers
+from megatron_prism.runtime import devices as tiers
 here = tiers.install(sys.argv[1])
 from megatron.core.tensor_parallel import data
-from megatron_prism.plugin import seams_received
-from megatron_prism.plugin.patch import Context
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.emulate.patches import received as seams_received
+from megatron_prism.emulate.patch import Context
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 local = int(sys.argv[2])
 session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
 group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
@@ -212,7 +212,7 @@ def test_images_whose_places_are_values_are_refused_on_shapes(meta):
         pass
 
     module = SimpleNamespace(LLaVAModel=LLaVAModel)
-    seams_received._images_have_places(module, patching.context(meta))
+    received._images_have_places(module, patching.context(meta))
     if not meta:
         LLaVAModel()
         return

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism import recipe as recipes
-from megatron_prism.errors import PrismError, RecipeError, WorldError
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.errors import PrismError, RecipeError, WorldError
 
 MAIN = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 SHIPPED = recipes.shipped()

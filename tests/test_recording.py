@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.errors import UsageError
-from megatron_prism.virtual.recording import Recorder, Replayer
+from megatron_prism.core.errors import UsageError
+from megatron_prism.runtime.control_values import Recorder, Replayer
 
 GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)
 HEADER = {"world": "4 ranks", "arguments": "--lr 1"}

@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from naive_replay import prices_of, random_programs
 
-from megatron_prism import graph
-from megatron_prism.errors import PrismError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.graph import world_graph
 from megatron_prism.replay import dag, kernels, maxplus, release, timeline, whatif
 from megatron_prism.replay.release import cuts, kept, releases
 from megatron_prism.replay.transfer import START, terms
@@ -28,7 +28,7 @@ def world_of(seed):
     local = sorted(rng.choice(size, int(rng.integers(1, min(size, 4))), replace=False).tolist())
     for rank in local:  # one by one: equal marks would leave them in one class
         programs = whatif.apart(programs, [rank], f"local {rank}")
-    return graph.build(programs), local
+    return world_graph.build(programs), local
 
 
 def prescribed(made, joined, local, seed):
@@ -88,7 +88,7 @@ def test_one_table_serves_every_iteration(seed):
     assume(len(local) < programs.world.size)
     for rank in local:
         programs = whatif.apart(programs, [rank], f"local {rank}")
-    made = graph.build(programs)
+    made = world_graph.build(programs)
     joined = dag.build(made, ITERATIONS)
     assume(len(joined.order) == len(joined))
     table = releases(made, prices_of(made), local)
@@ -132,11 +132,11 @@ def test_a_lockstep_peer_needs_one_term_a_call():
             ),
         )
     ]
-    from megatron_prism.programs import Programs
-    from megatron_prism.world import World
+    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.world import World
 
     programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))
-    made = graph.build(whatif.apart(programs, [0]))
+    made = world_graph.build(whatif.apart(programs, [0]))
     table = releases(made, prices_of(made), [0])
     assert np.diff(table.start).tolist() == [1] * 50
     assert table.weight.tolist() == [107] * 50
@@ -145,7 +145,7 @@ def test_a_lockstep_peer_needs_one_term_a_call():
 
 def test_a_local_rank_is_told_apart_first():
     programs = random_programs(3)
-    made = graph.build(programs)
+    made = world_graph.build(programs)
     crowded = next(
         r for r in range(programs.world.size) if made.classes.counts[made.classes.of[r]] > 1
     )

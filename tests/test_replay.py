@@ -12,14 +12,14 @@ from naive_replay import Simulation, prices_of, random_programs
 from test_graph import WORLDS as GRAPH_WORLDS
 from test_graph import healthy
 
-from megatron_prism import graph
-from megatron_prism.collectives import BY_NAME
-from megatron_prism.costs import price
-from megatron_prism.costs.machine import machine
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.ops import CODE, PHASE_NAMES
-from megatron_prism.program_parse import parse
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import CODE, PHASE_NAMES
+from megatron_prism.core.program_parse import parse
+from megatron_prism.graph import world_graph as graph
 from megatron_prism.replay import dag, events, kernels, links, maxplus, timeline
+from megatron_prism.replay.costs import price
+from megatron_prism.replay.costs.machine import machine
 
 SEEDS = st.integers(0, 2**32)
 DISORDER = st.booleans()
@@ -212,7 +212,7 @@ def test_the_bubble_of_a_pipeline_without_backward():
 def megatron():
     """Megatron's own schedules; the module is imported where it is asked for."""
     pytest.importorskip("megatron.core")
-    from megatron_prism.plugin.seams_schedule import schedules
+    from megatron_prism.emulate.schedule import schedules
 
     return schedules
 

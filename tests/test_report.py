@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graph import DP, PP, TP, WORLDS, healthy, stage_ops, with_rank
 
-from megatron_prism import costs, graph
-from megatron_prism.costs.machine import machine
-from megatron_prism.ops import Op
-from megatron_prism.program import Builder, Program
-from megatron_prism.programs import Programs
-from megatron_prism.replay import timeline
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Builder, Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph import world_graph
+from megatron_prism.replay import costs, timeline
+from megatron_prism.replay.costs.machine import machine
 from megatron_prism.report import curves, figures, html, page_data, perfetto, text
-from megatron_prism.world import World
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}\u2028'\""
 
 
 def replayed(programs, iterations=2, meetings=None):
-    made = graph.build(programs)
+    made = world_graph.build(programs)
     prices = costs.price(made, machine("h200"))
     if meetings is not None:
         prices = dataclasses.replace(prices, meetings=np.full_like(prices.meetings, meetings))

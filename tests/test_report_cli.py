@@ -11,8 +11,9 @@ import pytest
 from test_graph import TP, WORLDS, edit, healthy, with_rank
 from test_report import HOSTILE, hostile, replayed, tiny
 
-from megatron_prism import cli, programs
-from megatron_prism.costs.machine import machines
+from megatron_prism.cli import main as cli
+from megatron_prism.core import programs
+from megatron_prism.replay.costs.machine import machines
 from megatron_prism.report import html, text
 
 CHROMIUM = next(

@@ -5,14 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_prism import graph, programs
-from megatron_prism.errors import ProgramError
-from megatron_prism.ops import CODE
-from megatron_prism.program_parse import parse
-from megatron_prism.program_text import dump
+from megatron_prism.core import programs
+from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.ops import CODE
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import dump
+from megatron_prism.graph import world_graph
 from megatron_prism.replay import reschedule
 
-seams = pytest.importorskip("megatron_prism.plugin.seams_schedule")
+seams = pytest.importorskip("megatron_prism.emulate.schedule")
 
 
 def ops_of(programs):
@@ -38,7 +39,7 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
     made = reschedule.microbatches(seams.schedules(microbatches=given, **sizes), wanted)
     real = seams.schedules(microbatches=wanted, **sizes)
     assert ops_of(made) == ops_of(real)
-    assert graph.build(made).check() == []
+    assert world_graph.build(made).check() == []
     assert f"{wanted} microbatches instead of {given}" in made.source["what-if"]
     assert made.source["microbatches"] == str(wanted)
 

@@ -22,14 +22,14 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import utils as pipeline_utils
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
-    from megatron_prism.plugin import seams_schedule
-    from megatron_prism.plugin.seams_schedule import schedules
+    from megatron_prism.emulate import schedule
+    from megatron_prism.emulate.schedule import schedules
 
-from megatron_prism import graph
-from megatron_prism.errors import UnsupportedError, UsageError
-from megatron_prism.program_parse import parse
-from megatron_prism.program_text import dump
-from megatron_prism.slices import open_programs
+from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.slices import open_programs
+from megatron_prism.graph import world_graph
 
 pytestmark = pytest.mark.megatron
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
@@ -197,7 +197,7 @@ def test_the_order_is_megatrons(case):
 
 def test_a_healthy_schedule_checks_clean():
     for case in CASES[::9]:
-        made = graph.build(record(case))
+        made = world_graph.build(record(case))
         assert made.check() == []
 
 
@@ -327,7 +327,7 @@ def test_everything_is_put_back(monkeypatch):
     before = state()
     schedules(4, 2, 8)
     assert state() == before
-    tape = seams_schedule.Tape
+    tape = schedule.Tape
     monkeypatch.setattr(tape, "isend", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         schedules(4, 2, 8)
@@ -351,7 +351,7 @@ def test_a_process_with_torch_distributed_is_left_as_it_is():
 
 
 def test_not_inside_an_emulated_job(monkeypatch):
-    monkeypatch.setattr(seams_schedule.session, "current", lambda: object())
+    monkeypatch.setattr(schedule.session, "current", lambda: object())
     with pytest.raises(UnsupportedError, match="process of its own"):
         schedules(4, 2, 8)
 

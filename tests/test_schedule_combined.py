@@ -21,11 +21,11 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import utils as pipeline_utils
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
-    from megatron_prism.plugin.schedule_tape import Tape
-    from megatron_prism.plugin.seams_schedule import schedules
+    from megatron_prism.emulate.schedule import schedules
+    from megatron_prism.emulate.schedule_tape import Tape
 
-from megatron_prism import graph
-from megatron_prism.unit_time import timeline
+from megatron_prism.graph import world_graph
+from megatron_prism.replay.unit_time import timeline
 
 pytestmark = pytest.mark.megatron
 OLD = release.startswith("0.16")
@@ -91,7 +91,7 @@ def test_every_step_gets_its_tensor(case):
         assert len(done.steps[rank]) == 2 * case["vpp"] * case["microbatches"]
         assert not done.made[rank]
     assert all(done.posted[channel] == len(sent) for channel, sent in done.sent.items())
-    assert graph.build(programs).check() == []
+    assert world_graph.build(programs).check() == []
     assert timeline(programs).bubble > 0
 
 

@@ -6,10 +6,12 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_prism import cli, cli_schedule, programs
-from megatron_prism.errors import ProgramError
-from megatron_prism.program_parse import parse
-from megatron_prism.unit_time import Step, Timeline, timeline
+from megatron_prism.cli import main as cli
+from megatron_prism.cli import schedule
+from megatron_prism.core import programs
+from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.program_parse import parse
+from megatron_prism.replay.unit_time import Step, Timeline, timeline
 
 HAND = """
 prism-program 1
@@ -67,7 +69,7 @@ def test_parts_of_a_step_share_its_time_and_streams_run_side_by_side():
 
 
 def drawn(stages, total, width=80):
-    return cli_schedule.chart(Timeline(stages, tuple(Fraction() for _ in stages), total), width)
+    return schedule.chart(Timeline(stages, tuple(Fraction() for _ in stages), total), width)
 
 
 def step(phase, microbatch, start, end, chunk=-1):
@@ -99,7 +101,7 @@ def megatron():
     pytest.importorskip("megatron.core")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from megatron_prism.plugin.seams_schedule import schedules
+        from megatron_prism.emulate.schedule import schedules
     return schedules
 
 

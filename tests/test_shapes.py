@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 torch = pytest.importorskip("torch")
-from megatron_prism.tiers import shapes  # noqa: E402
+from megatron_prism.runtime.devices import shapes  # noqa: E402
 
 aten = torch.ops.aten
 

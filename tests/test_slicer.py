@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.ops import CODE
-from megatron_prism.slicer.recorder import Recorder
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.core.ops import CODE
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.recorder.recorder import Recorder
+from megatron_prism.runtime.values import Values
 
 SIZE, RANK = 8, 3
 
@@ -297,7 +297,7 @@ def test_the_site_is_the_innermost_megatron_frame(world, recorder):
 
 
 def test_times_of_quick_recordings_replace_those_of_the_written_one(world):
-    from megatron_prism.slicer.recordings import typical
+    from megatron_prism.runtime.recorder.measurements import typical
 
     recorder = world.recorder = Recorder(RANK, "cpu")
 
@@ -326,12 +326,12 @@ def test_times_of_quick_recordings_replace_those_of_the_written_one(world):
 START = """
 import torch, gc
 from torch import distributed as dist
-from megatron_prism import tiers
+from megatron_prism.runtime import devices as tiers
 tier = tiers.install({tier!r})
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
-from megatron_prism.slicer import watch
-from megatron_prism.slicer.recorder import Recorder
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
+from megatron_prism.runtime.recorder import events as watch
+from megatron_prism.runtime.recorder.recorder import Recorder
 world = session.start(session.VirtualWorld(8, 3, (3,), Values(), tier.device))
 recorder = world.recorder = Recorder(3, tier.name, tier.live)
 watch.install(recorder)

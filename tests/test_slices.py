@@ -11,14 +11,15 @@ import time
 import numpy as np
 import pytest
 
-from megatron_prism import cli, programs
-from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.program_text import dump
-from megatron_prism.programs import Programs
-from megatron_prism.slices import SliceStore, assemble, open_programs, stand_in_for
-from megatron_prism.world import World
+from megatron_prism.cli import main as cli
+from megatron_prism.core import programs
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.slices import SliceStore, assemble, open_programs, stand_in_for
+from megatron_prism.core.world import World
 
 TP, PP = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP"
 HAS_MEGATRON = bool(importlib.util.find_spec("megatron"))
@@ -454,7 +455,7 @@ def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, name)
         raise PermissionError(13, "Permission denied", str(place))
 
     monkeypatch.setattr("numpy.load", refuse)
-    monkeypatch.setattr("megatron_prism.slices.assemble", refuse)
+    monkeypatch.setattr("megatron_prism.core.slices.assemble", refuse)
     with pytest.raises(ProgramError, match="cannot read .*Permission denied") as caught:
         open_programs(place)
     assert "damaged" not in str(caught.value)

@@ -13,21 +13,22 @@ ROOT = pathlib.Path(prism.__file__).parent
 CHECKOUT = ROOT.parent
 # a part below the public functions -> the modules that are made of it
 PARTS = {
-    "megatron_prism.costs.price": {"replay/priced_graph.py", "replay/whatif.py"},
-    "megatron_prism.costs.prices.price": {"costs/__init__.py"},
+    "megatron_prism.replay.costs.price": {"replay/priced_graph.py", "replay/whatif.py"},
+    "megatron_prism.replay.costs.prices.price": {"replay/costs/__init__.py"},
     "megatron_prism.replay.timeline.replay": {"replay/priced_graph.py", "replay/overlap.py"},
     "megatron_prism.replay.overlap.replay": {"replay/priced_graph.py"},
     "megatron_prism.replay.maxplus.evaluate": {
-        "replay/timeline.py", "replay/overlap.py", "stochastic/paths.py",
+        "replay/timeline.py", "replay/overlap.py", "predict/paths.py",
     },
-    "megatron_prism.stochastic.sampler.Sampler": {
-        "stochastic/__init__.py", "stochastic/predict.py", "stochastic/compare.py",
-        "stochastic/whatifs.py", "stochastic/whole_run.py",
+    "megatron_prism.predict.sampler.Sampler": {
+        "predict/__init__.py", "predict/predict.py", "predict/compare.py", "predict/whatifs.py",
+        "predict/whole_run.py",
     },
-    "megatron_prism.stochastic.Sampler": set(),
-    "megatron_prism.hang.of_dumps": {"diagnose.py", "hang_world.py", "cli_hang.py",
-                                     "plugin/confirm.py"},
-    "megatron_prism.memory_baseline.measure": set(),
+    "megatron_prism.predict.Sampler": set(),
+    "megatron_prism.hang.analyze.of_dumps": {
+        "hang/diagnose.py", "hang/from_programs.py", "cli/hang.py", "emulate/confirm.py",
+    },
+    "megatron_prism.memory.baseline.measure": set(),
 }  # fmt: skip
 
 
@@ -63,10 +64,10 @@ def test_nobody_else_puts_the_parts_together():
 @pytest.mark.parametrize(
     "code",
     [
-        "from megatron_prism.costs import price",
+        "from megatron_prism.replay.costs import price",
         "from megatron_prism.replay import timeline\ntimeline.replay(1, 2)",
         "def f():\n    from megatron_prism.replay import overlap as o\n    o.replay()",
-        "from megatron_prism import stochastic\nstochastic.Sampler(1)",
+        "from megatron_prism.predict import sampler\nsampler.Sampler(1)",
     ],
 )
 def test_a_planted_caller_is_found(tmp_path, code):

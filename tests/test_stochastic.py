@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from pricing import priced
 
-from megatron_prism import stochastic
-from megatron_prism.costs.distribution import Distribution
-from megatron_prism.costs.variability import Variability, variability
-from megatron_prism.errors import UsageError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.predict import Sampler, needed, predict, quantile
+from megatron_prism.predict.distribution import Distribution
+from megatron_prism.predict.spreads import Variability, variability
 from megatron_prism.replay import dag as dags
 from megatron_prism.replay import maxplus, timeline
-from megatron_prism.world import World
 
 TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"
 NORMAL = statistics.NormalDist()
@@ -39,7 +39,7 @@ def same(world, ops):
 
 def test_a_chain_is_the_lognormal_itself():
     made = still(same(World(1), [Op("compute", ns=600_000), Op("compute", ns=400_000)]))
-    found = stochastic.predict(made, variability=spread(gpu=0.1), samples=40_000)
+    found = predict(made, variability=spread(gpu=0.1), samples=40_000)
     assert found.steady == 1_000_000
     for one in found.quantiles:
         expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level))
@@ -54,7 +54,7 @@ def test_the_slowest_of_n_ranks(world, n):
     ops = [Op("compute", ns=1_000_000), Op("all_reduce", TP, "bf16", 1, 1, "sum"),
            Op("all_reduce", ALL, "bf16", 1, 1, "sum")]  # fmt: skip
     made = still(same(world, ops))
-    found = stochastic.predict(made, variability=spread(gpu=0.06, step=0.08), samples=20_000)
+    found = predict(made, variability=spread(gpu=0.06, step=0.08), samples=20_000)
     for one in found.quantiles:
         expected = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(one.level ** (1 / n)))
         assert one.ns == pytest.approx(expected, rel=0.01)
@@ -63,8 +63,8 @@ def test_the_slowest_of_n_ranks(world, n):
 def test_one_regime_moves_all_calls_of_an_iteration():
     ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum") for _ in range(50)]
     made = priced(same(World(4), ops), 20_000).timeline
-    together = stochastic.Sampler(made).draw(spread(network=0.1), 20_000)[:, 0]
-    apart = stochastic.Sampler(made).draw(spread(call=0.1), 20_000)[:, 0]
+    together = Sampler(made).draw(spread(network=0.1), 20_000)[:, 0]
+    apart = Sampler(made).draw(spread(call=0.1), 20_000)[:, 0]
     assert np.std(together) == pytest.approx(1e6 * 0.1, rel=0.05)
     assert np.std(apart) == pytest.approx(1e6 * 0.1 / math.sqrt(50), rel=0.1)
 
@@ -117,7 +117,7 @@ def test_classes_have_the_distribution_of_all_ranks(world):
     count = 300
     ranks = every_rank(world, 0.1, count, seed=1)
     made = still(pipeline(world)).timeline
-    classes = np.sort(stochastic.Sampler(made, 2).draw(spread(gpu=0.1), 8000).max(axis=1))
+    classes = np.sort(Sampler(made, 2).draw(spread(gpu=0.1), 8000).max(axis=1))
     points = np.concatenate([ranks, classes])
     below = [np.searchsorted(x, points, side="right") / len(x) for x in (ranks, classes)]
     distance = np.abs(below[0] - below[1]).max()
@@ -132,16 +132,16 @@ def test_intervals_cover(level, n):
     rng = np.random.default_rng(0)
     truth, inside, repetitions = -math.log(1 - level), 0, 4000
     for draws in np.sort(rng.standard_exponential((repetitions, n)), axis=1):
-        one = stochastic.quantile(draws, level)
+        one = quantile(draws, level)
         inside += one.low <= truth <= one.high
     assert 0.93 <= inside / repetitions <= 0.97
 
 
 def test_seeds_and_spreads():
     made = still(pipeline(World(8, tp=2, pp=2)))
-    first, again = (stochastic.predict(made, variability=spread(gpu=0.1), seed=5) for _ in range(2))
+    first, again = (predict(made, variability=spread(gpu=0.1), seed=5) for _ in range(2))
     assert first == again
-    assert stochastic.predict(made, variability=spread(gpu=0.1), seed=6) != first
+    assert predict(made, variability=spread(gpu=0.1), seed=6) != first
     p95 = first.quantiles[2].ns
     assert first.halved["gpu"] < p95
     assert first.halved["call"] == pytest.approx(p95, rel=0.02)
@@ -150,14 +150,14 @@ def test_seeds_and_spreads():
 
 
 def test_too_few_samples_say_how_many_are_needed():
-    one = stochastic.quantile(np.arange(500.0), 0.99)
+    one = quantile(np.arange(500.0), 0.99)
     assert (one.ns, one.low, one.high) == (None, None, None)
-    assert one.needed == stochastic.needed(0.99) == 1000
+    assert one.needed == needed(0.99) == 1000
     made = still(pipeline(World(8, tp=2, pp=2)))
     with pytest.raises(UsageError, match="50 samples say little"):
-        stochastic.predict(made, variability=spread(), samples=50)
+        predict(made, variability=spread(), samples=50)
     with pytest.raises(UsageError, match="quantiles < 1"):
-        stochastic.predict(made, variability=spread(), levels=(1.0,))
+        predict(made, variability=spread(), levels=(1.0,))
 
 
 def test_replicas_that_are_not_alike_are_one():
@@ -167,11 +167,11 @@ def test_replicas_that_are_not_alike_are_one():
         programs=(*programs.programs, Program.from_ops(5, [*programs.of(5), Op("compute", ns=1)])),
         program_of=np.where(np.arange(8) == 5, 2, programs.program_of),
     )
-    sampler = stochastic.Sampler(still(odd).timeline)
+    sampler = Sampler(still(odd).timeline)
     assert sampler.replicas == 1
     assert sum(sampler.members) == 8
-    whole = stochastic.predict(still(programs), variability=spread(gpu=0.1)).quantiles[2].ns
-    odd_one = stochastic.predict(still(odd), variability=spread(gpu=0.1)).quantiles[2].ns
+    whole = predict(still(programs), variability=spread(gpu=0.1)).quantiles[2].ns
+    odd_one = predict(still(odd), variability=spread(gpu=0.1)).quantiles[2].ns
     assert odd_one == pytest.approx(whole, rel=0.02)
 
 
@@ -203,7 +203,7 @@ def test_files_of_variability(tmp_path, change, says):
 def test_two_stages_in_closed_form():
     """Two stages in a row, one microbatch: a sum of two lognormals, by its moments."""
     made = still(pipeline(World(2, pp=2), microbatches=1))
-    drawn = stochastic.Sampler(made.timeline).draw(spread(gpu=0.1), 40_000)[:, 0]
+    drawn = Sampler(made.timeline).draw(spread(gpu=0.1), 40_000)[:, 0]
     mean, square = math.exp(0.005), math.exp(0.02) - math.exp(0.01)
     assert drawn.mean() == pytest.approx(300_000 * mean, rel=0.002)
     assert drawn.std() == pytest.approx(math.sqrt(square * (1e5**2 + 2e5**2)), rel=0.02)
@@ -214,13 +214,13 @@ def test_the_slowest_of_n_exponentials_and_a_sum_of_normals():
     made = still(same(World(32), ops))
     exponential = Distribution("gamma", (1.0, 1.0))
     shaped = dataclasses.replace(spread(gpu=0.5), shapes={"gpu": exponential})
-    drawn = stochastic.Sampler(made.timeline).draw(shaped, 20_000).max(axis=1)
+    drawn = Sampler(made.timeline).draw(shaped, 20_000).max(axis=1)
     harmonic = sum(1 / k for k in range(1, 33))
     assert drawn.mean() == pytest.approx(1e6 * harmonic, rel=0.01)
     made = still(same(World(1), [Op("compute", ns=10_000)] * 100))
     normal = Distribution("normal", (1.0, 0.2))
     shaped = dataclasses.replace(spread(), segment=0.2, shapes={"segment": normal})
-    drawn = stochastic.Sampler(made.timeline).draw(shaped, 20_000)[:, 0]
+    drawn = Sampler(made.timeline).draw(shaped, 20_000)[:, 0]
     assert drawn.mean() == pytest.approx(1e6, rel=0.002)
     assert drawn.std() == pytest.approx(1e6 * 0.02, rel=0.05)
 
@@ -232,8 +232,8 @@ def test_intervals_of_predictions_cover_the_closed_form():
     truth = 1e6 * math.exp(0.1 * NORMAL.inv_cdf(0.95))
     inside = 0
     for seed in range(250):
-        drawn = stochastic.Sampler(made, seed).draw(spread(call=0.1), 500).max(axis=1)
-        one = stochastic.quantile(np.sort(drawn), 0.95)
+        drawn = Sampler(made, seed).draw(spread(call=0.1), 500).max(axis=1)
+        one = quantile(np.sort(drawn), 0.95)
         inside += one.low <= truth <= one.high
     assert 0.93 <= inside / 250 <= 0.97
 
@@ -242,7 +242,7 @@ def test_worlds_of_many_classes_try_the_busiest():
     ops = [Op("all_reduce", ALL, "bf16", 1, 1, "sum")]
     own = [Program.from_ops(rank, [Op("compute", ns=1000 + rank), *ops]) for rank in range(100)]
     made = still(Programs.one_per_rank(own, World(100)))
-    found = stochastic.predict(made, variability=spread(gpu=0.01), samples=200)
+    found = predict(made, variability=spread(gpu=0.01), samples=200)
     assert sorted(found.slow) == list(range(36, 100))
     assert min(found.slow.values()) > found.slow_from
 
@@ -253,7 +253,7 @@ def test_calls_of_several_replicas_are_drawn_once():
         ops = [Op("all_reduce", group, "bf16", 1, 1, "sum")]
         made = priced(same(World(32, tp=2), ops), 1_000_000).timeline
         for count in (20, 1000):
-            each = stochastic.Sampler(made).draw(spread(call=0.1), count)
+            each = Sampler(made).draw(spread(call=0.1), count)
             assert each.shape == (count, 16)
             together = np.ptp(each, axis=1)
             assert (together == 0).all() if shared else (together > 0).all()

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.plugin import slice_source, stock_capture
-from megatron_prism.plugin.pace_capture import CAPTURE_STEPS
-from megatron_prism.plugin.stock_capture import StockCapture, check_free, first_recorded
-from megatron_prism.program import Program
-from megatron_prism.slices import SliceStore, open_programs
-from megatron_prism.world import World
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.slices import SliceStore, open_programs
+from megatron_prism.core.world import World
+from megatron_prism.emulate import capture as stock_capture
+from megatron_prism.emulate import slice_source
+from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
+from megatron_prism.emulate.pace_capture import CAPTURE_STEPS
 
 TIER = SimpleNamespace(name="cpu")
 

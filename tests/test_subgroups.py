@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prism.subgroups import subgroups
-from megatron_prism.world import World
+from megatron_prism.core.subgroups import subgroups
+from megatron_prism.core.world import World
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")

@@ -8,14 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_prism import programs
-from megatron_prism.costs.fitted import fitted
-from megatron_prism.costs.variability import variability
-from megatron_prism.errors import PrismError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.core import programs
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.predict.fitted import fitted
+from megatron_prism.predict.spreads import variability
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-START = "import torch\nfrom megatron_prism import tiers\ntier = tiers.install({name!r})\n"
+START = """import torch
+from megatron_prism.runtime import devices as tiers
+tier = tiers.install({name!r})
+"""
 
 
 def run(name, code, expect=0):
@@ -85,7 +88,7 @@ assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
 host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
-from megatron_prism.tiers import virtual_te
+from megatron_prism.runtime import te as virtual_te
 named = [text for text in tier.stand_in if text.startswith("Transformer Engine")]  # not if real
 assert all(virtual_te.VERSION in text for text in named)
 between = torch.distributions.uniform.Uniform(x[0], 2 * x[0])  # --moe-input-jitter-eps
@@ -153,7 +156,7 @@ assert live.peak() == now + 6000, (live.peak(), now)
 
 # As Megatron's DDP: made on a stream of its own, whose hooks add gradients up.
 HISTORY = """
-from megatron_prism.ops import EMPTIED, WAITED
+from megatron_prism.core.ops import EMPTIED, WAITED
 tiers._keep_history(tier)
 history = tier.live.history
 weight = torch.nn.Parameter(torch.empty(256, device="cuda"))
@@ -213,7 +216,7 @@ def test_a_tier_that_is_not_here_says_what_to_use(name, words):
 def test_a_device_by_its_number_is_the_tiers(target):
     import torch
 
-    from megatron_prism.tiers.remap import Remap
+    from megatron_prism.runtime.devices.remap import Remap
 
     with Remap(target):
         assert torch.device(0) == torch.device("cuda", 0)
@@ -226,8 +229,8 @@ def test_shapes_of_one_size_are_equal(monkeypatch):
     """As replicas are, whose parameters' hashes Megatron compares."""
     import torch
 
-    from megatron_prism.tiers import cuda_stubs
-    from megatron_prism.tiers.remap import Remap
+    from megatron_prism.runtime.devices import cuda_stubs
+    from megatron_prism.runtime.devices.remap import Remap
 
     told = []
     monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))
@@ -249,8 +252,8 @@ def test_reads_of_what_is_the_hosts_wait_for_no_device(file, heard, monkeypatch)
     """Megatron compares states of the CPU's generator, which no GPU holds."""
     import torch
 
-    from megatron_prism.tiers import cuda_stubs
-    from megatron_prism.tiers.remap import Remap
+    from megatron_prism.runtime.devices import cuda_stubs
+    from megatron_prism.runtime.devices.remap import Remap
 
     told = []
     monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism import programs
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
+from megatron_prism.core import programs
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -221,17 +221,18 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
 
 
 def test_a_paced_rank_says_at_each_stop_which_calls_were_late(modules, monkeypatch):
-    from megatron_prism.virtual import pace_report, session
+    from megatron_prism.runtime import world
+    from megatron_prism.runtime.pacing import report as pace_report
 
     stamps = {"came": 1}
-    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(recorder=object()))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(recorder=object()))
     assert modules[1]._paced() == {}  # a capture has a recorder, too
     pacer = SimpleNamespace(launcher=SimpleNamespace(stamps=lambda: stamps))
-    monkeypatch.setattr(session, "current", lambda: SimpleNamespace(recorder=pacer))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(recorder=pacer))
     found = {"calls_paced": 3, "late_calls": 1, "late_us": 7.5, "groups": {}}
     monkeypatch.setattr(pace_report, "summary", lambda *args: found if args[1] is stamps else None)
     assert modules[1]._paced() == {"calls_paced": 3, "late_calls": 1, "late_us": 7.5}
-    monkeypatch.setattr(session, "current", lambda: None)
+    monkeypatch.setattr(world, "current", lambda: None)
     assert modules[1]._paced() == {}
 
 

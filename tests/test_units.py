@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prism import units
-from megatron_prism.errors import UnitError
+from megatron_prism.core import units
+from megatron_prism.core.errors import UnitError
 
 PAIRS = {
     "ns": (units.parse_ns, units.format_ns),

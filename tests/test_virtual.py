@@ -16,12 +16,13 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_prism.errors import UnsupportedError, UsageError
-from megatron_prism.virtual import answers, session
-from megatron_prism.virtual.hybrid import Mixed
-from megatron_prism.virtual.parts import Blocks, Once, Rows
-from megatron_prism.virtual.tally import Row, Tally
-from megatron_prism.virtual.values import Values, rms
+from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.runtime import answers
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.mixed_groups import Mixed
+from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
+from megatron_prism.runtime.traffic import Row, Tally
+from megatron_prism.runtime.values import Values, rms
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 # torch 2.13 renames what Megatron still calls by the old names

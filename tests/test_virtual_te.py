@@ -9,8 +9,9 @@ import torch
 from torch import distributed as dist
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.tiers.virtual_te import (
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime import world
+from megatron_prism.runtime.te import (
     attention,
     context_parallel,
     context_values,
@@ -18,22 +19,21 @@ from megatron_prism.tiers.virtual_te import (
     optimizers,
     recipes,
 )
-from megatron_prism.tiers.virtual_te.attention import DotProductAttention, SplitAlongDim
-from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
-from megatron_prism.tiers.virtual_te.gemm import general_gemm
-from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
-from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
-from megatron_prism.tiers.virtual_te.linear import Linear
-from megatron_prism.tiers.virtual_te.norm import LayerNorm, RMSNorm
-from megatron_prism.tiers.virtual_te.permutation import (
+from megatron_prism.runtime.te.attention import DotProductAttention, SplitAlongDim
+from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
+from megatron_prism.runtime.te.gemm import general_gemm
+from megatron_prism.runtime.te.grouped_linear import GroupedLinear
+from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
+from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
+from megatron_prism.runtime.te.permutation import (
     moe_permute_with_probs,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from megatron_prism.tiers.virtual_te.rope import apply_rotary_pos_emb
-from megatron_prism.tiers.virtual_te.unsupported import Lazy, absent_function
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime.te.rope import apply_rotary_pos_emb
+from megatron_prism.runtime.te.unsupported import Lazy, absent_function
+from megatron_prism.runtime.values import Values
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +233,7 @@ def test_sliding_windows_and_softmax_offsets(window, softmax, monkeypatch):
 
 
 def test_a_window_costs_what_it_sees(monkeypatch):
-    from megatron_prism.tiers.virtual_te import announce
+    from megatron_prism.runtime.te import announce
 
     found = []
     monkeypatch.setattr(announce, "fused", lambda name, flops, *tensors: found.append(flops))
@@ -304,7 +304,7 @@ def test_dropped_probabilities_are_made_up_for():
 def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
     """What comes from them has the scale of what is here: gradients too."""
     values = Values(policy, rank=rank)
-    session.start(session.VirtualWorld(2, rank, (rank,), values, torch.device("cpu")))
+    world.start(world.VirtualWorld(2, rank, (rank,), values, torch.device("cpu")))
     try:
         group = dist.new_group([0, 1], group_desc="CONTEXT_PARALLEL_GROUP")
         module = DotProductAttention(
@@ -314,7 +314,7 @@ def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
         out = module(q, k, v)
         grads = torch.autograd.grad(out, [q, k, v], torch.full_like(out, 1e-6))
     finally:
-        session.stop()
+        world.stop()
     assert torch.isfinite(out).all()
     for grad in grads:
         assert 0 < grad.abs().max() < 1e-4
@@ -332,7 +332,7 @@ def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
     ],
 )
 def test_what_context_parallelism_lacks_is_named(settings, form, named):
-    session.start(session.VirtualWorld(2, 0, (0,), Values(), torch.device("cpu")))
+    world.start(world.VirtualWorld(2, 0, (0,), Values(), torch.device("cpu")))
     try:
         group, rows = dist.new_group([0, 1]), (6,) if form == "thd" else (6, 2)
 
@@ -343,7 +343,7 @@ def test_what_context_parallelism_lacks_is_named(settings, form, named):
         with pytest.raises(UnsupportedError, match=named):
             use()
     finally:
-        session.stop()
+        world.stop()
 
 
 def test_split_gives_views():
@@ -457,7 +457,7 @@ def test_multi_tensor():
 
 
 def test_meta_has_shapes_and_no_temporaries():
-    from megatron_prism.tiers.live import LiveBytes
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
     with LiveBytes("meta") as live:
         module = LayerNormLinear(64, 32, bias=False, device="meta")
@@ -512,10 +512,10 @@ _JOB = """
 import sys
 import torch
 tier, recipe = sys.argv[1:]
-from megatron_prism import tiers
+from megatron_prism.runtime import devices as tiers
 here = tiers.install(tier)
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 session.start(session.VirtualWorld(size=4, rank=1, local_ranks=[1], values=Values("mirror", rank=1),
                                    device=here.device))
 from megatron.core import parallel_state

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.tiers import work
-from megatron_prism.tiers.live import LiveBytes
-from megatron_prism.tiers.virtual_te import (
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.runtime.te import (
     base,
     fp8,
     gather_fp8,
@@ -18,10 +18,10 @@ from megatron_prism.tiers.virtual_te import (
     recipes,
     rng,
 )
-from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
-from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
-from megatron_prism.tiers.virtual_te.linear import Linear
-from megatron_prism.tiers.virtual_te.norm import RMSNorm
+from megatron_prism.runtime.te.grouped_linear import GroupedLinear
+from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
+from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.norm import RMSNorm
 
 ROWS, WIDE, OUT = 256, 512, 384
 RECIPES = {

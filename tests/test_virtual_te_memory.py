@@ -5,12 +5,12 @@ import weakref
 import pytest
 import torch
 
-from megatron_prism.tiers.live import LiveBytes
-from megatron_prism.tiers.virtual_te import base
-from megatron_prism.tiers.virtual_te.attention import DotProductAttention
-from megatron_prism.tiers.virtual_te.grouped_linear import GroupedLinear
-from megatron_prism.tiers.virtual_te.layernorm_linear import LayerNormLinear
-from megatron_prism.tiers.virtual_te.linear import Linear
+from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.runtime.te import base
+from megatron_prism.runtime.te.attention import DotProductAttention
+from megatron_prism.runtime.te.grouped_linear import GroupedLinear
+from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
+from megatron_prism.runtime.te.linear import Linear
 
 
 @pytest.fixture

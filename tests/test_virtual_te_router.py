@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.tiers.virtual_te import router
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime.te import router
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from naive_replay import Simulation, prices_of, random_programs
 from test_graph import TP, WORLDS, healthy, with_rank
 
-from megatron_prism import graph
-from megatron_prism.costs import price
-from megatron_prism.costs.machine import machine
-from megatron_prism.errors import PrismError, ProgramError, UsageError, WorldError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.program_parse import parse
-from megatron_prism.program_text import dump
-from megatron_prism.programs import Programs
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import dump
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph import world_graph as graph
 from megatron_prism.replay import events, timeline, whatif
+from megatron_prism.replay.costs import price
+from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.dag import COMPUTE, MEET
 from megatron_prism.replay.scale import data_parallel
-from megatron_prism.world import World
 
 SEEDS = st.integers(0, 2**32)
 

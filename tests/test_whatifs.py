@@ -8,13 +8,13 @@ import pytest
 from pricing import priced
 from test_stochastic import ALL, pipeline, same, spread, still
 
-from megatron_prism import cli
-from megatron_prism.errors import UsageError
-from megatron_prism.ops import Op
-from megatron_prism.stochastic import Sampler, study, whatifs
-from megatron_prism.stochastic.replicas import replica_of
-from megatron_prism.stochastic.whatifs import p95
-from megatron_prism.world import World
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.world import World
+from megatron_prism.predict import Sampler, study, whatifs
+from megatron_prism.predict.replicas import replica_of
+from megatron_prism.predict.whatifs import p95
 
 
 def timed(name, group, ns, world, varied):

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from pricing import priced
 
-from megatron_prism import cli
-from megatron_prism.costs.variability import Variability
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.stochastic import Sampler, whole_run
-from megatron_prism.stochastic.whole_run import Plan
-from megatron_prism.world import World
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.predict import Sampler, whole_run
+from megatron_prism.predict.spreads import Variability
+from megatron_prism.predict.whole_run import Plan
 
 S = 1e9
 PLAN = Plan(1000, mtbf=3600 * S, interval=600 * S, checkpoint=30 * S, restart=120 * S)

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism.errors import WorldError
-from megatron_prism.world import FAMILIES, World, format_ranks, implied_size, orthogonal_rank_groups
+from megatron_prism.core.errors import WorldError
+from megatron_prism.core.world import (
+    FAMILIES,
+    World,
+    format_ranks,
+    implied_size,
+    orthogonal_rank_groups,
+)
 
 SWEEP = [
     {"size": 1},

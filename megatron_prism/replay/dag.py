@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.graph import WorldGraph
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import kernels
 from megatron_prism.replay.issue import COMPUTE, HOST, JOIN, LEAD, NOTHING, Issue, issue
 

@@ -22,10 +22,10 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.costs import Prices
-from megatron_prism.errors import PrismError
-from megatron_prism.graph import WorldGraph
+from megatron_prism.core.errors import PrismError
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import kernels
+from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dag import MEET, Dag, build
 from megatron_prism.replay.links import Links
 from megatron_prism.replay.timeline import Timeline, durations_of

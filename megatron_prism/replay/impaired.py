@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_prism.collectives import BY_NAME
-from megatron_prism.costs import Prices
-from megatron_prism.costs.machine import Machine
-from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import NAMES
-from megatron_prism.programs import Programs
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.ops import NAMES
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import whatif
-from megatron_prism.selectors import format_ranks
+from megatron_prism.replay.costs import Prices
+from megatron_prism.replay.costs.machine import Machine
 
 __all__ = ["SlowNic", "marked", "priced"]
 

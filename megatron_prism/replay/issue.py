@@ -12,8 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_prism.ops import CODE, IS_COLLECTIVE, IS_PAIR
-from megatron_prism.program import Program
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.program import Program
 
 __all__ = ["COMPUTE", "HOST", "JOIN", "LEAD", "NOTHING", "Issue", "issue"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.errors import UsageError
+from megatron_prism.core.errors import UsageError
 
 __all__ = ["SMALL", "longest", "order", "run", "tails", "timed", "transposed"]
 

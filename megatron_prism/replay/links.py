@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import CODE, IS_PAIR
+from megatron_prism.core.ops import CODE, IS_PAIR
+from megatron_prism.graph.world_graph import WorldGraph
 
 __all__ = ["Links", "ports"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_prism.errors import PrismError
+from megatron_prism.core.errors import PrismError
 from megatron_prism.replay import kernels
 from megatron_prism.replay.dag import Dag
 

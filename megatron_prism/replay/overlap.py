@@ -18,14 +18,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_prism.costs import Prices
-from megatron_prism.costs.overlap import KINDS, Overlap
-from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import CODE
-from megatron_prism.program import Program
+from megatron_prism.core.ops import CODE
+from megatron_prism.core.program import Program
+from megatron_prism.core.slices import PACED, PEERS
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import maxplus, timeline
+from megatron_prism.replay.costs import Prices
+from megatron_prism.replay.costs.overlap_factors import KINDS, Overlap
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.slices import PACED, PEERS
 
 __all__ = ["PASSES", "replay"]
 

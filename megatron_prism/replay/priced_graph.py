@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from megatron_prism.collectives import BY_NAME
-from megatron_prism.costs import Prices
-from megatron_prism.costs import price as price_ops
-from megatron_prism.costs.collective import Calibration, read_calibration
-from megatron_prism.costs.machine import Machine, machines, named_in
-from megatron_prism.costs.machine import machine as read_machine
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.graph import WorldGraph, build
-from megatron_prism.programs import Programs
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.programs import Programs
+from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import impaired, overlap, whatif
+from megatron_prism.replay.costs import Prices
+from megatron_prism.replay.costs import price as price_ops
+from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.machine import Machine, machines, named_in
+from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.impaired import SlowNic
 from megatron_prism.replay.reschedule import microbatches
 from megatron_prism.replay.scale import data_parallel

@@ -38,11 +38,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.artefact import whole_file
-from megatron_prism.costs import Prices
-from megatron_prism.errors import PrismError, UsageError
-from megatron_prism.graph import WorldGraph
+from megatron_prism.core.artefact import whole_file
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import transfer
+from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dag import MEET, Dag, build
 from megatron_prism.replay.timeline import durations_of
 from megatron_prism.replay.transfer import START

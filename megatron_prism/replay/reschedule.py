@@ -15,10 +15,10 @@ import dataclasses
 
 import numpy as np
 
-from megatron_prism.errors import ProgramError
-from megatron_prism.ops import CODE, PHASE_NAMES
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
+from megatron_prism.core.errors import ProgramError
+from megatron_prism.core.ops import CODE, PHASE_NAMES
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
 from megatron_prism.replay.whatif import assumed
 
 __all__ = ["count", "microbatches"]

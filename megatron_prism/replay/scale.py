@@ -20,14 +20,14 @@ import math
 
 import numpy as np
 
-from megatron_prism.classes import memberships, partition
-from megatron_prism.errors import ProgramError, UsageError
-from megatron_prism.membership import WORLD_GROUP
-from megatron_prism.ops import CODE, IS_PAIR, NAMES
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.membership import WORLD_GROUP
+from megatron_prism.core.ops import CODE, IS_PAIR, NAMES
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.replay.whatif import assumed, used
-from megatron_prism.world import World
 
 __all__ = ["data_parallel"]
 

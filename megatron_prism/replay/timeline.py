@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.costs import Prices
-from megatron_prism.errors import PrismError
-from megatron_prism.graph import WorldGraph
-from megatron_prism.ops import CODE, NAMES
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import CODE, NAMES
+from megatron_prism.core.results import rendered
+from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import kernels, maxplus
+from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dag import COMPUTE, HOST, LEAD, MEET, Dag, build
-from megatron_prism.results import rendered
 
 __all__ = ["SPAN", "Account", "Step", "Timeline", "replay"]
 

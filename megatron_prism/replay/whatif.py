@@ -21,17 +21,17 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_prism.costs import Prices, price
-from megatron_prism.costs.collective import Calibration
-from megatron_prism.costs.compute import MEASURED
-from megatron_prism.costs.machine import Machine
-from megatron_prism.errors import UsageError
-from megatron_prism.graph import WorldGraph
-from megatron_prism.membership import named_group
-from megatron_prism.ops import CODE, NAMES, OP, UNKNOWN
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.selectors import format_ranks
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.membership import named_group
+from megatron_prism.core.ops import CODE, NAMES, OP, UNKNOWN
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.replay.costs import Prices, price
+from megatron_prism.replay.costs.collectives import Calibration
+from megatron_prism.replay.costs.compute import MEASURED
+from megatron_prism.replay.costs.machine import Machine
 
 __all__ = ["apart", "assumed", "faster", "moved", "slow", "slowed", "used"]
 

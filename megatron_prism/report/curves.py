@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_prism.ops import CODE
+from megatron_prism.core.ops import CODE
 from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["live_memory", "merge", "path_rows", "step_codes"]

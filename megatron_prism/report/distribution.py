@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.stochastic import Prediction, RunPrediction, Study
+from megatron_prism.predict import Prediction, RunPrediction, Study
 
 __all__ = ["render", "whole"]
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from megatron_prism.costs import ERRORS
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.parts import (
     HOST_PART,
@@ -22,7 +23,6 @@ from megatron_prism.report.parts import (
     critical_by_class,
     path_parts,
 )
-from megatron_prism.selectors import format_ranks
 
 __all__ = [
     "ClassFigures",

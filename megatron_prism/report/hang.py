@@ -9,8 +9,8 @@ from __future__ import annotations
 import html
 import re
 
-from megatron_prism.diagnosis import Diagnosis
-from megatron_prism.selectors import format_ranks
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["markdown", "page"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from megatron_prism.diagnosis import Diagnosis, Waiting
-from megatron_prism.selectors import format_ranks
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.hang.verdict import Diagnosis, Waiting
 
 __all__ = ["render"]
 

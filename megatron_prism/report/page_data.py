@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.ops import PHASE_NAMES, label
+from megatron_prism.core.ops import PHASE_NAMES, label
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report import curves
 from megatron_prism.report.figures import Figures, figures

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.ops import CODE, NAMES, PHASE_NAMES
+from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["HOST_PART", "Call", "PathPart", "calls_of", "critical_by_class", "path_parts"]

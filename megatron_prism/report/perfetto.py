@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.ops import NAMES, PHASE_NAMES, label
-from megatron_prism.program import Program
+from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
+from megatron_prism.core.program import Program
+from megatron_prism.core.selectors import format_ranks
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.figures import name_class
-from megatron_prism.selectors import format_ranks
 
 __all__ = ["render"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_prism.costs import ERRORS
+from megatron_prism.core.units import format_bytes, format_ns
+from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.figures import ClassFigures, Figures, Value, figures
-from megatron_prism.units import format_bytes, format_ns
 
 __all__ = ["format_flops", "render"]
 

@@ -25,10 +25,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_prism.collectives import BY_NAME
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.virtual import patches, session
-from megatron_prism.virtual.values import Values
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 
 NUM_PROCESSES = 4
 TIMEOUT = timedelta(seconds=20)
@@ -749,8 +750,8 @@ class Runner:
                 group = world.build_group(range(n), f"conformance_{number}", "CONFORMANCE")
                 if passes:
                     group.all_local, group._mixed = True, None
-                patches.install(world)
-                patches.register(group, "gloo")
+                torch_patches.install(world)
+                torch_patches.register(group, "gloo")
             for case in CASES:
                 for settings in variations(case, n) if n >= case.min_size else ():
                     call = Call(gloo[n], n, self.rank, local, mirrored(n, local), **settings)

@@ -31,8 +31,8 @@ from collective_cases import CASES, DTYPES, NUM_PROCESSES, OPS, run
 from torch import distributed as dist
 from torch import multiprocessing
 
-from megatron_prism.collectives import BY_METHOD, TABLE
-from megatron_prism.virtual.backend import PrismGroup
+from megatron_prism.core.collectives import BY_METHOD, TABLE
+from megatron_prism.runtime.process_group import PrismGroup
 
 NAMES = [case.name for case in CASES]
 # What gloo itself refuses in every variation: the formula alone judges.

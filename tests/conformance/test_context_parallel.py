@@ -20,9 +20,9 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_prism.tiers.virtual_te.attention import DotProductAttention
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import world
+from megatron_prism.runtime.te.attention import DotProductAttention
+from megatron_prism.runtime.values import Values
 
 NUM_PROCESSES = 4
 ROWS, BATCH, HEADS, GROUPS, WIDTH = 16, 2, 8, 4, 8  # of the whole sequence
@@ -90,7 +90,7 @@ def one(kind, size, form, mask):
     def observe(group, op, ins, outs):
         calls.append([op, group.desc, list((ins or outs)[0].shape)])
 
-    session.current().observer = observe
+    world.current().observer = observe
     module = DotProductAttention(
         HEADS, WIDTH, qkv_format=form, attn_mask_type=mask, cp_group=group,
         cp_global_ranks=ranks, cp_comm_type=kind,
@@ -99,7 +99,7 @@ def one(kind, size, form, mask):
     out = module(*inputs)
     num_forward = len(calls)
     grads = torch.autograd.grad(out, inputs, mine[4].flatten(-2))
-    session.current().observer = None
+    world.current().observer = None
     got = [out.detach().unflatten(-1, (HEADS, WIDTH)), *grads]
     right = [mine[3], *(laid_out(shard(t, me, size, 0), form) for t in wanted)]
     error = max(float((a - b).abs().max()) for a, b in zip(got, right, strict=True))
@@ -110,12 +110,12 @@ def run(rank, folder):
     """Entry point of one process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    session._TIMEOUT = timedelta(seconds=60)
+    world._TIMEOUT = timedelta(seconds=60)
     path = pathlib.Path(folder)
     store = dist.FileStore(str(path / "store"), NUM_PROCESSES)
     everyone = tuple(range(NUM_PROCESSES))
-    session.start(
-        session.VirtualWorld(
+    world.start(
+        world.VirtualWorld(
             NUM_PROCESSES, rank, everyone, Values(rank=rank), torch.device("cpu"), store
         )
     )
@@ -127,7 +127,7 @@ def run(rank, folder):
             results[" ".join(map(str, case))] = {"failed": traceback.format_exc()}
             break  # the others wait for this one in vain
     (path / f"result_{rank}.json").write_text(json.dumps(results))
-    session.stop()
+    world.stop()
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ from collective_cases import NUM_PROCESSES, TIMEOUT, WORLDS, mirrored
 from torch import distributed as dist
 from torch import multiprocessing
 
-from megatron_prism.virtual import patches, session
-from megatron_prism.virtual.parts import Blocks, Once, Rows
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
+from megatron_prism.runtime.values import Values
 
 R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
 
@@ -92,8 +93,8 @@ def compare(rank, store):
         group = world.build_group(range(n), f"parts_{number}", "TENSOR_MODEL_PARALLEL_GROUP")
         if group.has_virtual != (len(local) < n):
             wrong.append(f"rank {rank} of {n}, local {local}: has_virtual {group.has_virtual}")
-        patches.install(world)
-        patches.register(group, "gloo")
+        torch_patches.install(world)
+        torch_patches.register(group, "gloo")
         with world.values.of_parts(Rows(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))
         with world.values.of_parts(Blocks(2 * n, 2)):

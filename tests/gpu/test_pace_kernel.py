@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_prism.replay.release import Releases
-from megatron_prism.virtual.moves import COPY, KINDS, Move
-from megatron_prism.virtual.pace_moves import ADDED
-from megatron_prism.virtual.pacing import Call, Pacer
-from megatron_prism.virtual.streams import Streams
-from megatron_prism.virtual.work import Done
+from megatron_prism.runtime.pacing.kernel_moves import ADDED
+from megatron_prism.runtime.pacing.moves import COPY, KINDS, Move
+from megatron_prism.runtime.pacing.pacer import Call, Pacer
+from megatron_prism.runtime.pacing.streams import Streams
+from megatron_prism.runtime.work import Done
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,8 +48,8 @@ def table_of(seed, count=40):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
-    from megatron_prism.virtual.pace_kernel import Launcher
-    from megatron_prism.virtual.pace_source import LAUNCH, RING
+    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.kernel_source import LAUNCH, RING
 
     table = table_of(seed)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
@@ -89,7 +89,7 @@ def test_ends_are_those_of_the_table(seed):
 
 def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
-    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.runtime.pacing.kernel import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     table = Releases(
@@ -212,8 +212,8 @@ def test_tables_are_not_in_torchs_memory():
 
 
 def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
-    from megatron_prism.virtual.pace_report import at_once
-    from megatron_prism.virtual.pace_source import RING
+    from megatron_prism.runtime.pacing.kernel_source import RING
+    from megatron_prism.runtime.pacing.report import at_once
 
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = alone(1_000)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_prism.replay.release import Releases
-from megatron_prism.virtual.pace_shared import Shared, layout
+from megatron_prism.runtime.pacing.shared_memory import Shared, layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,8 +78,8 @@ def check(table, stamps, shared):
 
 
 def test_two_ranks_on_one_device():
-    from megatron_prism.virtual.pace_kernel import Launcher
-    from megatron_prism.virtual.pace_source import RING
+    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.kernel_source import RING
 
     table, store = table_of_two(), Store()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -115,8 +115,8 @@ def test_two_ranks_on_one_device():
 
 def one_of_two(process, port):
     """What each of two processes does."""
-    from megatron_prism.virtual.pace_kernel import Launcher
-    from megatron_prism.virtual.pace_source import RING
+    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.kernel_source import RING
 
     device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)

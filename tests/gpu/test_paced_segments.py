@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_prism.replay.release import Releases
-from megatron_prism.slicer import watch
-from megatron_prism.slicer.paced import PacedRecorder
-from megatron_prism.virtual.pacing import Call, Pacer
-from megatron_prism.virtual.streams import Streams
-from megatron_prism.virtual.work import Done
+from megatron_prism.runtime.pacing.pacer import Call, Pacer
+from megatron_prism.runtime.pacing.streams import Streams
+from megatron_prism.runtime.recorder import events
+from megatron_prism.runtime.recorder.paced import PacedRecorder
+from megatron_prism.runtime.work import Done
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
 
 @pytest.fixture
 def recorder():
-    from megatron_prism.virtual.pace_kernel import Launcher
+    from megatron_prism.runtime.pacing.kernel import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     table = Releases(
@@ -33,9 +33,9 @@ def recorder():
     launcher = Launcher(table, [[0]], device)
     pacer = Pacer([Call("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
     made = PacedRecorder(0, "cuda", pacer)
-    watch.install(made)
+    events.install(made)
     yield made
-    watch.remove()
+    events.remove()
 
 
 def ask(recorder):

@@ -23,16 +23,11 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_prism import (
-    fault_plan,
-    faults,
-    flight_export,
-    flight_recorder,
-    graph,
-    hang,
-    quiescence,
-)
-from megatron_prism.program_parse import parse
+from megatron_prism.core.program_parse import parse
+from megatron_prism.graph import stall, world_graph
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader, export, fault_plan
+from megatron_prism.hang import fault_planting as faults
 
 HERE = pathlib.Path(__file__).parent
 
@@ -96,15 +91,15 @@ def world(name):
 def planted(case):
     """(the standstill, the truth)."""
     found = faults.plant(world(case.world), [fault_plan.parse(f) for f in case.faults])
-    return quiescence.run(found.programs, found.faults), found
+    return stall.run(found.programs, found.faults), found
 
 
 def judged(case, folder, state, **how):
     """The verdict from the dumps of ``state`` in ``folder``, and nothing else."""
-    flight_export.write(state, folder, **how)
+    export.write(state, folder, **how)
     if case.where != "programs":
-        return hang.of_dumps(flight_recorder.read(folder))
-    found = hang.of_graph(graph.build(state.programs))
+        return hang.of_dumps(dump_reader.read(folder))
+    found = hang.of_graph(world_graph.build(state.programs))
     return dataclasses.replace(found, seq=found.seq + 1)  # programs count from 0
 
 

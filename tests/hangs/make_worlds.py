@@ -12,9 +12,9 @@ import tempfile
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "megatron"), str(HERE.parent)]
 
-from megatron_prism import slices  # noqa: E402
-from megatron_prism.program import Program  # noqa: E402
-from megatron_prism.program_text import dump  # noqa: E402
+from megatron_prism.core import slices  # noqa: E402
+from megatron_prism.core.program import Program  # noqa: E402
+from megatron_prism.core.program_text import dump  # noqa: E402
 
 RECIPES = """
 moe: world=16 tp=2 pp=2 ep=4 etp=1 moe sp zero1 m=2
@@ -46,15 +46,15 @@ def captured(lines, folder):
     import forks
     from test_healthy import LOADED, recipe_of
 
-    from megatron_prism.plugin import capture, job
-    from megatron_prism.slices import SliceStore
+    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.emulate import capture_recipe, recipe_job
 
     jobs, stores = [], {}
     for line in filter(None, lines.splitlines()):
         name, recipe = recipe_of(line, LOADED)
-        stores[name] = SliceStore(folder / name, recipe.world, capture.source_of(recipe))
+        stores[name] = SliceStore(folder / name, recipe.world, capture_recipe.source_of(recipe))
         stores[name].prepare(True)
-        jobs += [(recipe, rank, stores[name]) for rank in job.ranks_of(recipe)]
+        jobs += [(recipe, rank, stores[name]) for rank in recipe_job.ranks_of(recipe)]
     wrong = [answer["error"] for answer in forks.capture(jobs).values() if "error" in answer]
     assert not wrong, wrong[0]
     return {name: store.folder for name, store in stores.items()}

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from cases import world
 
-from megatron_prism import flight_export, quiescence
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.program_parse import parse
-from megatron_prism.programs import Programs
-from megatron_prism.quiescence import Fault
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.programs import Programs
+from megatron_prism.graph import stall
+from megatron_prism.graph.stall import Fault
+from megatron_prism.hang import export
 
 TP, EP = "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
 PP, DP = "PIPELINE_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
@@ -185,7 +186,7 @@ def stands(*ranks, part="3", at=40, silent=False):
 def device_stops(rank, part="3", at=40):
     """A kernel there does not end; its host goes on."""
     stop = stands(rank, part=part, at=at)
-    return lambda it: {r: quiescence.Fault(device=f.host) for r, f in stop(it).items()}
+    return lambda it: {r: stall.Fault(device=f.host) for r, f in stop(it).items()}
 
 
 def both(*changes):
@@ -353,8 +354,8 @@ def other_names(rank, a, b):
 
 def of_another_job(ranks, name="interleaved"):
     def change(values):
-        state = quiescence.run(job(name).programs(), {ranks[0]: Fault(host=100)})
-        for rank, value in flight_export.dumps_of(state, active_only=True):
+        state = stall.run(job(name).programs(), {ranks[0]: Fault(host=100)})
+        for rank, value in export.dumps_of(state, active_only=True):
             if rank in ranks:
                 values[rank] = value
 
@@ -389,8 +390,8 @@ def called(words):
 
 def of_a_larger_job(values):
     """Ranks 16 to 31 of an earlier job of 32 lie in the folder."""
-    state = quiescence.run(dynamic(), {20: Fault(host=9)})
-    values |= {r: v for r, v in flight_export.dumps_of(state, active_only=True) if r > 15}
+    state = stall.run(dynamic(), {20: Fault(host=9)})
+    values |= {r: v for r, v in export.dumps_of(state, active_only=True) if r > 15}
 
 
 def aborted_but(*ranks):
@@ -752,13 +753,13 @@ def standstill(fault, name):
     it = _plain_job(bases[name]()) if name in bases else (
         _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too
-    return quiescence.run(it.programs(), faults)
+    return stall.run(it.programs(), faults)
 
 
 def dumps(one, place):
     """Write the files of a case."""
     state = standstill(one.fault, one.world)
-    values = dict(flight_export.dumps_of(state, **one.how))
+    values = dict(export.dumps_of(state, **one.how))
     if one.files is not None:
         one.files(values)
     place.mkdir(parents=True)

@@ -9,17 +9,12 @@ import cases
 import pytest
 from cases import CASES
 
-from megatron_prism import (
-    cli,
-    fault_plan,
-    faults,
-    flight_recorder,
-    graph,
-    hang,
-    hang_world,
-    quiescence,
-)
-from megatron_prism.errors import UsageError
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.graph import stall, world_graph
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader as flight_recorder
+from megatron_prism.hang import fault_plan, fault_planting, from_programs
 
 HERE = Path(__file__).parent
 WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
@@ -47,9 +42,9 @@ def test_with_less_recorded_nobody_innocent_is_named(case, tmp_path):
 @pytest.mark.parametrize("name", sorted(set(WORLDS) - BROKEN))
 def test_controls_are_clean(name, tmp_path):
     """The same worlds without a fault; 0.19 and a coefficient of 0 for A1."""
-    assert hang.of_graph(graph.build(cases.world(name))).verdict == "healthy"
+    assert hang.of_graph(world_graph.build(cases.world(name))).verdict == "healthy"
     if cases.world(name).world.size < 100:
-        state = quiescence.run(cases.world(name))
+        state = stall.run(cases.world(name))
         found = cases.judged(CASES[0], tmp_path / "d", state)
         assert (state.finished, found.verdict, found.exit_code) == (True, "healthy", 0)
 
@@ -68,9 +63,9 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
     programs = cases.world("a1_pp4")
     assert programs.source["megatron_core"] == "0.16.1"
     if from_dumps:
-        found = hang_world.of_standstill(quiescence.run(programs))
+        found = from_programs.of_standstill(stall.run(programs))
     else:
-        found = hang.of_graph(graph.build(programs))
+        found = hang.of_graph(world_graph.build(programs))
     assert {c.rank for c in found.culprits} == set(range(256))
     assert {c.kind for c in found.culprits} == {"shape"}
     assert (found.verdict, found.exit_code) == ("mismatch", 1)
@@ -83,7 +78,7 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
 
 def test_a1_with_two_stages_says_that_nobody_can_tell():
     """4 against 5 numbers, one stage each: naming either would be a guess."""
-    found = hang.of_graph(graph.build(cases.world("a1_pp2")))
+    found = hang.of_graph(world_graph.build(cases.world("a1_pp2")))
     assert (found.verdict, found.culprits, found.exit_code) == ("mismatch", (), 1)
     assert (found.group, found.op) == ("PIPELINE_MODEL_PARALLEL_GROUP", "all_reduce")
     assert "4 elements on rank 0, 5 elements on rank 1" in found.evidence[0]
@@ -98,26 +93,26 @@ def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
     pytest.importorskip("megatron.core")
     import make_worlds
 
-    from megatron_prism.slices import assemble
+    from megatron_prism.core.slices import assemble
 
     line = "uneven: world=8 pp=4 layers=8 first=1 last=3 m=4"
     programs = assemble(make_worlds.captured(line, tmp_path)["uneven"])
     peaks = [int(p.live_bytes().max()) for p in programs.programs]
     worst = peaks.index(max(peaks))
     limit = sorted(peaks)[-2] + 1
-    planted = faults.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={limit}")])
+    planted = fault_planting.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={limit}")])
     ranks = set(programs.ranks_of(worst).tolist())
     assert planted.culprits == ranks
     assert all(hit.label[-1] in "FB" or hit.label == "O" for hit in planted.hits)
     parts = []
-    state = quiescence.run(planted.programs, planted.faults)
-    found = hang_world.of_standstill(state, told=parts.append)
+    state = stall.run(planted.programs, planted.faults)
+    found = from_programs.of_standstill(state, told=parts.append)
     assert parts == sorted(parts)
     assert len(parts) == 8 - len(ranks)  # the others leave no dump
     assert parts[-1] <= 1
     assert (found.verdict, {c.rank for c in found.culprits}) == ("missing dump", ranks)
     with pytest.raises(UsageError, match="never fires"):
-        faults.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={max(peaks)}")])
+        fault_planting.plant(programs, [fault_plan.parse(f"oom@rank=0-7:at_bytes={max(peaks)}")])
 
 
 # -- torch's analyser -----------------------------------------------------------------------------
@@ -239,7 +234,7 @@ def test_hosts_and_rails_are_ranks(where, ranks):
     fault = fault_plan.parse(f"sigkill@{where},nth=20")
     assert fault.ranks(cases.world("moe").world) == tuple(ranks)
     assert fault_plan.parse(str(fault)) == fault
-    found = faults.plant(cases.world("moe"), [fault])
+    found = fault_planting.plant(cases.world("moe"), [fault])
     assert found.culprits == set(ranks)
 
 
@@ -323,7 +318,7 @@ def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):
 
 # -- reports --------------------------------------------------------------------------------------
 def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, capsys):
-    from megatron_prism.diagnosis import Blamed, Diagnosis, Waiting
+    from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
     from megatron_prism.report import hang as report
 
     evil = "<script>alert(1)</script>|`*```"
@@ -346,12 +341,13 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
 
 def test_whose_watchdog_fires_first():
     """Real clocks: the rank whose call was issued first, or has least patience."""
-    from megatron_prism import flight_export, flight_recorder
-    from megatron_prism.flight_dump import DumpSet
+    from megatron_prism.hang import dump_reader as flight_recorder
+    from megatron_prism.hang import export
+    from megatron_prism.hang.dumps import DumpSet
 
     state, _ = cases.planted(next(c for c in CASES if c.name == "host stuck"))
     dumps = {}
-    for rank, value in flight_export.dumps_of(state):
+    for rank, value in export.dumps_of(state):
         for entry in value["entries"]:
             entry["time_created_ns"] += 1_700_000_000 * 10**9
             entry["timeout_ms"] = 60_000 if rank == 8 else 600_000

@@ -7,7 +7,7 @@ import pytest
 from test_doubts import Dump, said, verdict
 from test_reality import judged
 
-from megatron_prism import cli
+from megatron_prism.cli import main as cli
 
 
 def pairs(count=8):

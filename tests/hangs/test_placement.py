@@ -10,21 +10,15 @@ from collections import Counter
 import cases
 import pytest
 
-from megatron_prism import (
-    cli,
-    flight_export,
-    flight_recorder,
-    hang,
-    placement,
-    quiescence,
-)
-from megatron_prism import (
-    recipe as recipes,
-)
-from megatron_prism.fault_plan import parse
-from megatron_prism.faults import plant
-from megatron_prism.flight_dump import DumpSet
-from megatron_prism.ops import IS_COLLECTIVE, IS_PAIR
+from megatron_prism.cli import main as cli
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader, export, placement
+from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.fault_plan import parse
+from megatron_prism.hang.fault_planting import plant
 
 PAIRS = ("send", "recv")
 
@@ -32,8 +26,8 @@ PAIRS = ("send", "recv")
 def placed(name, fault, start=0, **how):
     """(state, Placed); every counter is ``start`` larger, as after other iterations."""
     found = plant(cases.world(name), [parse(fault)])
-    state = quiescence.run(found.programs, found.faults)
-    values = dict(flight_export.dumps_of(state, **how))
+    state = stall.run(found.programs, found.faults)
+    values = dict(export.dumps_of(state, **how))
     for value in values.values():
         for status in value["pg_status"].values():
             for key in status:
@@ -42,7 +36,7 @@ def placed(name, fault, start=0, **how):
             entry["collective_seq_id"] += start
             entry["p2p_seq_id"] += start
             entry["record_id"] += 10 * start
-    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in values.items()})
+    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in values.items()})
     return state, placement.place(dumps, hang.of_dumps(dumps), cases.world(name))
 
 
@@ -83,8 +77,8 @@ def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
 def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=20")])
-    state = quiescence.run(found.programs, found.faults)
-    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in flight_export.dumps_of(state)})
+    state = stall.run(found.programs, found.faults)
+    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.of_dumps(dumps)
     wrong = dataclasses.replace(
         verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
@@ -111,9 +105,9 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
     """Counters go on from iteration to iteration, and every group made a few calls before."""
     world = cases.world("moe")
     found = plant(world, [parse("gil@rank=10,group=tp,nth=3")])
-    state = quiescence.run(found.programs, found.faults)
+    state = stall.run(found.programs, found.faults)
     dumps = {}
-    for rank, value in flight_export.dumps_of(state):
+    for rank, value in export.dumps_of(state):
         per = Counter(op.group for op in world.of(rank) if op.group and op.name not in PAIRS)
         more = {i: iterations * per[c["desc"]] + 3
                 for i, c in enumerate(value["pg_config"].values())}  # fmt: skip
@@ -122,7 +116,7 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
                 status[key] = max(status[key], 0) + more[int(number)]
         for entry in value["entries"]:
             entry["collective_seq_id"] += more[entry["pg_id"]]
-        dumps[rank] = flight_recorder.of_value(value, rank)
+        dumps[rank] = dump_reader.of_value(value, rank)
     dumps = DumpSet(dumps)
     places = placement.place(dumps, hang.of_dumps(dumps), world).places
     assert {p.iteration for p in places} == {iterations + 1}
@@ -130,12 +124,12 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
 
 def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
     """The worker's answer is made up: calls of the program, of another one, and none."""
-    from megatron_prism.plugin import confirm
+    from megatron_prism.emulate import confirm
 
     world = cases.world("moe")
     found = plant(world, [parse("gil@rank=10,group=tp,nth=20")])
-    state = quiescence.run(found.programs, found.faults)
-    dumps = DumpSet({r: flight_recorder.of_value(v, r) for r, v in flight_export.dumps_of(state)})
+    state = stall.run(found.programs, found.faults)
+    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.of_dumps(dumps)
     where = placement.place(dumps, verdict, world)
 
@@ -145,7 +139,7 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
         change(calls)
         said = {"calls": calls, "frames": ["a.py:1 f"], "differs": list(differs), "compared": 9}
         summary = {"tier": "cpu", "megatron_core": "0", "steps": steps, "witness": said}
-        monkeypatch.setattr(confirm.job, "run_ranks", lambda *a, **k: [summary])
+        monkeypatch.setattr(confirm.recipe_job, "run_ranks", lambda *a, **k: [summary])
         recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", [])
         return confirm.confirm(recipe, world, tmp_path, dumps, verdict, where, None)
 
@@ -192,7 +186,7 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
 
 def test_the_command(tmp_path, capsys):
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=3")])
-    folder = flight_export.write(quiescence.run(found.programs, found.faults), tmp_path / "d")
+    folder = export.write(stall.run(found.programs, found.faults), tmp_path / "d")
     where = str(cases.HERE / "worlds" / "moe.txt")
     assert cli.main(["hang", "--dumps", str(folder), "--programs", where, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)

@@ -7,7 +7,8 @@ import production
 import pytest
 from production import CASES
 
-from megatron_prism import cli, programs
+from megatron_prism.cli import main as cli
+from megatron_prism.core import programs
 
 
 def command(folder, capsys, *more):

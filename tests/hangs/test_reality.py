@@ -15,10 +15,13 @@ import production
 import pytest
 from production import ACTIVE, DP, EP, stands
 
-from megatron_prism import cli, flight_export, flight_recorder, hang, quiescence
-from megatron_prism.flight_dump import DumpSet
-from megatron_prism.ops import Op
-from megatron_prism.program_parse import parse
+from megatron_prism.cli import main as cli
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program_parse import parse
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dump_reader, export
+from megatron_prism.hang.dumps import DumpSet
 
 FULL = {"active_only": False, "stacks": True}
 GIL = stands(10, part="3", at=40)
@@ -39,13 +42,13 @@ def _values(fault, active_only, change):
         change(it)
     faults = fault(it) or {}
     how = ACTIVE if active_only else FULL
-    state = quiescence.run(it.programs(), faults)
-    return pickle.dumps(dict(flight_export.dumps_of(state, **how)))
+    state = stall.run(it.programs(), faults)
+    return pickle.dumps(dict(export.dumps_of(state, **how)))
 
 
 def judged(made):
     """(who is named, the verdict)."""
-    found = hang.of_dumps(DumpSet({r: flight_recorder.of_value(v, r) for r, v in made.items()}))
+    found = hang.of_dumps(DumpSet({r: dump_reader.of_value(v, r) for r, v in made.items()}))
     return {c.rank for c in found.culprits}, found
 
 
@@ -279,7 +282,7 @@ def test_a_group_that_was_made_later_is_no_restart():
     status = dict(next(iter(value["pg_status"].values())))
     status["last_completed_collective"] = status["last_enqueued_collective"] - 1
     value["pg_status"] = {"0": status, "1": dict(status)}
-    found = flight_recorder.of_value(value, 8)
+    found = dump_reader.of_value(value, 8)
     assert len(found.entries) == 1
     assert not [note for note in found.notes if "made again" in note]
 
@@ -293,7 +296,7 @@ def test_what_is_issued_in_a_batch_stays_scheduled_for_good(how):
     inside = [e for e in made[8]["entries"] if e["is_p2p"] and e["input_sizes"] + e["output_sizes"]]
     assert len(inside) > 8, "what ended long ago is there too, also among the outstanding"
     assert {(e["state"], e["retired"]) for e in inside} == {("scheduled", False)}
-    dump = flight_recorder.of_value(made[8], 8)
+    dump = dump_reader.of_value(made[8], 8)
     assert {e.seq for e in dump.entries if e.pair and not e.done} == {8}, "it waits in the last"
     assert judged(made)[0] == {10}
 
@@ -306,8 +309,8 @@ def test_a_batch_waits_for_all_that_is_in_it():
     step += "- recv CONTEXT_PARALLEL_GROUP bf16 out=8 peer=-1 batch={0}\n- host_wait note=device\n"
     for rank in range(4):
         ring += f"program ranks={rank}\n" + "".join(step.format(i) for i in range(4))
-    state = quiescence.run(parse(ring, "ring"), {2: quiescence.Fault(host=3)})
-    named, found = judged(dict(flight_export.dumps_of(state)))
+    state = stall.run(parse(ring, "ring"), {2: stall.Fault(host=3)})
+    named, found = judged(dict(export.dumps_of(state)))
     assert (named, found.verdict) == ({2}, "host stuck")
     waits = {row.rank: row.waits_for for row in found.victims}
     assert waits[3] == (2,)

@@ -13,19 +13,20 @@ import torch
 from needs import TRAINING
 from torch import distributed as dist
 
-from megatron_prism import fault_plan
-from megatron_prism.errors import HangError, UnsupportedError, UsageError
-from megatron_prism.ops import Op
-from megatron_prism.plugin import flags, slice_source
-from megatron_prism.plugin.guard import Guard
-from megatron_prism.plugin.hang_flags import HangOptions
-from megatron_prism.plugin.strict import ProgramPeers
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs, save
-from megatron_prism.virtual import session
-from megatron_prism.virtual.rendezvous import Neighbours, Rendezvous, gloo_does, nccl_lets_through
-from megatron_prism.virtual.values import Values
-from megatron_prism.world import World
+from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs, save
+from megatron_prism.core.world import World
+from megatron_prism.emulate import options as flags
+from megatron_prism.emulate import slice_source
+from megatron_prism.emulate.call_guard import Guard
+from megatron_prism.emulate.expected_calls import ProgramPeers
+from megatron_prism.emulate.hang_flags import HangOptions
+from megatron_prism.hang import fault_plan
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
+from megatron_prism.runtime.values import Values
 
 HERE = pathlib.Path(__file__).parent
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
@@ -614,7 +615,7 @@ def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):
 )
 def test_who_stands_still_for_good_says_how_to_end_it(word, stands, monkeypatch, capsys):
     """Else the terminal shows a job that does nothing, and nobody knows that this was asked for."""
-    from megatron_prism.plugin import injected
+    from megatron_prism.emulate import injected
 
     held = []
     quiet = SimpleNamespace(pause=lambda: held.append("gil"))

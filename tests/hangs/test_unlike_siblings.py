@@ -5,11 +5,12 @@ from hang_cases import dumps_of, named
 from production import ACTIVE
 from test_reality import FULL
 
-from megatron_prism import hang, quiescence
-from megatron_prism.ops import Op
-from megatron_prism.program import Program
-from megatron_prism.programs import Programs
-from megatron_prism.world import World
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.world import World
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze as hang
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP_WITH_CP"
 MP = "MODEL_PARALLEL_GROUP"
@@ -38,7 +39,7 @@ def judged(world, unlike, change, how):
     for rank, edit in change.items():
         edit(ops[rank])
     programs = Programs.one_per_rank([Program.from_ops(r, o) for r, o in ops.items()], world)
-    state = quiescence.run(programs)
+    state = stall.run(programs)
     assert not state.finished
     return hang.of_dumps(dumps_of(state, **how))
 

@@ -19,8 +19,9 @@ MODULES = """
     megatron.core.pipeline_parallel megatron.core.models.gpt megatron.core.tensor_parallel
     megatron.core.models.gpt.gpt_layer_specs megatron.core.num_microbatches_calculator
     megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
-    megatron_prism.plugin.rank_train megatron_prism.plugin.launch megatron_prism.slicer.watch
-    megatron_prism.virtual.session
+    megatron_prism.emulate.recipe_training megatron_prism.emulate.launch
+    megatron_prism.runtime.recorder.events
+    megatron_prism.runtime.world
 """.split()
 
 
@@ -42,23 +43,24 @@ def prepare(tier, local_flash=True):
     """Import everything with the seams in place; returns what a fork calls with a patch.Context."""
     import importlib
 
-    from megatron_prism import tiers
-    from megatron_prism.plugin import patch, proof, seams_tiers
+    from megatron_prism.emulate import monitor, patch
+    from megatron_prism.emulate.patches import without_cuda
+    from megatron_prism.runtime import devices as tiers
 
     installed = tiers.install(tier)
     shape = tier == "meta"
-    one = proof.Proof(installed.live, shapes_only=shape)
+    one = monitor.Proof(installed.live, shapes_only=shape)
     shared = patch.Context(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
     # fast-groups remembers which ranks are local; these worlds are small enough without
-    chosen = tuple(s for s in seams_tiers.patches_for(tier) if s.name != "fast-groups")
+    chosen = tuple(s for s in without_cuda.patches_for(tier) if s.name != "fast-groups")
     if tier == "meta" and local_flash:
-        chosen += (seams_tiers.FUSED_ATTENTION,)
+        chosen += (without_cuda.FUSED_ATTENTION,)
     patch.apply(chosen, shared)
     for name in MODULES:
         importlib.import_module(name)
     # the modules are changed already; a fork only has to say which rank it is
     patch.apply = lambda chosen, context: vars(shared).update(vars(context))
-    proof.Proof = lambda *args, **kwargs: one
+    monitor.Proof = lambda *args, **kwargs: one
     gc.collect()
     gc.freeze()
     return installed
@@ -99,7 +101,7 @@ def main(tier):
     warnings.simplefilter("ignore")
     jobs = pickle.load(sys.stdin.buffer)
     prepare(tier)
-    from megatron_prism.plugin import rank_job
+    from megatron_prism.emulate import recipe_rank
 
     running = {}
 
@@ -113,7 +115,7 @@ def main(tier):
             next_done()
 
         def work(recipe=recipe, rank=rank, store=store):
-            return rank_job.run(recipe, rank, lambda kind, **fields: None, store)
+            return recipe_rank.run(recipe, rank, lambda kind, **fields: None, store)
 
         running[index] = fork(work)
     while running:

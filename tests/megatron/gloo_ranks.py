@@ -209,9 +209,9 @@ def wrap():
 
 def run(recipe, rank, store_file):
     """The calls of ``rank`` in the last iteration of ``recipe``."""
-    from megatron_prism import tiers
-    from megatron_prism.plugin.proof import Proof
-    from megatron_prism.plugin.rank_train import RankJob
+    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate.recipe_training import RankJob
+    from megatron_prism.runtime import devices as tiers
 
     size = recipe.world.size
     dist.init_process_group(

@@ -10,11 +10,12 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 _LOOKUPS = """
 import itertools
 import torch
-from megatron_prism import tiers
-from megatron_prism.plugin import patch, seams_embedding
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import devices as tiers
+from megatron_prism.emulate import patch
+from megatron_prism.emulate.patches import embedding as seams_embedding
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 here = tiers.install("cpu")
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 patch.apply(seams_embedding.PATCHES, patch.Context(lambda: world, Proof(), False, (1,), 1))

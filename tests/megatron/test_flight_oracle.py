@@ -14,7 +14,7 @@ import pathlib
 import pytest
 from test_pretrain import forked, pytestmark  # noqa: F401 - the mark is this module's too
 
-from megatron_prism import programs
+from megatron_prism.core import programs
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "flight"
 # What the recorded jobs were started with: it belongs to the recordings, benchmarks may move on.

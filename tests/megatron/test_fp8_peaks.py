@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from needs import TRAINING
 
-from megatron_prism import memory_baseline
-from megatron_prism.programs import load
+from megatron_prism.core.programs import load
+from megatron_prism.memory import baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -51,6 +51,6 @@ def test_the_peak_in_fp8_is_the_gpus(name, peaks):
     answers, place = peaks
     status, said = answers[name]
     assert status == 0, said[-3000:]
-    made = memory_baseline.measure(load(place / name / "slice-000000.prism"))
+    made = baseline.measure(load(place / name / "slice-000000.prism"))
     (one,) = made.classes.values()
     assert one["peak_allocated"] == pytest.approx(REAL["jobs"][name]["peak"], rel=BOUND)

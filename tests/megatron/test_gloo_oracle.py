@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism import recipe as recipes
-from megatron_prism import slices
-from megatron_prism.collectives import BY_NAME as TALK
-from megatron_prism.membership import of_family
-from megatron_prism.plugin import capture
-from megatron_prism.slices import SliceStore
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core import slices
+from megatron_prism.core.collectives import BY_NAME as TALK
+from megatron_prism.core.membership import of_family
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import capture_recipe
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -71,7 +71,7 @@ def virtual(tmp_path_factory):
     jobs, folders = [], {}
     for name, recipe in RECIPES.items():
         folders[name] = tmp_path_factory.mktemp("slices")
-        store = SliceStore(folders[name], recipe.world, capture.source_of(recipe))
+        store = SliceStore(folders[name], recipe.world, capture_recipe.source_of(recipe))
         jobs += [(recipe, rank, store) for rank in range(recipe.world.size)]
     for answer in forks.capture(jobs, "cpu").values():
         assert "error" not in answer, answer["error"]

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from test_predict_is_replay import assert_one_answer
 
-from megatron_prism import graph, recipe_checks, slices
-from megatron_prism import recipe as recipes
-from megatron_prism.plugin import capture, job
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core import recipe_checks, slices
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import capture_recipe, recipe_job
+from megatron_prism.graph import world_graph
 from megatron_prism.replay.priced_graph import price
-from megatron_prism.slices import SliceStore
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -152,10 +153,12 @@ def worlds(tmp_path_factory):
     """name -> folder of slices, or what went wrong."""
     jobs, names, folders = [], [], {}
     for name, recipe in RECIPES.items():
-        store = SliceStore(tmp_path_factory.mktemp(name), recipe.world, capture.source_of(recipe))
+        store = SliceStore(
+            tmp_path_factory.mktemp(name), recipe.world, capture_recipe.source_of(recipe)
+        )
         store.prepare(False)
         folders[name] = store.folder
-        for rank in job.ranks_of(recipe):
+        for rank in recipe_job.ranks_of(recipe):
             jobs.append((recipe, rank, store))
             names.append(name)
     for index, answer in forks.capture(jobs).items():
@@ -169,7 +172,7 @@ def worlds(tmp_path_factory):
 def world_of(worlds, name):
     found = worlds[name]
     assert isinstance(found, Path), found
-    return graph.build(slices.assemble(found))
+    return world_graph.build(slices.assemble(found))
 
 
 def test_there_are_enough_configurations():

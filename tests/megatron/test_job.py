@@ -11,10 +11,10 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron_prism import recipe as recipes
-from megatron_prism.artefact import ArtefactFolder
-from megatron_prism.errors import PrismError
-from megatron_prism.plugin import job, job_report
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.artefact import ArtefactFolder
+from megatron_prism.core.errors import PrismError
+from megatron_prism.emulate import recipe_job, recipe_job_report
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -44,7 +44,7 @@ def rows(summary):
 
 @pytest.fixture(scope="module")
 def dense():
-    return job.emulate(small("model.num_layers=20"), None)
+    return recipe_job.emulate(small("model.num_layers=20"), None)
 
 
 def test_every_stage_trains(dense):
@@ -102,7 +102,7 @@ def test_live_memory_covers_weights_gradients_and_states(dense):
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_exchanges_tokens():
-    result = job.emulate(
+    result = recipe_job.emulate(
         small(
             "model.num_layers=8",
             "model.moe_ffn_hidden_size=512",
@@ -118,7 +118,7 @@ def test_a_mixture_of_experts_exchanges_tokens():
 
 def test_real_text_on_the_cpu_has_a_falling_loss(tmp_path):
     recipe = recipes.load("tiny-gpt_1cpu", ["train.iterations=12"])
-    result = job.emulate(recipe, tmp_path / "out")
+    result = recipe_job.emulate(recipe, tmp_path / "out")
     losses = result.ranks[0]["losses"]
     assert losses[-1] < losses[0] - 1.0
     assert result.ranks[0]["master_parameter_moved"] is True
@@ -134,14 +134,14 @@ def test_real_text_on_the_cpu_has_a_falling_loss(tmp_path):
 def test_a_loss_that_is_not_finite_fails(tmp_path):
     recipe = recipes.load("tiny-gpt_1cpu", ["train.lr=1e30", "train.iterations=5"])
     with pytest.raises(PrismError, match="the loss of iteration . is not finite") as caught:
-        job.emulate(recipe, tmp_path / "out")
+        recipe_job.emulate(recipe, tmp_path / "out")
     assert caught.value.exit_code == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_numbers_are_whole_on_a_narrow_terminal(dense):
     text = io.StringIO()
-    job_report.body(dense.recipe, dense.ranks, 1.0, Console(file=text, width=60))
+    recipe_job_report.body(dense.recipe, dense.ranks, 1.0, Console(file=text, width=60))
     assert "…" not in text.getvalue()
 
 
@@ -164,7 +164,7 @@ def test_sigterm_unwinds(tmp_path):
 def test_a_field_that_megatron_lacks_is_named(tmp_path):
     recipe = recipes.load("tiny-gpt_1cpu", ["model.extra.no_such_field=1"])
     with pytest.raises(PrismError, match="no_such_field") as caught:
-        job.emulate(recipe, tmp_path / "out")
+        recipe_job.emulate(recipe, tmp_path / "out")
     assert caught.value.exit_code == 2
     assert not (tmp_path / "out").exists()
 

@@ -8,11 +8,14 @@ import pytest
 _STAGE = """
 import sys
 import torch
-from megatron_prism import tiers
-from megatron_prism.plugin import patch, seams_pipeline, seams_training
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values, rms
+from megatron_prism.runtime import devices as tiers
+from megatron_prism.emulate import patch
+from megatron_prism.emulate.patches import pipeline as seams_pipeline
+from megatron_prism.emulate.patches import training as seams_training
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
+from megatron_prism.runtime.values import rms
 here = tiers.install("cpu")
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 context = patch.Context(lambda: world, Proof(), False, (1,), 1)

@@ -10,11 +10,13 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 _START = """
 import types
 import torch
-from megatron_prism import tiers
-from megatron_prism.plugin import patch, seams_loss, seams_moe
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.virtual import session
-from megatron_prism.virtual.values import Values
+from megatron_prism.runtime import devices as tiers
+from megatron_prism.emulate import patch
+from megatron_prism.emulate.patches import loss as seams_loss
+from megatron_prism.emulate.patches import moe as seams_moe
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.runtime import world as session
+from megatron_prism.runtime.values import Values
 here = tiers.install("cpu")
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
 chosen = seams_loss.PATCHES + seams_moe.PATCHES
@@ -51,8 +53,8 @@ for policy in ("mirror", "noise"):
             # the fused loss gives its gradients in bf16
             grads = torch.allclose(logits.grad, alone.grad, atol=1e-2 if fused else 1e-5)
             print("loss", policy, fused, sequence, close, grads, torch.equal(labels, kept))
-from megatron_prism.tiers.virtual_te.cross_entropy import parallel_cross_entropy
-from megatron_prism.virtual.parts import Once
+from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
+from megatron_prism.runtime.partial_sums import Once
 for policy in ("mirror", "noise"):  # Transformer Engine's takes the largest gathered target
     world.values.policy = policy
     logits, labels = torch.randn(S, B, R) - 20, torch.randint(R, 2 * R, (S, B))

@@ -7,17 +7,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_prism import cli, megatron_source
-from megatron_prism.errors import UnsupportedError
-from megatron_prism.plugin import hooks, patch, seams_tiers
-from megatron_prism.plugin.proof import Proof
-from megatron_prism.process_changes import ProcessChanges
+from megatron_prism.cli import main as cli
+from megatron_prism.core import megatron_source
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.emulate import import_hooks, patch
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.patches import without_cuda
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
 
 RELEASE = megatron_source.parse_release(megatron_source.megatron_release())
-FOUND = [one for one in patch.statuses(seams_tiers.every_patch()) if one.state == patch.FOUND]
+FOUND = [one for one in patch.statuses(without_cuda.every_patch()) if one.state == patch.FOUND]
 
 
 def context():
@@ -34,7 +36,7 @@ def test_this_release_has_every_target(capsys):
 
 
 def test_every_patch_says_what_it_replaces():
-    every = seams_tiers.every_patch()
+    every = without_cuda.every_patch()
     assert len({(one.name, one.module) for one in every}) == len(every)
     for one in every:
         assert one.targets, one.name
@@ -106,7 +108,7 @@ def test_what_a_missing_target_leads_to(purpose, tmp_path, monkeypatch):
             patch.apply([one], context())
         assert caught.value.exit_code == 1
         assert "prism patches" in caught.value.fix
-    hooks.clear()
+    import_hooks.clear()
 
 
 def test_a_module_that_moved_is_missing(tmp_path):
@@ -115,7 +117,7 @@ def test_a_module_that_moved_is_missing(tmp_path):
     (tmp_path / "megatron" / "core" / "package_info.py").write_text(info)
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
     assert megatron_source.megatron_release([str(tmp_path)]) == "0.21.3rc0"
-    found = patch.statuses(seams_tiers.every_patch(), [str(tmp_path)])
+    found = patch.statuses(without_cuda.every_patch(), [str(tmp_path)])
     core = [one for one in found if one.patch.module.startswith("megatron.core.")]
     assert {one.state for one in core} == {patch.MISSING, patch.NOT_NEEDED}
     training = [one for one in found if one.patch.module.startswith("megatron.training.")]
@@ -139,7 +141,7 @@ def test_a_patch_replaces_only_what_it_declares():
 def test_finding_out_takes_no_time():
     import time
 
-    patch.statuses(seams_tiers.every_patch())
+    patch.statuses(without_cuda.every_patch())
     begin = time.process_time()
-    patch.statuses(seams_tiers.every_patch())
+    patch.statuses(without_cuda.every_patch())
     assert time.process_time() - begin < 0.3

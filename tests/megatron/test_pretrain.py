@@ -272,7 +272,7 @@ def test_a_job_that_says_skip_train_is_taken_at_its_word(tmp_path):
         ("import sys; sys.exit((lambda: 7)())", 7, ""),
         ("1/0", 1, "ZeroDivisionError"),
         (
-            "from megatron_prism.errors import UnsupportedError; raise UnsupportedError('no such')",
+            "from megatron_prism.core import errors; raise errors.UnsupportedError('no such')",
             1,
             "prism: error: no such",
         ),
@@ -392,7 +392,7 @@ def test_a_last_stage_alone_learns_what_follows(more):
 
 def test_a_release_whose_writers_have_other_names_is_not_started(tmp_path):
     """What keeps a job from the real one's files is gone there: it ends before it writes."""
-    from megatron_prism.megatron_source import locate
+    from megatron_prism.core.megatron_source import locate
 
     here = locate("megatron.training").parent
     there = tmp_path / "other" / "megatron" / "training"

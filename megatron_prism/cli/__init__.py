@@ -1,0 +1,1 @@
+"""The commands of ``prism``: one file each, and what they share."""

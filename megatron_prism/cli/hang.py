@@ -1,0 +1,223 @@
+"""``prism hang``: who made a job hang, from its dumps or from its programs.
+
+In : a folder of Flight Recorder dumps, or programs as a folder of slices, a file or a text, perhaps
+with faults planted in them.  Out: the verdict in one line, then the picture; or one JSON object.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.cli.output import check_outputs, console, print_json, steps
+from megatron_prism.core.artefact import write_whole
+from megatron_prism.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.recipe_schema import Recipe
+    from megatron_prism.hang.dumps import DumpSet
+    from megatron_prism.hang.fault_plan import Fault
+    from megatron_prism.hang.fault_planting import Planted
+    from megatron_prism.hang.verdict import Diagnosis
+
+__all__ = ["hang"]
+
+
+def hang(args: argparse.Namespace) -> int:
+    """Who made the job hang?  Culprits, not victims, with what speaks for it.
+
+    prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
+    prism hang --dumps DIR --programs P (or --recipe R)
+                                also: where in its program every rank stood, and whether the
+                                programs stop there too; P is what prism capture wrote
+    prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
+                                also: runs the culprits' real code to the place where they stood,
+                                and on
+    prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
+    prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0 truth=FILE]
+                                plants faults, runs all ranks until nobody can go on, and judges
+                                the dumps that they would leave; -o DIR keeps these, truth=FILE what
+                                was planted.  Faults that only cost time are replayed
+
+    Exit status: 0 nobody waits, 1 a fault, 3 several explanations remain, or the job was perhaps
+    running (never 0).  Dumps are read without executing anything in them.
+    """
+    if not (args.dumps or args.programs) or args.dumps == "":
+        raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
+    if args.dumps is None and (args.job or args.recipe):
+        raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
+                         fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
+    if args.dumps is None and args.confirm:
+        raise UsageError("--confirm runs real code to the place where dumps say that it stood",
+                         fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
+    outputs = (args.markdown, args.html, args.trace)
+    inputs = [path for path in (args.programs, args.dumps, args.job) if path]
+    check_outputs([path for path in outputs if path], args.force, inputs)
+    if args.dumps is not None:
+        found, planted = _of_dumps(args), None
+    else:
+        found, planted = _of_programs(args)
+    _write(args, found)
+    if args.json:
+        more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
+        print_json(found.to_json() | more)
+    else:
+        for hit in planted.hits if planted is not None else ():
+            print(f"planted: {hit}")
+        print(found)
+    return int(found.exit_code)
+
+
+def _write(args: argparse.Namespace, found: Diagnosis) -> None:
+    """The verdict as Markdown, as a page, as a trace."""
+    for path, text in (
+        (args.markdown, found.to_markdown),
+        (args.html, found.to_html),
+        (args.trace, found.to_chrome_trace),
+    ):
+        if path is not None:
+            write_whole(path, text(), force=args.force)
+            console(stderr=True).print(f"wrote {path}")
+
+
+def _of_dumps(args: argparse.Namespace) -> Diagnosis:
+    """The verdict on dumps, tried on the job's programs where these are named."""
+    from megatron_prism.hang import analyze as judge
+    from megatron_prism.hang import dump_workers
+
+    words = [args.programs, *args.settings] if args.programs else list(args.settings)
+    words += [f"programs={args.job}"] * bool(args.job)
+    words += [f"recipe={args.recipe}"] * bool(args.recipe)
+    words = [word if "=" in word else f"programs={word}" for word in words]
+    overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
+    words = [word for word in words if word not in overrides]
+    settings = dict(word.partition("=")[::2] for word in words)
+    if args.out:
+        raise UsageError(f"-o {args.out} does not go with --dumps", fix="--markdown FILE, --json")
+    if set(settings) - {"programs", "recipe", "tier"} or len(words) > len(settings):
+        raise UsageError(
+            f"{' '.join(words)} does not go with --dumps",
+            fix="programs=DIR or recipe=NAME: the job that left the dumps",
+        )
+    if len(settings) > 1 and not args.confirm:
+        raise UsageError(
+            f"{' '.join(words)}: only --confirm needs more than the programs or the recipe",
+            fix=f"{words[-1]}, or add --confirm",
+        )
+    if args.confirm and "recipe" not in settings:
+        raise UsageError("--confirm runs the suspect's real code, of which job?",
+                         fix="--recipe NAME (and --programs DIR, if it was captured)")  # fmt: skip
+    if overrides and "recipe" not in settings:
+        raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
+    dumps = dump_workers.read(args.dumps)
+    found = judge.of_dumps(dumps)
+    if not settings:
+        return found
+    with tempfile.TemporaryDirectory() as place:
+        recipe = None
+        if "recipe" in settings:
+            from megatron_prism.core import recipe as recipes
+
+            recipe = recipes.load(settings["recipe"], overrides)
+        programs = _job(recipe, settings.get("programs"), Path(place))
+        if "tier" in settings:  # of the suspect's run; programs are of the recipe's own
+            recipe = recipes.load(
+                settings["recipe"], [*overrides, f"prism.tier={settings['tier']}"]
+            )
+        path = Path(settings.get("programs", place))
+        return _on_programs(dumps, found, recipe, programs, path, args.confirm)
+
+
+def _on_programs(
+    dumps: DumpSet,
+    found: Diagnosis,
+    recipe: Recipe | None,
+    programs: Programs,
+    path: Path,
+    confirm: bool,
+) -> Diagnosis:
+    """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
+    from megatron_prism.hang.diagnose import judged
+
+    if confirm and recipe is not None and recipe.world != programs.world:
+        raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
+                         fix="its overrides, too: parallel.world_size=16")  # fmt: skip
+    found, placed = judged(dumps, found, programs)
+    if not confirm or recipe is None:
+        return found
+    from megatron_prism.emulate import confirm as trials
+
+    trial = trials.confirm(recipe, programs, path, dumps, found, placed,
+                           console(stderr=True))  # fmt: skip
+    return dataclasses.replace(
+        found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed
+    )
+
+
+def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
+    """The programs of the job, captured now in ``place`` if only a recipe is named."""
+    from megatron_prism.core.slices import open_programs
+
+    if path is not None:
+        return open_programs(path)
+    from megatron_prism.emulate import capture_recipe
+
+    assert recipe is not None, "the job's programs or its recipe"
+    return capture_recipe.capture(recipe, place, console=console(stderr=True), keep=False)
+
+
+def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
+    """(verdict, what was planted or None)."""
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.hang.diagnose import diagnose, diagnose_faults
+
+    faults, seed, truth = _faults(args.settings)
+    if args.programs.startswith(("fault=", "plan=")):
+        raise UsageError("faults in which programs?", fix=f"prism hang DIR {args.programs}")
+    programs = open_programs(args.programs)
+    if not faults:
+        if args.out is not None:
+            raise UsageError("without a fault there are no dumps to write", fix="fault=KIND@…")
+        if args.settings:
+            raise UsageError("a seed draws the ranks of faults, truth names them: there are none",
+                             fix="fault=KIND@rank=any:1 seed=N")  # fmt: skip
+        return diagnose(programs=programs), None
+    if truth is not None:
+        check_outputs([truth], args.force)
+    with steps() as told:
+        found = diagnose_faults(
+            programs, faults, seed=seed, out=args.out, force=args.force, progress=told
+        )
+    if args.out is not None:
+        console(stderr=True).print(f"wrote {args.out}")
+    if truth is not None:
+        lines = [hit.truth("programs") + "\n" for hit in found.planted.hits]
+        write_whole(truth, "".join(lines), force=args.force)
+    return found.verdict, found.planted
+
+
+def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
+    from megatron_prism.hang.fault_files import load_plan
+    from megatron_prism.hang.fault_plan import parse
+
+    found: list[Fault] = []
+    seed, truth = 0, None
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == "fault" and value:
+            found.append(parse(value))
+        elif key == "plan" and value:
+            found += load_plan(value)
+        elif key == "seed" and value.isdecimal() and len(value) < 19:
+            seed = int(value)
+        elif key == "truth" and value:
+            truth = Path(value)
+        else:
+            raise UsageError(f"{word} is not understood",
+                             fix="fault=KIND@…, plan=FILE, seed=N, truth=FILE")  # fmt: skip
+    return found, seed, truth

@@ -1,0 +1,307 @@
+"""``prism``: which command was asked for, and what does it print?
+
+One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
+gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not
+train), 2 bad usage.  Nothing here imports torch: a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import megatron_prism
+from megatron_prism.cli.hang import hang
+from megatron_prism.cli.memory import ACTIONS, memory
+from megatron_prism.cli.output import (
+    console,
+    output_failed,
+    prepare,
+    print_json,
+    print_table,
+    visible,
+)
+from megatron_prism.cli.patches import patches
+from megatron_prism.cli.predict import predict
+from megatron_prism.cli.programs import calibrate, capture, check, classes, show
+from megatron_prism.cli.replay import replay
+from megatron_prism.cli.schedule import schedule
+from megatron_prism.cli.world import world
+from megatron_prism.core.artefact import unwinding
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+OUT = ("-o", "--out"), {"metavar": "DIR", "type": Path, "help": "artefact folder to write"}
+SETTINGS = ("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}
+FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
+PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
+JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
+OVERRIDES = (
+    ("settings",),
+    {
+        "nargs": "*",
+        "metavar": "key=value",
+        "help": "change a key of the recipe, e.g. train.lr=1e-3",
+    },
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a training script as one rank of its large job; all other ranks are virtual.
+
+    prism run [--prism-...] -- pretrain_gpt.py <the job's own arguments>
+
+    --prism-emulate is implied.  The same script started with python or torchrun and --prism-emulate
+    among its arguments does the same.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        from megatron_prism.emulate import options as flags
+
+        parser = _parser("run")
+        flags.add_flags(parser)
+        parser.print_help()
+        return 0 if argv else 2
+    from megatron_prism.emulate import launch
+
+    return launch.run_script(list(argv))
+
+
+def emulate(args: argparse.Namespace) -> int:
+    """Run a recipe: build the model with megatron-core and train one rank per stage, no GPU needed.
+
+    RECIPE is a YAML file or the name of a shipped recipe (prism recipes).  Prints, per stage,
+    parameters, communication by group and the peak of live memory; -o keeps it all in a folder.
+    """
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.core.artefact import ArtefactFolder
+
+    recipe = recipes.load(args.recipe, args.settings)
+    out = args.out or (Path(recipe.prism.out) if recipe.prism.out else None)
+    if out is not None:
+        ArtefactFolder.check_free(out, args.force)  # before the minutes, not after
+    from megatron_prism.emulate import recipe_job
+
+    result = recipe_job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
+    if args.json:
+        print_json(result.to_json())
+    return 0
+
+
+def recipes(args: argparse.Namespace) -> int:
+    """List the recipes that come with the package, one line each."""
+    from megatron_prism.core import recipe
+
+    rows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
+    if args.json:
+        print_json(rows)
+        return 0
+    print_table(("recipe", "what it shows"), rows.items())
+    return 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed."""
+
+    function: Callable[..., int]
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
+    raw: bool = False
+
+
+COMMANDS = {
+    "run": Command(run, raw=True),
+    "emulate": Command(
+        emulate,
+        ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, JSON, OVERRIDES),
+    ),
+    "capture": Command(capture, ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, OVERRIDES)),
+    "show": Command(
+        show,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "rank, around, group"}),
+            (("--text",), {"action": "store_true", "help": "print the whole text form"}),
+        ),
+    ),
+    "classes": Command(classes, (PROGRAMS, JSON)),
+    "check": Command(check, (PROGRAMS, JSON)),
+    "hang": Command(
+        hang,
+        (
+            (("programs",), {**PROGRAMS[1], "nargs": "?"}),
+            SETTINGS,
+            (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("--programs",), {"dest": "job", "metavar": "PATH", "help": "of the dumps' job"}),
+            (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
+            (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
+            (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
+            (("--markdown",), {"metavar": "FILE", "type": Path, "help": "it, for an issue"}),
+            (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
+            (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "schedule": Command(
+        schedule,
+        (
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes and switches"}),
+            (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "replay": Command(
+        replay,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "machine, calibration"}),
+            (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
+            (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "predict": Command(
+        predict,
+        (
+            PROGRAMS,
+            (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
+            (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
+            (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "memory": Command(
+        memory,
+        (
+            (("action",), {"choices": ACTIONS}),
+            (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
+            (("-o", "--out"), {"metavar": "FILE", "help": "baseline to write"}),
+            FORCE,
+            JSON,
+            (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
+        ),
+    ),
+    "calibrate": Command(
+        calibrate,
+        (
+            (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
+            FORCE,
+            (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
+            SETTINGS,
+        ),
+    ),
+    "world": Command(world, (SETTINGS, JSON)),
+    "recipes": Command(recipes, (JSON,)),
+    "patches": Command(
+        patches,
+        ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}), JSON),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.  A PrismError is printed, never a traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    prepare()
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()  # here, where a full disk has a name
+        return status
+    except PrismError as error:
+        print(f"prism: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("prism: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:  # `prism world … | head`, or a full disk
+        return output_failed(error)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(_version())
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"prism {close[0]}" if close else f"use one of {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {name}", fix=fix)
+    command = COMMANDS[name]
+    if command.raw:
+        return command.function(rest)
+    if "-h" in rest or "--help" in rest:
+        _parser(name).print_help()
+        return 0
+    with unwinding(), visible():
+        return command.function(_parse(name, rest))
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors as ours."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse counts optional words as missing too
+        message = message.replace(", key=value", "")
+        raise UsageError(f"{self.prog}: {message}", fix=f"see {self.prog} --help")
+
+
+def _parser(name: str) -> _Parser:
+    parser = _Parser(
+        prog=f"prism {name}",
+        description=inspect.getdoc(COMMANDS[name].function),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for flags, settings in COMMANDS[name].arguments:
+        parser.add_argument(*flags, **settings)
+    return parser
+
+
+def _parse(name: str, words: list[str]) -> argparse.Namespace:
+    """Options and key=value words may come in any order."""
+    parser = _parser(name)
+    args, rest = parser.parse_known_intermixed_args(words)
+    for word in rest:
+        if "=" in word and hasattr(args, "settings"):
+            args.settings.append(word)  # --train.lr=1: whoever reads the settings explains it
+            continue
+        options = [flag for action in parser._actions for flag in action.option_strings]
+        close = difflib.get_close_matches(word, options, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"see prism {name} --help"
+        raise UsageError(f"prism {name} has no option {word}", fix=fix)
+    return args
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: prism COMMAND …", ""]
+    for name, command in COMMANDS.items():
+        first = (command.function.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:{width}}  {first}")
+    return "\n".join([*lines, "", "prism COMMAND --help says more; prism --version says which."])
+
+
+def _version() -> str:
+    parts = []
+    release = megatron_release()
+    parts.append("no megatron-core" if release == UNKNOWN else f"megatron-core {release}")
+    try:
+        parts.append(f"torch {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        parts.append("no torch")
+    return f"prism {megatron_prism.__version__} ({', '.join(parts)})"

@@ -1,0 +1,302 @@
+"""``prism memory``: record, check, diff, explain and update the peaks of every class of ranks.
+
+In : programs that were captured, baselines.  Out: a page of text, JSON or GitHub annotations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_prism.cli.memory_text import annotation, describe, exact
+from megatron_prism.cli.output import check_outputs, console, print_json, print_table
+from megatron_prism.core import units
+from megatron_prism.core.errors import UnitError, UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.memory.baseline import Baseline, Change
+
+__all__ = ["ACTIONS", "limit_of", "memory", "size"]
+
+ACTIONS = ("record", "check", "diff", "explain", "update")
+_KEYS = {
+    "record": ("alloc", "device"),
+    "check": ("baseline", "tol", "limit", "headroom", "leak", "device"),
+    "diff": (),
+    "explain": ("class", "top", "alloc", "device"),
+    "update": ("baseline", "device"),
+}
+_PLACES = {"record": 1, "check": 1, "diff": 2, "explain": 1, "update": 1}
+
+
+def memory(args: argparse.Namespace) -> int:
+    """Every rank's peak memory, and a baseline that guards it.
+
+    prism memory record DIR -o memory.json [alloc=expandable_segments:True] [device=h200]
+    prism memory check DIR baseline=memory.json [tol=0] [limit=80GiB] [headroom=4GiB] [leak=1MiB]
+    prism memory diff OLD NEW           two baselines or programs; --force: of different jobs
+    prism memory explain DIR [class=pp=0] [top=12]
+    prism memory update DIR baseline=memory.json
+
+    Exit status 1: a class grew beyond tol, appeared, vanished, exceeds limit - headroom,
+    or leaves more than leak (1 MiB) behind after an iteration.  --github annotates.
+    Allocated bytes are guarded; reserved is modelled and reported.  limit is held against device
+    bytes, or against reserved where those are unknown.  device= is a shipped calibration of
+    context, libraries and NCCL (default h200), a file of benchmarks/device_memory.py, or none.
+    """
+    places, settings = _words(args.action, args.settings)
+    if args.out is not None and args.action != "record":
+        raise UsageError(f"-o has no effect on memory {args.action}", fix="prism memory record")
+    if args.github and args.action not in ("check", "diff"):
+        raise UsageError(f"--github has no effect on memory {args.action}", fix="memory check")
+    return _RUN[args.action](args, places, settings)
+
+
+def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(paths, settings); a word whose part before = is one of our keys is a setting."""
+    places: list[str] = []
+    settings: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in _KEYS[action] and value:
+            if key in settings:
+                raise UsageError(f"{key} is given twice", fix=f"leave out one of them, {word} say")
+            settings[key] = value
+        elif equals and not Path(word).exists():
+            known = ", ".join(f"{k}=…" for k in _KEYS[action]) or "no settings"
+            raise UsageError(f"{word} is not understood by memory {action}", fix=f"use {known}")
+        else:
+            places.append(word)
+    if len(places) != _PLACES[action]:
+        wanted = "OLD NEW" if action == "diff" else "DIR"
+        raise UsageError(
+            f"prism memory {action} takes {_PLACES[action]} path(s), not {len(places)}",
+            fix=f"prism memory {action} {wanted}",
+        )
+    return places, settings
+
+
+def _measure(path: str, alloc: str = "", device: str = "h200") -> Baseline:
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory.baseline import peak_memory
+
+    known = None if device == "none" else device
+    return peak_memory(open_programs(path), alloc_conf=alloc, device=known)
+
+
+def _device(settings: dict[str, str]) -> str:
+    return settings.get("device", "h200")
+
+
+def size(given: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """Bytes that ``key`` was given.  UsageError for what is no size."""
+    if given.get(key) is None:
+        return default
+    try:
+        found = units.parse_bytes(given[key])
+    except UnitError as error:
+        raise UsageError(f"{key}={given[key]}: {error.message}", fix=error.fix) from None
+    if found < 0:
+        raise UsageError(f"{key}={given[key]} is below 0", fix=f"{key}=64MiB")
+    return found
+
+
+def limit_of(given: Mapping[str, Any]) -> int | None:
+    """``limit`` - ``headroom``, None without a limit."""
+    limit = None if given.get("limit") is None else size(given, "limit")
+    headroom = size(given, "headroom")
+    if headroom and limit is None:
+        raise UsageError("headroom is taken from a limit", fix="limit=80GiB headroom=4GiB")
+    if limit is not None and headroom >= max(limit, 1):
+        raise UsageError("headroom leaves nothing of the limit", fix="limit=80GiB headroom=4GiB")
+    return None if limit is None else limit - headroom
+
+
+def _named(settings: dict[str, str], action: str) -> str:
+    if "baseline" not in settings:
+        fix = f"memory {action} DIR baseline=FILE"
+        raise UsageError(f"prism memory {action} needs a baseline", fix=fix)
+    return settings["baseline"]
+
+
+def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.memory import baseline as memory_baseline
+
+    if args.out is None:
+        raise UsageError("a baseline needs a file to write", fix="-o FILE.json")
+    check_outputs([Path(args.out)], args.force, places)
+    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
+    path = memory_baseline.save(made, args.out, force=args.force)
+    if args.json:
+        print(path.read_text(encoding="utf-8"), end="")
+        return 0
+    _overview(made)
+    console().print(f"wrote {args.out}")
+    return 0
+
+
+def _check(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.memory import baseline as memory_baseline
+
+    tol, limit = size(settings, "tol"), limit_of(settings)
+    leak = size(settings, "leak", memory_baseline.LEAK)
+    path = _named(settings, "check")
+    before = memory_baseline.load(path)
+    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
+    changes = memory_baseline.compare(before, after, tol_bytes=tol, limit=limit, leak_bytes=leak)
+    status = _report(args, changes, path, _runs_out(places[0], changes, after))
+    if limit is not None and not args.json and all(change.what != "over" for change in changes):
+        known = all(one.get("peak_device") is not None for one in after.classes.values())
+        what = "device bytes" if known else "reserved bytes only, device is unknown"
+        print(f"every class fits into {exact(limit)} ({what}, modelled)")
+    return status
+
+
+def _runs_out(path: str, changes: list[Change], now: Baseline) -> dict[str, str]:
+    """Where every class that is over its limit would run out, by class."""
+    over = [change for change in changes if change.what == "over"]
+    if not over:
+        return {}
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.memory import allocator, peaks
+
+    programs = open_programs(path)
+    settings = allocator.Settings.parse(now.job.get("alloc_conf", ""))
+    found = {}
+    for change in over:
+        one = now.classes[change.name]
+        device = one.get("peak_device")
+        beyond = 0
+        if change.level == "device" and device is not None:
+            beyond = device - one["peak_reserved"]
+        rank = int(change.ranks.replace(",", "-").replace(":", "-").split("-")[0])
+        place = peaks.overflow(programs.of(rank), (change.before or 0) - beyond, settings)
+        found[change.name] = (
+            "  fits if the allocator gives its cache back in time"
+            if place is None
+            else f"  runs out {place.where}: {place.size:,} B do not fit beside "
+            f"{exact(place.reserved)} reserved"
+        )
+    return found
+
+
+def _diff(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.memory import baseline as memory_baseline
+
+    old, new = map(_either, places)
+    changes = memory_baseline.compare(old, new, any_job=args.force)
+    for key in sorted({*old.job, *new.job}):
+        if old.job.get(key) != new.job.get(key) and not args.json:
+            print(f"{key}: {old.job.get(key, 'unknown')} -> {new.job.get(key, 'unknown')}")
+    return _report(args, changes, places[0])
+
+
+def _either(path: str) -> Baseline:
+    """A baseline, or programs that are measured now."""
+    from megatron_prism.memory import baseline as memory_baseline
+
+    if Path(path).suffix == ".json":
+        return memory_baseline.load(path)
+    return _measure(path)
+
+
+def _update(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    from megatron_prism.memory import baseline as memory_baseline
+
+    path = _named(settings, "update")
+    before = memory_baseline.load(path)  # a file that is no baseline is not replaced
+    after = _measure(places[0], before.job.get("alloc_conf", ""), _device(settings))
+    changes = memory_baseline.compare(before, after, any_job=True)
+    _report(args, changes, path)
+    memory_baseline.save(after, path, force=True)
+    if not args.json:
+        print(f"updated {path}")
+    return 0
+
+
+def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, str]) -> int:
+    top = settings.get("top", "12")
+    if not re.fullmatch(r"[0-9]{1,9}", top):
+        raise UsageError(f"top={top} is no number", fix="top=12")
+    made = _measure(places[0], settings.get("alloc", ""), _device(settings))
+    chosen = settings.get("class")
+    if chosen is not None and chosen not in made.classes:
+        raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
+    names = list(made.classes) if chosen is None else [chosen]
+    if args.json:
+        print_json(replace(made, classes={name: made.classes[name] for name in names}).to_json())
+        return 0
+    _overview(made)
+    for name in names:
+        one, at = made.classes[name], made.classes[name]["at"]
+        print(f"\n{name}: {exact(one['peak_allocated'])} in {at['step']} {at['op']} {at['site']}")
+        kinds = (f"{k} {units.format_bytes(v)}" for k, v in one["by_category"].items() if v)
+        print("  " + ", ".join(kinds))
+        least, most = one["reserved_between"]
+        if least < most:
+            print(
+                f"  reserved {exact(least)} if the device keeps up with the host, else up to "
+                f"{exact(most)}"
+            )
+        rows = [
+            (f"{h['num_bytes']:,}", str(h["count"]), h["kind"], h["site"], h["module"])
+            for h in one["top"][: int(top)]
+        ]
+        print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
+    return 0
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else units.format_bytes(num_bytes)
+
+
+def _overview(made: Baseline) -> None:
+    rows = [
+        (name, f"{one['count']:,}", units.format_bytes(one["peak_allocated"]),
+         units.format_bytes(one["peak_reserved"]), _bytes(one.get("nccl")),
+         _bytes(one.get("peak_device")), one["at"]["step"], one["ranks"])
+        for name, one in made.classes.items()
+    ]  # fmt: skip
+    head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
+    print_table(head, rows)
+    for level, source in made.provenance.items():
+        print(f"  {level:<15} {source}")
+
+
+def _report(
+    args: argparse.Namespace,
+    changes: list[Change],
+    path: str,
+    runs_out: dict[str, str] | None = None,
+) -> int:
+    failed = [change for change in changes if change.fails]
+    if args.json:
+        shown = [asdict(change) | {"fails": change.fails} for change in changes]
+        out = {name: text.strip() for name, text in (runs_out or {}).items()}
+        print_json({"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
+                    "changes": shown, "runs_out": out})  # fmt: skip
+        return 1 if failed else 0
+    for change in changes:
+        if change.what != "same":
+            print(describe(change))
+            if change.what == "over" and runs_out:
+                print(runs_out[change.name])
+            if args.github and change.fails:
+                print(annotation(change, path))
+    if any(change.what == "shrunk" for change in changes) and not failed:
+        print(f"smaller than {path}: prism memory update keeps it that way")
+    print(f"{len(failed)} failure{'s'[len(failed) == 1 :]}" if failed else "no class grew")
+    return 1 if failed else 0
+
+
+_RUN = {
+    "record": _record,
+    "check": _check,
+    "diff": _diff,
+    "explain": _explain,
+    "update": _update,
+}

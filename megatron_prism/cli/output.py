@@ -1,0 +1,210 @@
+"""How do commands print?  A console, a plain table and JSON, the same for all of them.
+
+rich is imported on first use, so that ``prism --version`` and usage errors stay instant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from megatron_prism.core.artefact import check_not_taken, check_writable
+from megatron_prism.core.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_prism.core.programs import Programs
+
+__all__ = [
+    "check_outputs",
+    "console",
+    "output_failed",
+    "prepare",
+    "print_json",
+    "print_table",
+    "progress",
+    "steps",
+    "visible",
+    "warn_without_times",
+]
+
+_FOLDED = 24  # columns that a cell folded over several lines has at least
+PIPE_WIDTH = 200  # columns where nobody looks at a terminal
+
+
+def prepare() -> None:
+    """An ASCII terminal gets ? for …, and closed streams (``>&-``) swallow what is printed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+class _Visible:
+    """A stream of text on which control characters are seen, not obeyed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(shown(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def visible() -> Iterator[None]:
+    """Labels of programs and dumps (groups, notes, files) cannot steer the terminal.
+
+    A ``console`` writes past it, since rich moves the cursor, and takes texts as ``shown``.
+    """
+    with (
+        contextlib.redirect_stdout(cast(TextIO, _Visible(sys.stdout))),
+        contextlib.redirect_stderr(cast(TextIO, _Visible(sys.stderr))),
+    ):
+        yield
+
+
+def output_failed(error: OSError) -> int:
+    """Exit status where nobody reads our output any more, or there is no space for it.
+
+    What is still to be printed goes nowhere, so that the end does not fail once more.
+    """
+    if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return 141
+    print(f"prism: error: {error.strerror}: not all was written", file=sys.stderr)
+    return 1
+
+
+def console(stderr: bool = False) -> Console:
+    """A rich Console that takes text as it is, but ``shown``; wide when it is not a terminal."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def print(self, *objects: Any, **more: Any) -> None:
+            super().print(*(shown(x) if isinstance(x, str) else x for x in objects), **more)
+
+    stream = sys.stderr if stderr else sys.stdout
+    file = stream.stream if isinstance(stream, _Visible) else None  # None: also what comes later
+    width = None if stream.isatty() else PIPE_WIDTH
+    made = Plain(
+        stderr=stderr, file=file, width=width, highlight=False, markup=False, soft_wrap=True
+    )
+    made.on_broken_pipe = _nobody_reads  # type: ignore[method-assign] # rich would exit with 1
+    return made
+
+
+def _nobody_reads() -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns without lines; only the last one may be folded over several lines.
+
+    A terminal that is too narrow for the others folds lines: half a number is another number.
+    """
+    from rich.cells import cell_len
+    from rich.table import Table
+
+    table, out = Table(box=None, pad_edge=False), console()
+    rows = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(head, *rows, strict=True)]
+    out.width = max(out.width, sum(widths[:-1]) + min(widths[-1], _FOLDED) + 2 * len(widths))
+    for place, name in enumerate(head):
+        table.add_column(name, no_wrap=place < len(head) - 1, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def print_json(value: object) -> None:
+    """One JSON value on stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr while work is done, which wanders until what it gives is called with the part
+    that is done, 0 to 1.
+
+    Where nobody looks at a terminal it prints nothing, not even the line it would stand in.
+    """
+    from rich.progress import Progress
+
+    talk = console(stderr=True)
+    with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda part: bar.update(task, total=1.0, completed=part)
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Callable[[str, float], None]]:
+    """As ``progress``, for several things after another: what it gives is also told what is done.
+
+    A bar begins with the first word of its work.
+    """
+    with contextlib.ExitStack() as bars:
+        running: dict[str, Callable[[float], None]] = {}
+
+        def told(what: str, part: float) -> None:
+            if what not in running:
+                bars.close()
+                running.clear()
+                running[what] = bars.enter_context(progress(what))
+            running[what](part)
+
+        yield told
+
+
+def check_outputs(paths: Sequence[Path], force: bool, inputs: Sequence[str] = ()) -> None:
+    """UsageError for what cannot be written, before the work and not after it.
+
+    inputs : what is read; --force replaces neither such a file nor a slice in such a folder
+    """
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise UsageError(f"two outputs are to be written to {paths[0]}", fix="name two files")
+    for path in paths:
+        check_not_taken(path, force)
+        check_writable(path.absolute().parent, "")
+        slices = [path.parent] if path.suffix == ".prism" else []
+        if any(_same(place, one) for place in (path, *slices) for one in inputs):
+            raise UsageError(f"{path} is what is read", fix="name another file to write")
+
+
+def _same(path: Path, other: str) -> bool:
+    return path.exists() and os.path.exists(other) and path.samefile(other)
+
+
+def warn_without_times(programs: Programs) -> None:
+    """Say it where no segment says how long it takes or what it computes, as in a schedule's file:
+    what is added up then are calls and the shortest kernel."""
+    from megatron_prism.core.ops import CODE
+
+    segments = [one.ops[one.ops["name"] == CODE["compute"]] for one in programs.programs]
+    if not any(map(len, segments)):
+        return
+    known = any((rows[key] > 0).any() for rows in segments for key in ("ns", "flops", "traffic"))
+    if not known:
+        console(stderr=True).print(
+            "prism: warning: no segment says how long it takes or what it computes (prism schedule "
+            "writes an order without times): each counts as the shortest kernel, and what follows "
+            "is no job's time. prism capture RECIPE -o DIR has what a job computes"
+        )

@@ -1,0 +1,237 @@
+"""``prism capture``, ``show``, ``classes``, ``check``: programs of a world from the command line.
+
+In : a recipe, or programs as a folder of slices, a file or a text.  Out: a page of text or JSON.
+Nothing here imports torch; only ``capture`` starts processes that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.cli import arguments
+from megatron_prism.cli.output import check_outputs, console, print_json, print_table
+from megatron_prism.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.core.programs import Programs
+
+__all__ = ["calibrate", "capture", "check", "classes", "show"]
+
+_AROUND = 6  # ops before and after what ``around=`` names
+
+
+def capture(args: argparse.Namespace) -> int:
+    """Record what one rank per stage does in an iteration, into a folder of slices.
+
+    prism capture llama3-70b_1024gpu_tp8pp4vp5_h200 -o llama [key=value ...]
+
+    A slice that is finished is kept: start the same command again after an interruption and it goes
+    on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
+    """
+    from megatron_prism.core import recipe as recipes
+    from megatron_prism.emulate import capture_recipe
+
+    if args.out is None:
+        raise UsageError("a capture needs a folder", fix="-o DIR")
+    recipe = recipes.load(args.recipe, args.settings)
+    capture_recipe.capture(recipe, args.out, force=args.force, console=console())
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Show programs: how many ops of which kind, or the ops of some ranks.
+
+    prism show DIR
+    prism show DIR rank=0 around=2F0        ops of rank 0 near microbatch 2's forward of chunk 0
+    prism show DIR rank=pp=1,tp=0 group=PIPELINE_MODEL_PARALLEL_GROUP
+    prism show DIR --text > world.txt       everything in the text form, which all commands read
+    """
+    from megatron_prism.core.program_text import dump
+    from megatron_prism.core.slices import open_programs
+
+    settings = arguments.read(
+        args.settings, dict.fromkeys(("rank", "around", "group"), str), "show"
+    )
+    if args.text and settings:
+        raise UsageError(
+            f"--text is all of them, {next(iter(settings))}= some", fix="leave one out"
+        )
+    programs = open_programs(args.programs)
+    if args.text:
+        print(dump(programs), end="")
+        return 0
+    if "rank" not in settings:
+        for key, value in settings.items():
+            raise UsageError(f"{key}= shows ops of a rank", fix=f"rank=0 {key}={value}")
+        _overview(programs)
+        return 0
+    for rank in programs.world.select(settings["rank"]):
+        _ops(programs, rank, settings.get("around"), settings.get("group"))
+    return 0
+
+
+def _overview(programs: Programs) -> None:
+    from megatron_prism.core.selectors import format_ranks
+    from megatron_prism.core.units import format_bytes
+
+    out = console()
+    out.print(str(programs.world))
+    for key, value in programs.source.items():
+        out.print(f"  {key:<14} {value}")
+    rows = []
+    for index, program in enumerate(programs.programs):
+        counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())
+        peak = int(program.live_bytes().max(initial=0))
+        shown = format_bytes(peak) if len(program.allocations) else "not recorded"
+        rows.append((format_ranks(programs.ranks_of(index).tolist()), f"{len(program):,}", shown,
+                     counts))  # fmt: skip
+    print_table(("ranks", "ops", "live peak", "of which"), rows)
+
+
+def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> None:
+    from megatron_prism.core.membership import named_group
+    from megatron_prism.core.program_text import format_op
+
+    program = programs.of(rank)
+    ops = list(program)
+    wanted = range(len(ops))
+    groups = sorted({op.group for op in ops if op.group})
+    meant = {name for name in groups if group is not None and named_group(group, name)}
+    if group is not None and not meant:
+        raise UsageError(
+            f"rank {rank} has no call in a group {group}",
+            fix=f"there are {', '.join(groups) or 'none'}",
+        )
+    if around is not None:
+        near = [i for i, op in enumerate(ops) if op.label == around]
+        if not near:
+            labels = list(dict.fromkeys(op.label for op in ops))
+            raise UsageError(
+                f"rank {rank} has no step {around}", fix=f"there are {', '.join(labels[:8])} …"
+            )
+        wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
+    print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
+    for index in wanted:
+        if group is None or ops[index].group in meant:
+            line = format_op(ops[index])
+            note = line.find(' note="')
+            print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
+
+
+def classes(args: argparse.Namespace) -> int:
+    """Show which ranks cannot be told apart, and why each class is one.
+
+    prism classes DIR
+    """
+    from megatron_prism.core.selectors import format_ranks
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.graph import world_graph as graph
+
+    made = graph.build(open_programs(args.programs))
+    found = made.classes
+    rows = [
+        {
+            "class": index,
+            "ranks": format_ranks(found.ranks(index).tolist()),
+            "count": found.counts[index],
+            "captured_as": made.program_list[index].rank,
+            "ops": len(made.program_list[index]),
+            "reason": found.reasons[index],
+        }
+        for index in range(len(found))
+    ]
+    if args.json:
+        print_json({"world": str(made.programs.world), "classes": rows})
+        return 0
+    console().print(str(made))
+    print_table(
+        ("class", "count", "captured as", "ops", "because of", "ranks"),
+        [
+            (str(r["class"]), f"{r['count']:,}", f"rank {r['captured_as']}", f"{r['ops']:,}",
+             str(r["reason"]), str(r["ranks"]))
+            for r in rows
+        ],
+    )  # fmt: skip
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Do all ranks' calls fit together?  Explains every mismatch; exit status 1 if there is one.
+
+    prism check DIR
+    """
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.graph import world_graph as graph
+    from megatron_prism.hang import analyze as hang
+
+    made = graph.build(open_programs(Path(args.programs)))
+    found = made.check()
+    circle = None if found else hang.of_graph(made)  # calls that match may still wait in a circle
+    if circle is not None and circle.verdict == "healthy":
+        circle = None
+    if args.json:
+        rows: list[dict[str, object]] = [
+            {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
+             "picture": f.picture, "likely": f.likely}
+            for f in found
+        ]  # fmt: skip
+        if circle is not None:
+            ranks = [culprit.rank for culprit in circle.culprits]
+            rows.append({"kind": circle.verdict, "group": circle.group, "ranks": ranks,
+                         "call": circle.seq, "picture": "\n".join(circle.chain),
+                         "likely": circle.headline()})  # fmt: skip
+        print_json(rows)
+        return 1 if rows else 0
+    print(made)
+    for finding in found:
+        print(f"\n{finding}")
+    if circle is not None:
+        print(f"\nevery call is matched, and still: {circle}")
+        return 1
+    print(f"\n{len(found)} mismatches" if found else "every call is matched")
+    return 1 if found else 0
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure how long calls take among this host's devices, for prism replay, predict and pacing.
+
+    prism calibrate -o h200x4.json [processes=4]
+    prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
+
+    On GPUs also how long NCCL keeps the host for a call, and how much calls and computing slow each
+    other down.  The second line takes what nccl-tests measured, on any number of hosts;
+    node_gpus=72 says how many GPUs NVLink joins where that is more than a host has.
+    """
+    if args.out is None:
+        raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
+    if args.from_nccl_tests:
+        return _from_nccl_tests(args)
+    from megatron_prism.emulate import calibrate as calibrating
+
+    keys = {"processes": arguments.count(0, 9999, "processes=4")}
+    settings = arguments.read(args.settings, keys, "calibrate")
+    calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=console())
+    return 0
+
+
+def _from_nccl_tests(args: argparse.Namespace) -> int:
+    from megatron_prism.core.artefact import write_whole
+    from megatron_prism.replay.costs import nccl_tests
+
+    files = [word for word in args.from_nccl_tests if "=" not in word or Path(word).exists()]
+    words = [*args.settings, *(word for word in args.from_nccl_tests if word not in files)]
+    keys = {"node_gpus": arguments.count(1, 9999, "node_gpus=72")}
+    settings = arguments.read(words, keys, "calibrate --from-nccl-tests")
+    check_outputs([args.out], args.force, files)
+    runs = [nccl_tests.read(file) for file in files]
+    stored = nccl_tests.calibration(runs, settings.get("node_gpus"))
+    write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)
+    out = console()
+    for run in runs:
+        where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
+        out.print(f"{run.path}: {run.op}, {run.ranks} ranks, {where}, {len(run.rows)} sizes")
+    out.print(f"wrote {args.out}: {stored['source']}")
+    return 0

@@ -1,0 +1,108 @@
+"""``prism replay``: when everything happens, and what the iteration's time is made of.
+
+Prints a page of text or JSON, and writes an HTML page and a trace for ui.perfetto.dev on request.
+Without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_prism.cli import arguments
+from megatron_prism.cli.output import check_outputs, console, print_json, warn_without_times
+from megatron_prism.core.artefact import write_whole
+from megatron_prism.core.errors import UnitError
+
+if TYPE_CHECKING:
+    from megatron_prism.replay.priced_graph import WhatIf
+
+__all__ = ["replay"]
+
+_MOST_ITERATIONS = 100
+_HOW = ("machine", "calibration", "iterations")  # arguments of replay; the others are of a what-if
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Replay an iteration of the whole world: its time, bubble, critical path and their provenance.
+
+    prism replay DIR
+    prism replay DIR machine=h200 calibration=h200x4.json iterations=2
+    prism replay DIR --html page.html --trace trace.json     a page; a trace for ui.perfetto.dev
+
+    machine= is the name of a shipped one or a JSON file like it.  calibration= is what prism
+    calibrate wrote; its measured calls come before the machine's model, and computing and calls
+    that run at once slow each other as it measured.
+
+    What if (any of them together; those with … more than once):
+      dp=64                     64 replicas of the model, each with the microbatches it has now
+      slow=517:1.2 …            ranks compute 1.2 times as long; slow=pp=3,tp=0:3/2; 517:0.5 in half
+      faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
+      moved=b200                programs measured on machine=, run on another one; calibration= is
+                                then that one's
+      microbatches=32           the steady state of the schedule, longer or shorter
+    """
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.replay.priced_graph import replay as replay_programs
+
+    settings = _settings(args.settings)
+    how = {key: settings.pop(key) for key in _HOW if key in settings}
+    outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
+    check_outputs(outputs, args.force, [args.programs])
+    programs = open_programs(args.programs)
+    warn_without_times(programs)
+    timeline = replay_programs(programs, what_if=_what_if(**settings), **how)
+    if args.html is not None:
+        write_whole(Path(args.html), timeline.to_html(), force=args.force)
+    if args.trace is not None:
+        write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)
+    if args.json:
+        print_json(timeline.to_json())
+    else:
+        print(timeline.to_text(), end="")
+    for path in outputs:
+        console(stderr=True).print(f"wrote {path}")
+    return 0
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``replay`` and of a what-if."""
+    keys: dict[str, Callable[[str], Any]] = {
+        "machine": arguments.name,
+        "calibration": arguments.name,
+        "iterations": arguments.count(1, _MOST_ITERATIONS, "iterations=2 is settled"),
+        "dp": arguments.count(1, 1 << 24, "dp=64"),
+        "slow": _slow,
+        "faster": _faster,
+        "moved": arguments.name,
+        "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
+    }
+    return arguments.read(words, keys, "replay", several=("slow", "faster"))
+
+
+def _slow(text: str) -> tuple[str, str]:
+    """``ranks:factor``; a range of ranks may have a step, which is not the factor."""
+    ranks, colon, factor = text.rpartition(":")
+    if not colon or not ranks:
+        raise UnitError("it needs ranks and a factor", fix="slow=517:1.2, slow=pp=3,tp=0:1.2")
+    return ranks, factor
+
+
+def _faster(text: str) -> tuple[str, str]:
+    """``calls:factor``; calls are a collective, a group or ``collective@group``."""
+    what, colon, factor = text.rpartition(":")
+    if not colon:
+        raise UnitError("it needs calls and a factor", fix="faster=all_reduce@default_pg:2")
+    return what, factor
+
+
+def _what_if(
+    slow: Sequence[tuple[str, str]] = (),
+    faster: Sequence[tuple[str, str]] = (),
+    **others: Any,
+) -> WhatIf:
+    from megatron_prism.replay.priced_graph import WhatIf
+
+    return WhatIf(slow=tuple(slow), faster=tuple(faster), **others)

@@ -1,0 +1,303 @@
+"""Which slices does a folder hold, and which world do they make?
+
+One file per captured rank, ``slice-NNNNNN.prism``, written whole or not at all as soon as the rank
+has finished: a capture that is killed loses the slices in flight and nothing else, and the next one
+goes on from there.  All slices of a folder are of one job: the same world, versions and arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_prism.core import programs
+from megatron_prism.core.artefact import check_writable
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
+from megatron_prism.core.program import Program
+from megatron_prism.core.program_parse import parse
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.world import AXES, World
+
+__all__ = [
+    "AGE",
+    "AT_ONCE",
+    "PACED",
+    "PEERS",
+    "SliceStore",
+    "assemble",
+    "open_programs",
+    "stand_in_for",
+]
+
+WORLD = "world.prism"  # the slices of a folder joined
+AGE = "timing"  # of a source: what times of slices mean; older slices have none
+_AGED = "of another release of ours, whose times mean something else"
+PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
+_SHOWN = 64  # ranks of a message
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]
+_NAME = re.compile(r"slice-(\d{6,})\.prism")
+_DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
+
+
+class SliceStore:
+    """The slices of one job in ``folder``.
+
+    source : what must be alike in all of them (versions, tier, arguments)
+    """
+
+    def __init__(self, folder: Path, world: World, source: Mapping[str, str]) -> None:
+        self.folder, self.world, self.source = folder, world, dict(source)
+
+    def path(self, rank: int) -> Path:
+        """Where the slice of ``rank`` is or will be."""
+        return self.folder / f"slice-{rank:06d}.prism"
+
+    def prepare(self, force: bool) -> None:
+        """Make the folder; drop what it holds if ``force``.
+
+        UsageError if it holds slices of another job, or things that are no slices.
+        """
+        check_writable(self.folder)  # now, not when the first slice is done
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self.folder}: {error.strerror}", fix="name another with -o DIR"
+            ) from error
+        strange = [p.name for p in self.folder.iterdir() if not _ours(p)]
+        if strange:
+            raise UsageError(
+                f"{self.folder} holds things that are no slices: {', '.join(sorted(strange)[:3])}",
+                fix="name an empty or a new folder with -o DIR",
+            )
+        if force:
+            for path in (*self.folder.glob("slice-*.prism"), self.folder / WORLD):
+                path.unlink(missing_ok=True)
+        for rank in self.ranks():
+            try:
+                self.check(programs.load(self.path(rank)), self.path(rank))
+            except ProgramError as error:
+                if isinstance(error.__cause__, PermissionError):
+                    raise  # it may be a good one
+                fix = f"delete {self.path(rank)}: it is captured again"
+                raise ProgramError(error.message, fix=fix) from error
+
+    def ranks(self) -> list[int]:
+        """The ranks whose slices are there, ascending."""
+        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def check(self, found: Programs, path: Path) -> None:
+        """UsageError unless ``found`` is of this job."""
+        if differ := self.differences(found):
+            raise UsageError(
+                f"{path} is a slice of another job: {'; '.join(differ)}",
+                fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
+            )
+
+    def differences(self, found: Programs) -> list[str]:
+        """In which words ``found`` is of another job than this one."""
+        there = {PEERS: AT_ONCE, **found.source}
+        differ = [
+            _AGED if key == AGE else f"{key} {there.get(key, 'unknown')}, not {value}"
+            for key, value in {PEERS: AT_ONCE, **self.source}.items()
+            if there.get(key) != value
+        ]
+        if found.world != self.world:
+            differ.insert(0, f"a world of {found.world}, not {self.world}")
+        return differ
+
+    def put(self, program: Program, groups: Groups | None = None) -> None:
+        """Keep a finished slice, and the groups that do not follow from the sizes of the world."""
+        everyone = np.zeros(self.world.size, dtype=np.int32)
+        one = Programs(self.world, (program,), everyone, groups or {}, self.source)
+        (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
+        programs.save(one, self.path(program.rank), force=True)
+
+
+def _ours(path: Path) -> bool:
+    """Slices, the world and calls that go with them, and what a killed writer left behind."""
+    name = path.name
+    return bool(_NAME.fullmatch(name)) or name in (WORLD, "calibration.json") or name[0] == "."
+
+
+def _instead(folder: Path) -> str:
+    """What to type for a folder without slices: it may be another command's."""
+    names = {path.name for path in folder.iterdir()}
+    if {"recipe.json", "summary.json"} <= names:  # prism emulate -o
+        return f"what prism emulate wrote has no programs: prism capture RECIPE -o {folder}-slices"
+    if any(_DUMP.search(name) for name in names):
+        return f"prism hang --dumps {folder}, if these are Flight Recorder dumps"
+    return f"prism capture RECIPE -o {folder}"
+
+
+def assemble(folder: str | os.PathLike[str]) -> Programs:
+    """The world of a folder of slices.
+
+    A rank without a slice runs that of the captured rank of its stage with which it shares most
+    coordinates (the lowest of them).  ProgramError for a missing stage, or slices of two jobs
+    or of two ways to measure times.
+    """
+    paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
+    if not paths:
+        raise ProgramError(f"{folder} holds no slices", fix=_instead(Path(folder)))
+    slices = [programs.load(path) for path in paths]
+    first = slices[0]
+    if len({one.source.get(AGE) for one in slices}) > 1:
+        raise ProgramError(f"slices in {folder}: some are {_AGED}", fix="capture all of them again")
+    store = SliceStore(Path(folder), first.world, first.source)
+    for one, path in zip(slices[1:], paths[1:], strict=True):
+        store.check(one, path)
+    captured = [one.programs[0] for one in slices]
+    for program, path in zip(captured, paths, strict=True):
+        if store.path(program.rank).name != path.name:
+            raise ProgramError(
+                f"{path} holds the slice of rank {program.rank}", fix=f"delete or rename {path}"
+            )
+    of = stand_in_for(first.world, [program.rank for program in captured])
+    _check_rings(first.world, captured, of)
+    groups: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for one, path in zip(slices, paths, strict=True):
+        for name, members in one.groups.items():
+            if groups.setdefault(name, members) != members:
+                raise ProgramError(
+                    f"{path} has other groups {name} than the slices before it",
+                    fix="delete it, and capture it again as the others",
+                )
+    _check_gathers(first.world, captured, of, groups)
+    return Programs(first.world, tuple(captured), of, groups, first.source)
+
+
+def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:
+    """ProgramError where one place of a context-parallel group stands for another, and they differ:
+    who sends around it without a group (roll_tensor of multi_token_prediction.py:195 @0.19.0) does
+    otherwise first, in the middle and last."""
+    if world.cp == 1:
+        return
+    ranks, places = np.arange(world.size), _places(world)
+    missing: set[int] = set()
+    for index, program in enumerate(captured):
+        if "default_pg" not in program.strings:
+            continue
+        ops, alike = program.ops, (places[axis] for axis in ("tp", "dp", "pp"))
+        ring = np.logical_and.reduce([place == place[program.rank] for place in alike])
+        pairs = IS_PAIR[ops["name"]] & (ops["group"] == program.strings.index("default_pg"))
+        if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
+            missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
+    if missing:
+        raise ProgramError(
+            "messages go around a context-parallel group (MTP): each of its places makes others, "
+            f"and those of ranks {format_ranks(sorted(missing))} have no slice",
+            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+        )
+
+
+def _check_gathers(
+    world: World, captured: Sequence[Program], of: np.ndarray, groups: Groups
+) -> None:
+    """ProgramError where one rank stands for another that gives a gather more or less: whole
+    parameters belong to single ranks (layer_wise_optimizer.py:763 @0.19.0), so their optimizers
+    take other memory and other times."""
+    missing, found = set[int](), ""
+    given = [_gathers(program) for program in captured]
+    own = defaultdict[tuple[str, int], np.ndarray](lambda: np.full(len(captured), -1))
+    for index, calls in enumerate(given):
+        for name, rows in calls.items():
+            for number, (size, _) in enumerate(rows):
+                own[name, number][index] = size
+    held = np.isin(np.arange(world.size), [program.rank for program in captured])
+    for program, calls in zip(captured, given, strict=True):
+        for name, rows in calls.items():
+            lists = (ranks for ranks in groups.get(name, ()) if program.rank in ranks)
+            known = world.groups(program.rank, megatron=(0, 19)) if name not in groups else {}
+            members = np.array(next(lists, known.get(name, ())), dtype=np.int64)
+            for number, (_, sizes) in enumerate(rows):
+                if len(sizes) == len(members):
+                    differ = members[(own[name, number][of[members]] != sizes) & ~held[members]]
+                    missing.update(differ.tolist())
+                    found = name if len(differ) else found
+    if missing:
+        ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
+        raise ProgramError(
+            f"gathers of {found} take more from some ranks than from others (whole parameters "
+            f"belong to single ranks, as with dist_muon): {len(missing)} ranks ({ranks}) differ "
+            "from those that stand for them",
+            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+        )
+
+
+def _gathers(program: Program) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    """Group -> (elements of this rank, of every member) of its uneven gathers, in their order."""
+    ops, found = program.ops, dict[str, list[tuple[int, tuple[int, ...]]]]()
+    for row in ops[(ops["name"] == CODE["all_gather"]) & (ops["splits"] >= 0)]:
+        if SHARED not in program.strings[row["group"]]:
+            continue
+        entry = int(row["num_in"]), program.splits[row["splits"]][1]
+        found.setdefault(program.strings[row["group"]], []).append(entry)
+    return found
+
+
+def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
+    """int32 [world]: which of the captured ranks (by index) stands for every rank."""
+    captured = list(captured)
+    ranks, places = np.arange(world.size), _places(world)
+    best = np.full(world.size, -1, dtype=np.int32)
+    found = np.full(world.size, -1, dtype=np.int32)
+    for index, rank in enumerate(captured):
+        alike = sum((places[axis] == places[axis][rank]).astype(np.int32) for axis in AXES)
+        alike = np.where(places["pp"] == places["pp"][rank], alike, -1)
+        alike[rank] = len(AXES) + 1
+        better = alike > best
+        best[better], found[better] = alike[better], index
+    if (found < 0).any():
+        stages = sorted(set(places["pp"][found < 0].tolist()))
+        raise ProgramError(
+            f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted",
+            fix="capture again into the same folder (what is there is kept): of a stock job rank "
+            f"{', '.join(str(int(ranks[places['pp'] == stage][0])) for stage in stages)}",
+        )
+    return found
+
+
+def _places(world: World) -> dict[str, np.ndarray]:
+    """axis -> [world], where on it each rank is."""
+    ranks = np.arange(world.size)
+    return {axis: np.asarray(world._along(axis, ranks)) for axis in AXES}
+
+
+def open_programs(path: str | os.PathLike[str]) -> Programs:
+    """Read the programs in a folder of slices, a file of programs, or a text that a person wrote.
+
+    Raises ProgramError if it is none of them, or slices of different jobs.
+    """
+    return dataclasses.replace(_opened(path), path=os.fspath(path))
+
+
+def _opened(path: str | os.PathLike[str]) -> Programs:
+    place = Path(path)
+    try:
+        if place.is_dir():
+            whole = place / WORLD
+            return programs.load(whole) if whole.exists() else assemble(place)
+        with open(place, "rb") as file:  # once: it may be a pipe
+            start = file.read(64)
+            if start.startswith(b"PK"):
+                return programs.load(place)
+            rest = b"" if b"\0" in start else file.read()  # nor is /dev/zero read to its end
+        text = io.TextIOWrapper(io.BytesIO(start + rest), encoding="utf-8-sig").read()
+    except OSError as error:
+        absent = isinstance(error, FileNotFoundError)
+        fix = f"prism capture RECIPE -o {place}, or name a file" if absent else "name a file"
+        raise ProgramError(f"cannot read {place}: {error.strerror}", fix=fix) from error
+    except UnicodeDecodeError as error:
+        raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
+    return parse(text, str(place))

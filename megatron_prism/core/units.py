@@ -1,0 +1,135 @@
+"""How are durations, sizes, rates and counts written, and read back?
+
+Inside, time is integer nanoseconds and memory is integer bytes; this is the only place where they
+become text.  Every ``format_x`` is exact or rounds to at most four significant digits, and
+``parse_x`` accepts whatever ``format_x`` prints and gives the same text again.  KiB, MiB, GiB, TiB
+are powers of 1024; KB, MB, GB, TB powers of 1000; a network's Gbit/s are bits.
+
+>>> format_bytes(parse_bytes("1.5 GiB")), format_ns(parse_ns("412us")), format_count(1_048_576)
+('1.5 GiB', '412 us', '1,048,576')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from megatron_prism.core.errors import UnitError
+
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_ns",
+    "format_rate",
+    "parse_bytes",
+    "parse_count",
+    "parse_ns",
+    "parse_rate",
+]
+
+NS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
+BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+BYTES = BINARY | DECIMAL
+RATES = {f"{unit}/s": scale for unit, scale in BYTES.items()} | {
+    f"{prefix}bit/s": Fraction(scale, 8)
+    for prefix, scale in {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.items()
+}
+COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+_QUANTITY = re.compile(
+    r"\s*(?P<number>[+-]?\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*(?P<unit>[^\d\s]*)\s*"
+)
+_ALIASES = {"µs": "us", "μs": "us", "sec": "s", "m": "min", "K": "KB", "M": "MB", "G": "GB"}
+
+
+def parse_ns(text: str | int) -> int:
+    """A duration as whole nanoseconds; a bare whole number is nanoseconds already."""
+    return _parse(text, NS, "duration", "1500ns, 412us, 3.2 ms, 1.5s", bare="ns")
+
+
+def format_ns(ns: int) -> str:
+    """``412 us``; below a microsecond exact, above it rounded to four significant digits."""
+    return _format(ns, {name: scale for name, scale in NS.items() if name not in ("min", "h")})
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size as whole bytes; a bare whole number is bytes already."""
+    return _parse(text, BYTES, "size", "512, 16MiB, 1.5 GiB, 80GB", bare="B")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1.5 GiB``, in powers of 1024, rounded to four significant digits."""
+    return _format(num_bytes, BINARY)
+
+
+def parse_rate(text: str | int) -> int:
+    """Bytes per second; a bare whole number is bytes per second already."""
+    return _parse(text, RATES, "rate", "450GB/s, 1.2 TiB/s, 400Gbit/s", bare="B/s")
+
+
+def format_rate(bytes_per_s: int) -> str:
+    """``450 GB/s``, in powers of 1000 as link speeds are quoted."""
+    return _format(bytes_per_s, {f"{unit}/s": scale for unit, scale in DECIMAL.items()})
+
+
+def parse_count(text: str | int) -> int:
+    """A whole number: ``1,048,576``, ``70B``, ``8K`` (thousands, not 1024)."""
+    return _parse(text, COUNTS, "count", "8192, 1,048,576, 70.6B", bare="")
+
+
+def format_count(count: int) -> str:
+    """A whole number with thousands separated by commas, never rounded."""
+    return f"{count:,}"
+
+
+def _parse(
+    text: str | int, units: Mapping[str, int | Fraction], what: str, like: str, *, bare: str
+) -> int:
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    # longer ones are no quantities, and reading them as one takes forever
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
+    if match is None:
+        raise UnitError(f"{text!r} is no {what}", fix=f"write it like {like}")
+    unit = match["unit"] or bare
+    if unit not in units:
+        unit = _ALIASES.get(unit, unit) if _ALIASES.get(unit) in units else unit
+    if unit not in units:
+        close = [name for name in units if name.lower() == unit.lower()]
+        raise UnitError(
+            f"{text!r}: {unit!r} is no unit of a {what}",
+            fix=f"did you mean {close[0]}?" if close else f"use {', '.join(filter(None, units))}",
+        )
+    value = Fraction(match["number"].replace(",", "").replace("_", "")) * units[unit]
+    # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
+    if not match["unit"] and value.denominator != 1:
+        raise UnitError(
+            f"{text!r} is no whole number" + (f" of {bare}" if bare else ""),
+            fix=f"write it like {like}",
+        )
+    return round(value)
+
+
+def _format(value: int, units: dict[str, int]) -> str:
+    """``value`` in the largest unit that leaves at least 1, at most four significant digits."""
+    size, ladder = abs(value), list(units.items())
+    place = max((i for i, (_, scale) in enumerate(ladder) if size >= scale), default=0)
+    name, scale = ladder[place]
+    if place == 0:
+        return f"{value} {name}"
+    shown = _round(Fraction(size, scale))
+    # 1023.9 KiB must not print as 1024 KiB: the next unit says it shorter
+    if place + 1 < len(ladder) and shown * scale >= ladder[place + 1][1]:
+        name, scale = ladder[place + 1]
+        shown = _round(Fraction(size, scale))
+    digits = f"{float(shown):.3f}".rstrip("0").rstrip(".") if shown < 10_000 else str(int(shown))
+    return f"{'-' if value < 0 else ''}{digits} {name}"
+
+
+def _round(value: Fraction) -> Fraction:
+    """To four significant digits, never losing digits before the point."""
+    whole = len(str(int(value)))
+    step = Fraction(1, 10 ** max(0, 4 - whole))
+    return round(value / step) * step

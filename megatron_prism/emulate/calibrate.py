@@ -1,0 +1,77 @@
+"""``prism calibrate``: measure this host's calls, for ``prism replay … calibration=FILE``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_prism.core.artefact import check_writable, write_whole
+from megatron_prism.core.errors import PrismError, UsageError
+
+__all__ = ["calibrate"]
+
+LIMIT_S = 240  # of a stage
+# stage -> its environment: what runs side by side needs hardware queues of its own, or each waits
+# for the other; calls by themselves are measured as the user has it
+STAGES: dict[str, dict[str, str]] = {
+    "calls": {},
+    "overlap": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+}
+
+
+def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Console) -> None:
+    """Start one process per device (``num_processes``: default all, or 2 on CPUs) and write
+    ``out``.
+
+    UsageError if ``out`` is taken or there is nothing to measure; PrismError if a process failed.
+    """
+    if out.exists() and not force:
+        raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UsageError(f"cannot write a file {out}", fix="name another with -o FILE.json")
+    check_writable(out.absolute().parent, "-o FILE.json")  # before the minute that it takes
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = (devices or 2) if num_processes is None else num_processes
+    if count < 2:
+        raise UsageError("one device has nobody to talk to", fix="calibrate on 2 or more GPUs")
+    if devices and count > devices:
+        raise UsageError(f"{count} processes for {devices} devices", fix=f"processes={devices}")
+    where = f"{count} GPUs through NCCL" if devices else f"{count} CPU processes through gloo"
+    console.print(f"measuring calls among {where}; this takes about a minute")
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "calibration.json"
+        for stage in STAGES:
+            _run(stage, count, part)
+        write_whole(out, part.read_text(), force=True)
+    console.print(f"wrote {out}")
+
+
+def _run(stage: str, count: int, part: Path) -> None:
+    """One stage, in ``count`` processes; PrismError if one failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "-m", "megatron_prism.emulate.calibrate_rank"]
+    try:
+        done = subprocess.run(
+            [*command, str(part), stage],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+            env={**os.environ, **STAGES[stage]},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PrismError(
+            f"the calibration made no end within {LIMIT_S} s", fix="are all GPUs free and healthy?"
+        ) from error
+    if done.returncode or not part.exists():
+        raise PrismError(
+            f"a process of the calibration failed:\n{done.stderr[-1500:]}",
+            fix="run nvidia-smi: are all GPUs free and healthy?",
+        )

@@ -1,0 +1,288 @@
+"""What stands between a local rank and its groups?  Faults on purpose, then the rendezvous.
+
+``VirtualWorld.guard`` gets every call before the recorder does; without one of the flags there is
+no guard, and the calls do not know of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_prism.core.errors import HangError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.emulate import slice_source
+from megatron_prism.emulate.expected_calls import Strict, disagreement
+from megatron_prism.emulate.fault_injector import Injector
+from megatron_prism.emulate.hang_flags import HangOptions
+from megatron_prism.hang.fault_plan import Call
+from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
+from megatron_prism.runtime.frames import frames
+from megatron_prism.runtime.recorder.fields import details
+from megatron_prism.runtime.recorder.owners import Sites
+
+__all__ = ["Guard", "install"]
+
+_LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
+
+
+def install(options: Any, tier: Any, store: Any, proof: Any, arguments: str) -> None:
+    """Make the guard that ``options.hang`` asks for, tell the proof of it, and say so."""
+    proof.guard = guard = Guard(options, options.hang, tier, store)
+    guard.steps = lambda: proof.iterations
+    proof.on_finish.append(guard.check_fired)
+    sys.stderr.write(guard.banner())
+    guard.compare_arguments(arguments)
+
+
+class Guard:
+    """Makes the calls of one rank: ``record`` as a Recorder does, ``scope`` and ``before`` as told
+    by the proof of training."""
+
+    def __init__(self, options: Any, asked: HangOptions, tier: Any, store: Any) -> None:
+        self.rank, self.asked, self.local = options.rank, asked, options.ranks
+        seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]
+        mine = [f for f, ranks in seeds if self.rank in ranks]
+        virtual = [f.of(rest) for f, ranks in seeds if (rest := set(ranks) - set(self.local))
+                   and not f.only_time]  # fmt: skip
+        if asked.truth is not None and self.rank == self.local[0]:
+            asked.truth.write_text("", encoding="utf-8")
+        self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
+        self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the proof has them
+        self.strict = None
+        self.rendezvous: Rendezvous | None = None
+        if asked.strict and asked.programs is not None:
+            self.strict = Strict(asked.programs, options.world, self.rank, virtual, asked.seed,
+                                 asked.dry_run)  # fmt: skip
+            self.rendezvous = Rendezvous(self.strict.healthy, self._fail)
+        self.neighbours = None
+        if asked.strict and store is not None:
+            self.neighbours = Neighbours(store, self.rank, self._fail)
+        self.iteration, self._inside, self._own_faults = 0, False, bool(mine)
+        self._skip = False  # whether the next iteration is not a steady one
+        self._labels: dict[str, Any] = {}
+        self._sites = Sites()
+        self._checked_faulty = False
+        self._other: list[str] = []  # that the programs are of another command line
+        self._compared = 0  # calls, with the programs of the world
+        self._begun: list[int] = []  # iterations of which calls are compared
+        if asked.truth is not None and self.strict is not None and self.rank == self.local[0]:
+            with asked.truth.open("a", encoding="utf-8") as file:
+                lines = (hit.truth("virtual", self.strict.iteration) for hit in self.strict.hits)
+                file.writelines(line + "\n" for line in lines)
+
+    def banner(self) -> str:
+        """What is wrong on purpose, in a frame that nobody overlooks."""
+        lines = [f"FAULT INJECTION: {f}" for f in self.asked.faults]
+        if self.asked.dry_run:
+            lines += [f"would fire: {hit}" for hit in (self.strict.hits if self.strict else ())]
+            lines.append("dry run: none of them happens")
+        width = max(map(len, lines), default=0)
+        frame = "!" * (width + 6)
+        return "\n".join([frame, *(f"!! {line:{width}} !!" for line in lines), frame, ""]) * bool(
+            lines
+        )
+
+    def compare_arguments(self, arguments: str) -> None:
+        """Say it if the programs are of another command line, now and in every verdict: then it may
+        be the programs that are wrong, and not a rank."""
+        there = self.strict and self.strict.healthy.programs.source.get("arguments")
+        if there and there != slice_source.digest(arguments):
+            self._other = [f"{self.asked.programs} was captured with other arguments than this job"]
+            sys.stderr.write(f"prism: warning: {self._other[0]}\n")
+
+    # -- what the proof says ----------------------------------------------------------------------
+    @contextlib.contextmanager
+    def scope(self, **labels: Any) -> Iterator[None]:
+        """Label what runs inside: phase, microbatch, chunk."""
+        before, self._labels = self._labels, {**self._labels, **labels}
+        try:
+            yield
+        finally:
+            self._labels = before
+
+    def before(self, number: int, wanted: int, model: Any = None) -> None:
+        """Train step ``number`` (from 1) of ``wanted`` starts.
+
+        Programs are of a steady iteration: the first and the last of a long job are not compared.
+        """
+        if self.rendezvous is not None:
+            self.rendezvous.end()
+            assert self.strict is not None
+            skip, self._skip = self._skip, False
+            if not skip and ((1 < number < wanted) if wanted > 2 else number == wanted):
+                hit = self.strict.iteration or number
+                peers = self.strict.faulty if hit == number else self.strict.healthy
+                self._checked_faulty |= peers is self.strict.faulty
+                self._begun.append(number)
+                self.rendezvous.begin(peers, peers.order() if self.asked.sanitize else None)
+        self.iteration = number
+        self.injector.begin(model, lambda: self._call("forward", "", ""))
+
+    def beside(self, gathered: bool) -> None:
+        """An evaluation follows, which programs need not have: nothing is compared until the next
+        train step; nor in that one if its parameters are gathered before it."""
+        if self.rendezvous is not None:
+            self.rendezvous.open = False
+            self._skip = gathered
+
+    def check_fired(self) -> None:
+        """A fault that never fired is an error, also a virtual rank's, and one that the real job
+        would not have survived; says what was compared and what faults led to."""
+        self.injector.check_fired()
+        self._survived()
+        if self.strict is not None and self.strict.faults and not self.asked.dry_run:
+            from megatron_prism.core.errors import UsageError
+
+            texts = ", ".join(map(str, self.strict.faults))
+            why, fix = "it changes no call of this rank", "another iter=, or another rank"
+            if not self._checked_faulty:
+                why = (
+                    f"{self._past()}: neither the first nor the last, and none whose parameters "
+                    "an evaluation gathered before it"
+                )
+                fix = f"iter= one of {format_ranks(self._begun)}" if self._begun else fix
+            raise UsageError(f"{texts} was not met: {why}", fix=fix)
+        if self.strict is not None:
+            sys.stderr.write(
+                f"prism: {self._compared:,} calls of rank {self.rank} in {len(self._begun)} "
+                f"iterations were compared with {self.asked.programs}\n"
+            )
+
+    def _past(self) -> str:
+        """Which iterations were compared, of how many."""
+        these = format_ranks(self._begun) if self._begun else "none"
+        return f"of {self.iteration} iterations {these} were compared"
+
+    def _survived(self) -> None:
+        """Nobody shall take a run for a pass because virtual ranks answer at once."""
+        if self.asked.dry_run:
+            return
+        for fault, call in self.injector.survived.items():
+            others = "its peers would wait for good" if self.asked.programs is None else (
+                f"it fired where calls are not compared ({self._past()}, each up to an evaluation "
+                "that follows it), or changed their order alone")  # fmt: skip
+            fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
+            if self.asked.programs is not None:
+                fix = "an iter= of these that no evaluation follows"
+                fix = fix if self.asked.sanitize else f"--prism-sanitize for the order; else {fix}"
+            raise HangError(
+                f"{fault} fired at {call} on rank {self.rank}, and this run went on only because "
+                f"virtual ranks answer at once: in the real job {others}",
+                fix=fix,
+            )
+        for fault, number in self.injector.first.items():
+            steps = {step.number: _text(step) for step in self.steps()}
+            skipped = sum(step.skipped for step in self.steps())
+            then = [f"in step {n} {steps[n]}" for n in sorted({number, len(steps)} & steps.keys())]
+            sys.stderr.write(
+                f"prism: {fault} fired on rank {self.rank}, and the job went on: {skipped} of "
+                f"{len(steps)} steps skipped; {'; '.join(then)}\n"
+            )
+
+    # -- calls ------------------------------------------------------------------------------------
+    def record(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Make the call, after faults and checks."""
+        if self._inside or self.iteration == 0 and self.neighbours is None:
+            self.injector.sequence[group.desc, op in ("send", "recv")] += 1
+            self.injector.groups.setdefault(group.desc, group)
+            return self._through(group, op, answer, args, kwargs)
+        site = self._sites.find(sys._getframe(2), foreign=True)
+
+        def make(op: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+            def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+                self._check(group, op, args, kwargs, site)
+                before, self._inside = self._inside, self._inside or op != name
+                try:
+                    return self._through(group, op, answer, args, kwargs)
+                finally:
+                    self._inside = before
+
+            return call
+
+        name, call = op, self._call(op, group.desc, site)
+        return self.injector.record(group, op, make, answer, args, kwargs, call)
+
+    def _call(self, op: str, group: str, site: str) -> Call:
+        labels = self._labels
+        return Call(op, group, self.iteration, labels.get("microbatch", -1),
+                    labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
+
+    def _through(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        recorder = group.world.recorder
+        if recorder is None:
+            return answer(group, *args, **kwargs)
+        return recorder.record(group, op, answer, args, kwargs)
+
+    def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
+        if self.rendezvous is None and self.neighbours is None:
+            return
+        call = Op(op, group=group.desc, site=site, **_compared(details(group, op, args, kwargs)))
+        if self.rendezvous is not None and self.rendezvous.open:
+            assert self.strict is not None
+            self._compared += 1
+            pair = op in ("send", "recv")
+            fifo = (call.group, op if pair else "", call.peer if pair else 0)
+            if self.rendezvous.peers is self.strict.faulty and group.size() > 1:
+                self.strict.standstill((*fifo, self.rendezvous.counts[fifo]))
+            self.rendezvous.check(call, group.rank(), group.size())
+        local = {r: group.ranks.index(r) for r in self.local if r in group.ranks}
+        if self.neighbours is not None and len(local) > 1 and op not in ("send", "recv"):
+            self._inside = True
+            try:
+                key = f"{group.desc}:{','.join(map(str, sorted(local)))}"
+                self.neighbours.check(call, key, local, site)
+            finally:
+                self._inside = False
+
+    def _does(self, call: Op, theirs: Op | None) -> str:
+        """What the library of the policy does with two calls that differ; strict: stops."""
+        if self.asked.policy == "gloo":
+            sends = None
+            if self.strict is not None and call.name == "broadcast":
+                sends = self.strict.healthy.position(call.group, self.rank) == call.root
+            return gloo_does(call, theirs, sends)
+        passes = self.asked.policy == "nccl" and nccl_lets_through(call, theirs)
+        return "passes" if passes else "hangs"
+
+    def _fail(
+        self, kind: str, call: Op, number: int, theirs: Op | None, found: Sequence[str],
+        peer: int | None = None, own: Op | None = None,
+    ) -> None:  # fmt: skip
+        pair = call.name in ("send", "recv")
+        if kind != "divergence":
+            does = self._does(call, theirs)
+            if does == "passes":
+                sys.stderr.write(
+                    f"prism: {_LIBRARY[self.asked.policy]} would not notice: {call.name} "
+                    f"#{number + 1} of {call.group}, rank {self.rank} against rank {peer}: "
+                    f"{'; '.join(found)}; the data is wrong now\n"
+                )
+                return
+            found = [*found, *([f"gloo {does}"] if self.asked.policy == "gloo" else [])]
+        if self.strict is not None and kind != "divergence" and not pair:
+            fifo = self.strict.healthy.own(call.group)
+            own = fifo[number] if number < len(fifo) else None
+        found = [*found, *self._other] if found else found
+        stack = [f"rank {self.rank} stands at", *(f"  {frame}" for frame in frames())]
+        if len(stack) > 1 and not any("stands at" in line for line in found):
+            found = [*found, *stack]
+        raise disagreement(self.rank, self.iteration, kind, call, number, theirs, found, peer, own)
+
+
+def _compared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an Op, without its shapes."""
+    return {key: value for key, value in fields.items() if key != "shape"}
+
+
+def _text(step: Any) -> str:
+    losses = ", ".join(f"{name} {value:.6g}" for name, value in step.losses.items())
+    norm = "unknown" if step.grad_norm is None else f"{step.grad_norm:.6g}"
+    return f"{losses or 'no loss here'}, gradient norm {norm}"

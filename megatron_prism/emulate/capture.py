@@ -1,0 +1,281 @@
+"""``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
+
+Records from the start of one train step to the start of the next, so that what comes between train
+steps (logging, timers, their barriers) is in the program too.  The last nine such iterations count,
+of longer jobs up to ``KEPT`` of those after the fourth: the first is written down, the others only
+timed; the slice has the median time of each segment, and all times beside it.  A job of one or two
+steps has only its last recorded.  The slice is written when the job has trained.
+
+On a GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from
+kernels, and behind two timed ones, and then behind every four, the host alone is clocked in two
+(``slicer.clock``).  The device rests in these, and at its power limit it is 4 to 7 % quicker behind
+them: the iteration that follows is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core import programs
+from megatron_prism.core.artefact import check_writable
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program import Program
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.subgroups import subgroups
+from megatron_prism.emulate import model_flops, nvlink_keepalive
+from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns
+from megatron_prism.runtime.recorder.launches import launches
+
+__all__ = ["KEPT", "StockCapture", "check_free", "disturbed"]
+
+KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
+FEW = 9  # of a short job, though the first ones are still warming up
+WARM = 5  # the first iteration that is recorded if the job is long enough
+_DISTURBED = 1.25  # times the quickest iteration; an idle host's are some percent apart
+_running: list[StockCapture] = []
+
+
+def first_recorded(wanted: int) -> int:
+    """The train step (from 1) of a job of ``wanted`` from which on iterations are recorded."""
+    if wanted <= 2:
+        return wanted
+    return max(2, wanted - KEPT, min(WARM, wanted - FEW))
+
+
+def check_free(folder: Path, rank: int, force: bool) -> None:
+    """UsageError if the slice of ``rank`` is there and may not be replaced."""
+    path = folder / f"slice-{rank:06d}.prism"
+    try:
+        there = path.exists()
+    except OSError as error:  # a name too long, a folder that may not be looked into
+        raise UsageError(
+            f"--prism-capture: {folder} cannot be used: {error.strerror}", fix="name another folder"
+        ) from error
+    if there and not force:
+        raise UsageError(
+            f"--prism-capture: {path} exists and is not overwritten",
+            fix="--prism-force, or another folder",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--prism-capture: {folder} is a file", fix="name a folder")
+    check_writable(folder, "--prism-capture DIR")
+
+
+def disturbed() -> None:
+    """For whoever made this process wait: the iteration that is recorded now is left out, as one
+    with an evaluation is, as long as there are others."""
+    for capture in _running:
+        capture.beside(gathered=False)
+
+
+class StockCapture:
+    """Starts and stops the recorder around one iteration of a stock job.
+
+    source : what must be alike in all slices of a folder (versions, tier, arguments)
+    """
+
+    def __init__(self, options: Any, tier: Any, source: dict[str, str]) -> None:
+        self.store = SliceStore(options.capture, options.world, source)
+        self.rank, self.tier = options.rank, tier
+        self._num_processes = options.num_processes
+        self._check_others(options.force)
+        self.program: Program | None = None
+        self.num_iterations = 0  # that the slice is the median of
+        self.links: nvlink_keepalive.Links | None = None  # of a GPU
+        self._recorder: Any = None
+        self._pacer: Any = None  # of a rank that is recorded at pace
+        self._recordings: list[Any] = []
+        self._others: list[Any] = []  # of iterations with an evaluation
+        # whether the iteration that is recorded has one, the next one will, some had
+        self._beside = self._next = self._evaluates = False
+        self._tracer: Any = None
+        self._now = self._flops = dict[str, str]()  # of what is written down, of what counts
+        self._own_ns = 0  # of the host, that recording adds behind a call
+        self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
+        self._cool = False  # the device is, behind one
+        self._quick = False  # the iteration that is recorded is not written down, only timed
+        self._written = self._traced = False  # of ``_recordings``: one was
+        self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
+
+    def _check_others(self, force: bool) -> None:
+        """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
+        there = self.store.ranks() if self.store.folder.is_dir() and not force else ()
+        for rank in there:
+            try:
+                self.store.check(programs.load(self.store.path(rank)), self.store.path(rank))
+            except UsageError as error:
+                fix = "--prism-force replaces them rank by rank, or name another folder"
+                raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
+
+    def before(self, number: int, wanted: int, proof: Any) -> None:
+        """Train step ``number`` (from 1) of ``wanted`` is about to start."""
+        if self._recorder is not None:
+            self._keep()
+        meta = self.tier.name == "meta"  # has no times: once is enough
+        if wanted > 2 and number >= wanted or meta and self._recordings:
+            if self._recorder is not None:
+                self._remove(proof)
+        elif number >= first_recorded(wanted):
+            if self._recorder is None:
+                self._install(proof)
+            self._recorder.owned_by(*self.owners)
+            left = wanted - 1 - number  # where some are evaluated, the last may be
+            self._start(left - (2 if self._evaluates else 0), left)
+
+    def _start(self, left: int, spare: int) -> None:
+        """Record the iteration that begins, or only clock the host in it, or neither; ``left``
+        iterations are to come until one is traced, ``spare`` until the last that could be."""
+        cuda, timed = self.tier.name == "cuda", len(self._recordings) - 1
+        if self._traced:  # which takes the host a second or two afterwards
+            return
+        if cuda and self._clock_next(left, timed):
+            self._recorder.clock.start()
+            return
+        cool, self._cool = self._cool, False
+        if cool and spare > 0:
+            return
+        if cuda and left <= 0 and timed > 0:
+            self._tracer = Tracer()
+        hopeless = len(self._others) > 1 and not self._recordings  # all may have an evaluation
+        self._quick = self.tier.name != "meta" and (self._written or hopeless)
+        if not self._quick:  # the next iteration's batch may be another
+            self._now = model_flops.of_running_job()
+        self._recorder.start(quick=self._quick)
+
+    def _clock_next(self, left: int, timed: int) -> bool:
+        """Whether the iteration is one of the two clocked ones behind two, six, ten ... others."""
+        pairs, second = divmod(len(self._clocks), 2)
+        return (second > 0 or timed >= 2 + 4 * pairs) and left > (1 if self._cool else 3)
+
+    def _install(self, proof: Any) -> None:
+        import torch
+
+        from megatron_prism.runtime.recorder import events as watch
+        from megatron_prism.runtime.recorder.paced import PacedRecorder
+        from megatron_prism.runtime.recorder.recorder import Recorder
+        from megatron_prism.runtime.world import current
+
+        world = current()
+        assert world is not None
+        self._pacer = proof.pacer
+        if proof.pacer is not None:
+            self._recorder = PacedRecorder(self.rank, self.tier.name, proof.pacer)
+        else:
+            self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
+        if self.tier.name == "cuda" and proof.pacer is None:  # pacing has its own
+            self.links = nvlink_keepalive.awake(
+                torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
+            )
+        watch.install(self._recorder)
+        _running.append(self)
+        world.recorder = proof.recorder = self._recorder
+
+    def beside(self, gathered: bool, begun: bool = False) -> None:
+        """An evaluation follows (``begun``: is here, and not recorded): iterations without one are
+        preferred, and without one before that took something off them."""
+        self._beside = self._recorder is not None
+        self._evaluates = True
+        if begun and self._beside:
+            self._keep()
+        self._next = gathered
+
+    def _keep(self) -> None:
+        if self._recorder.clock.running:
+            clocked, self._cool = self._recorder.clock.stop(), True
+            self._clocks += [] if self._beside else [clocked]
+        elif self._recorder.active:
+            recording = self._stopped()
+            if self._beside:
+                self._others.append(recording)
+                self._flops = self._flops or self._now
+            else:
+                self._flops = self._flops if self._quick else self._now
+                self._recordings.append(recording)
+                self._written = self._written or not self._quick
+                self._traced = recording.busy is not None
+        self._beside = self._next
+        self._next = False
+
+    def _stopped(self) -> Any:
+        """What was recorded, with the kernels' own times if it was traced."""
+        recording, tracer = self._recorder.stop(), self._tracer
+        self._tracer = None
+        trace = tracer.stop() if tracer is not None else None
+        if trace is None:
+            return recording
+        self._own_ns = self._recorder.own_ns()
+        hosts = recording.hosts
+        return dataclasses.replace(
+            recording, busy=busy_ns(trace, hosts), launches=launches(trace, hosts)
+        )
+
+    def _remove(self, proof: Any) -> None:
+        from megatron_prism.runtime.recorder import events as watch
+        from megatron_prism.runtime.world import current
+
+        watch.remove()
+        _running.clear()
+        self._recorder = proof.recorder = None
+        if self.tier.live is not None:
+            self.tier.live.history = None  # a long job would fill memory
+        if (world := current()) is not None:
+            world.recorder = proof.pacer
+
+    def kept(self) -> list[Any]:
+        """The recordings that count, of which one at least was written down."""
+        return self._recordings if self._written else [*self._others, *self._recordings]
+
+    def finish(self, proof: Any) -> Path:
+        """Write the slice; returns where."""
+        from megatron_prism.runtime.recorder.measurements import typical
+
+        if self._recorder is not None:
+            self._keep()
+            self._remove(proof)
+        if self.links is not None:
+            self.links.stop()
+        if not any(recording.builder is not None for recording in self.kept()):
+            raise UsageError(
+                "--prism-capture: nothing was recorded, the job ended after "
+                f"{len(proof.iterations)} train steps (the first ones of a long job warm it up)",
+                fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
+            )
+        self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
+        self.store.folder.mkdir(parents=True, exist_ok=True)
+        self.store.source.update(self._flops)
+        self.store.put(self.program, _cut_groups(self.store.world, self.program))
+        return self.store.path(self.rank)
+
+    def said(self) -> str:
+        """What to say of device and host beside the slice."""
+        found = f"; {self.links}" if self.links is not None else ""
+        if self._pacer is not None and (strayed := self._pacer.tally.strayed):
+            found += (
+                f"; in {len(strayed)} iterations virtual ranks answered at once, the first: "
+                f"{strayed[0]}"
+            )
+        if self.program is None or len(hosts := self.program.hosts) < 2:
+            return found
+        if (used := np.maximum(self.program.ops["host"], 0).sum()) > _DISTURBED * min(hosts):
+            found += (
+                f"; the host took {used / 1e6:,.0f} ms for an iteration, {min(hosts) / 1e6:,.0f} "
+                "for the quickest: it was disturbed, and with it all that waits for it"
+            )
+        return found
+
+
+def _cut_groups(world: Any, program: Program) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of ``program`` that do not follow from the world's sizes; Megatron has them."""
+    from torch.distributed import distributed_c10d
+
+    used, found = program.groups(), {}
+    for group in distributed_c10d._world.pg_map:
+        name, ranks = getattr(group, "desc", ""), getattr(group, "ranks", ())
+        if name in used and program.rank in ranks:
+            groups = subgroups(world, name, ranks)
+            found.update({name: groups} if groups is not None else {})
+    return found

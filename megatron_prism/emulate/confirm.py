@@ -1,0 +1,140 @@
+"""Does a suspect's real code bear out the verdict?  It is run into the state of the dumps.
+
+In : a recipe, the programs of its world, the dumps, and ``placement.Placed``.  Every culprit is
+trained for three iterations by Megatron's own code, alone, its peers virtual and held against the
+programs.  Out: lines for people and whether the verdict is confirmed: the code makes the calls of
+its dump up to the place, the call there is the one that its peers wait in, and without the fault
+it goes on and takes its optimizer steps (the counterfactual).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron_prism.core.ops import Op
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.recipe_schema import Recipe
+from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate.witness import Watch
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.signatures import Summary
+    from megatron_prism.hang.dumps import DumpSet, Entry
+    from megatron_prism.hang.placement import Placed
+    from megatron_prism.hang.verdict import Diagnosis
+
+__all__ = ["Trial", "confirm"]
+
+_STEPS = 3
+_MOST = 4  # culprits that are run
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """lines: what was found; confirmed: None if it says nothing."""
+
+    lines: tuple[str, ...]
+    confirmed: bool | None
+
+
+def confirm(
+    recipe: Recipe,
+    programs: Programs,
+    path: Path,
+    dumps: DumpSet,
+    verdict: Diagnosis,
+    placed: Placed,
+    console: Console,
+) -> Trial:
+    """Run the culprits for real.  ``path``: where ``programs`` are, for the workers."""
+    if not placed.stops:
+        return Trial(("no place is known to run a suspect's code to",), None)
+    lines: list[str] = []
+    good = []
+    for rank, index in list(placed.stops.items())[:_MOST]:
+        said = _run(recipe, programs, path, rank, index, console)
+        more, right = _judge(programs, dumps, verdict, rank, index, said)
+        lines += more
+        good.append(right)
+    if len(placed.stops) > _MOST:
+        lines.append(f"{len(placed.stops) - _MOST} more culprits were not run")
+    whole = all(good) and placed.confirmed is not False
+    lines.append("CONFIRMED" if whole and placed.confirmed else "REFUTED" if not whole else
+                 "the code bears it out; the programs were not driven")  # fmt: skip
+    return Trial(tuple(lines), whole if placed.confirmed is not None or not whole else None)
+
+
+def _run(
+    recipe: Recipe, programs: Programs, path: Path, rank: int, index: int, console: Console
+) -> Summary:
+    """The summary of the rank's worker, with what its witness saw."""
+    train = dataclasses.replace(recipe.train, iterations=_STEPS)
+    recipe = dataclasses.replace(recipe, train=train)
+    before = sum(bool(op.group) for op in list(programs.of(rank))[:index])
+    (summary,) = recipe_job.run_ranks(recipe, (rank,), console, watch=Watch(path, before))
+    return summary
+
+
+def _judge(
+    programs: Programs, dumps: DumpSet, verdict: Diagnosis, rank: int, index: int,
+    summary: Summary,
+) -> tuple[list[str], bool]:  # fmt: skip
+    said = summary["witness"]
+    calls = [Op(**call) for call in said["calls"]]
+    here = [i for i, op in enumerate(programs.of(rank)) if op.group and i >= index]
+    expected = programs.of(rank)[here[0]] if here else None
+    at = sum(bool(op.group) for op in list(programs.of(rank))[:index])
+    lines = [f"rank {rank}'s real code ran on tier {summary['tier']} (megatron-core "
+             f"{summary['megatron_core']}): {said['compared']:,} calls held against its peers, "
+             + (f"{len(said['differs'])} differ: {said['differs'][0]}" if said["differs"]
+                else "all fit")]  # fmt: skip
+    seen, alike = _history(dumps, verdict, rank, calls[:at])
+    if seen:
+        lines.append(f"{alike} of the {seen} calls before the place are those of its dump")
+    now = calls[at] if at < len(calls) else None
+    right = not said["differs"] and seen == alike
+    if now is None or expected is None:
+        lines.append("at that place the iteration is over")
+        return lines, False
+    where = f"{now.name} of {now.group} at {now.site}"
+    same = (now.name, now.group) == (expected.name, expected.group)
+    lines.append(f"it comes to {where}" + ("" if same else ", not where the dumps say"))
+    lines += [f"    {frame}" for frame in said["frames"]]
+    waits = sum((v.op, v.group) == (now.name, now.group) for v in verdict.victims)
+    lines.append(f"{waits} of {len(verdict.victims)} victims wait in such a call; without the "
+                 f"fault the code went on: {summary['steps']} of {_STEPS} steps")  # fmt: skip
+    return lines, right and same and summary["steps"] == _STEPS
+
+
+def _history(dumps: DumpSet, verdict: Diagnosis, rank: int, calls: list[Op]) -> tuple[int, int]:
+    """(calls of the iteration that the rank's dump has before the place, how many of them, going
+    backwards, the code makes too); (0, 0) without a history."""
+    dump = dumps.dumps.get(rank)
+    entries = [e for e in dump.entries if e.op != "coalesced"] if dump is not None else []
+    if dump is None or not any(e.done for e in entries):
+        return 0, 0
+    entries = entries[: _place(entries, verdict, rank)]
+    names = [(e.op, e.desc) for e in entries if e.group in dump.groups]
+    known = {group.desc for group in dump.groups.values()}
+    mine = [(op.name, op.group) for op in calls if op.group in known]
+    count = min(len(mine), len(names))
+    same = next((i for i in range(count) if names[-1 - i] != mine[-1 - i]), count)
+    return count, same
+
+
+def _place(entries: list[Entry], verdict: Diagnosis, rank: int) -> int:
+    """How many of the dump's calls come before the one in question."""
+    kind = next(c.kind for c in verdict.culprits if c.rank == rank)
+    for i, e in enumerate(entries):
+        if kind == "device stuck":
+            here = not e.done
+        else:
+            here = kind != "host stuck" and e.desc == verdict.group and not e.pair and (
+                e.seq >= verdict.seq)  # fmt: skip
+        if here:
+            return i
+    return len(entries)

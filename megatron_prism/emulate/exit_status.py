@@ -1,0 +1,104 @@
+"""How does this process end?  ``at_good_end(check)`` has a say where it would end with status 0.
+
+``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note
+(``note``).  A status that neither saw, such as a bare ``raise SystemExit(3)``, counts as good.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from megatron_prism.core.errors import NotTrainedError, PrismError
+
+__all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report"]
+
+LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
+
+Status = str | int | None  # of sys.exit
+Check = Callable[[], "PrismError | None"]
+
+_checks: list[Check] = []
+_ended: dict[str, object] = {}  # "status" of sys.exit or of a failure
+
+
+def note(status: Status) -> None:
+    """Remember with which status the process is about to end."""
+    _ended["status"] = status
+
+
+def report(error: PrismError) -> None:
+    print(f"prism: error: {error}", file=sys.stderr, flush=True)
+
+
+def at_good_end(check: Check) -> None:
+    """Call ``check`` where this process would exit 0; the error that it returns decides instead."""
+    if not _checks:
+        _watch()
+    _checks.append(check)
+
+
+def expect_megatron() -> None:
+    """A script that holds ``--prism-emulate`` and ends well without importing Megatron fails.
+
+    ``python -c`` and interactive sessions are nobody's job.
+    """
+    # asked now: at its end Python takes __file__ away
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    if main.endswith(".py"):
+        at_good_end(_never_attached)
+
+
+def _never_attached() -> NotTrainedError | None:
+    """Launchers hold the flags of their workers, who answer for themselves: torchrun's agent, or a
+    process whose children worked.
+    """
+    children = os.times()
+    if (
+        "megatron_prism.emulate.launch" in sys.modules  # attached: the proof has the verdict
+        or {"torch.distributed.run", "pytest"} & sys.modules.keys()
+        or children.children_user + children.children_system > LAUNCHED_S
+        or is_worker()
+    ):
+        return None
+    return NotTrainedError(
+        "nothing trained: the script never imported megatron, so --prism-emulate had no effect",
+        fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
+    )
+
+
+def is_worker() -> bool:
+    """Whether multiprocessing made this process: it has its parent's command line."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _watch() -> None:
+    original_exit, original_hook, pid = sys.exit, sys.excepthook, os.getpid()
+
+    def note_exit(status: Status = None) -> None:
+        note(status)
+        original_exit(status)
+
+    def note_exception(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        note(1)
+        if isinstance(value, PrismError):
+            report(value)
+        else:
+            original_hook(kind, value, trace)
+
+    def verdict() -> None:
+        if os.getpid() != pid or _ended.get("status") not in (None, 0):
+            return  # a fork inherits this, but not the job
+        for error in filter(None, (check() for check in _checks)):
+            report(error)
+            sys.stdout.flush()
+            os._exit(error.exit_code)
+
+    sys.exit, sys.excepthook = note_exit, note_exception  # type: ignore[assignment]
+    atexit.register(verdict)

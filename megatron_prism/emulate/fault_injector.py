@@ -1,0 +1,318 @@
+"""How does a fault happen to a running rank?  The calls of its plan are changed, or not made.
+
+In : the faults of this rank.  ``record`` makes every call, as the recorder does; the one that a
+Finder picks goes wrong and says so on stderr (``[prism-fault] fired …``) and in the file of
+``--prism-fault-truth``.  The ranks of a plan that are virtual are ``strict``'s affair.
+``survived`` are those that a real job would not have survived.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_prism.core.errors import UnsupportedError, UsageError
+from megatron_prism.core.membership import named_group
+from megatron_prism.core.ops import Op
+from megatron_prism.emulate import injected
+from megatron_prism.hang.fault_files import truth_line
+from megatron_prism.hang.fault_kinds import VALUES
+from megatron_prism.hang.fault_plan import FIX, Call, Fault, Finder
+from megatron_prism.runtime.arguments import arguments
+from megatron_prism.runtime.call_check import nccl_lets_through
+from megatron_prism.runtime.recorder.fields import details
+from megatron_prism.runtime.work import Done
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.emulate.signatures import Chunk
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.process_group import PrismGroup
+    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
+
+__all__ = ["Injector"]
+
+_GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
+_LOST = ("drop", "p2p_lost", "skip_microbatch")
+
+Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
+
+
+class Injector:
+    """Makes ``faults`` happen on this rank.
+
+    live  : the tracker of live bytes (meta) or None;  dry: say it, do nothing
+    truth : file that gets a line for every fault that fires, before it does
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], rank: int, tier: str, live: LiveBytes | None, dry: bool,
+        truth: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.rank, self.tier, self.live, self.dry, self.truth = rank, tier, live, dry, truth
+        self.fired: Counter[str] = Counter()
+        self.first: dict[str, int] = {}  # fault -> the train step in which it fired
+        self.survived: dict[str, str] = {}  # fault -> the call after which this rank went on
+        self.sequence: Counter[tuple[str, bool]] = Counter()
+        self.groups: dict[
+            str, PrismGroup
+        ] = {}  # description -> the group of this rank, once it was used
+        self.steps = 0  # train steps that began
+        self._since = time.perf_counter()  # the last call came back
+        self._watched = False
+        self._held: dict[str, tuple[Answer, PrismGroup, Args, Kwargs]] = {}
+        for fault in faults:
+            self._possible(fault)
+        of_tensors = [f for f in faults if f.params.get("tensor") in ("loss", "act")]
+        self._tensors = [Finder(f) for f in of_tensors]
+        calls = [f for f in faults if f not in of_tensors and f.kind not in ("slow", "env")]
+        self.finders = [(Finder(f), Finder(_partner(f)) if f.kind == "swap" else None)
+                        for f in calls]  # fmt: skip
+        self._slow = [Finder(f) for f in faults if f.kind == "slow"]
+        self.faults = tuple(faults)
+        for fault in faults:
+            if fault.kind == "env":
+                self._environment(fault)
+
+    def _possible(self, fault: Fault) -> None:
+        if fault.kind in ("gpu_error", "nic"):
+            raise UnsupportedError(
+                f"{fault}: a running rank cannot be made to do that",
+                fix=f"prism hang DIR fault={fault}",
+            )
+        if fault.kind == "gpu_hang" and self.tier != "cuda":
+            raise UnsupportedError(f"{fault} needs a CUDA device", fix="--prism-tier cuda")
+        if fault.kind == "oom" and "at_bytes" in fault.params and self.live is None:
+            raise UnsupportedError(f"{fault} is for tier meta", fix="--prism-tier meta")
+        if fault.kind in VALUES and self.tier == "meta":
+            raise UnsupportedError(f"{fault}: tier meta has shapes only, and no values",
+                                   fix="--prism-tier cpu")  # fmt: skip
+
+    def _environment(self, fault: Fault) -> None:
+        for name, value in fault.params.items():
+            self._say(fault, Call(f"{name}={value}", ""), 0)
+            if not self.dry:
+                os.environ[name] = value
+
+    # -- what the guard says ----------------------------------------------------------------------
+    def begin(
+        self, model: Chunk | list[Chunk] | tuple[Chunk, ...] | None, labels: Callable[[], Call]
+    ) -> None:
+        """A train step starts.  ``labels``: where the rank is, while its model runs."""
+        self.steps += 1
+        self._since = time.perf_counter()
+        if self._tensors and not self._watched and model is not None:
+            self._watched = True
+            self._watch(model, labels)
+
+    def _watch(
+        self, model: Chunk | list[Chunk] | tuple[Chunk, ...], labels: Callable[[], Call]
+    ) -> None:
+        chunks: list[Chunk] = list(model) if isinstance(model, (list, tuple)) else [model]
+        for finder in self._tensors:
+            chosen = chunks
+            if finder.fault.params["tensor"] == "loss":
+                chosen = [c for c in chunks if _last(c)]
+                if not chosen:
+                    raise UsageError(f"{finder.fault}: rank {self.rank} has no loss",
+                                     fix="a rank of the last stage, or tensor=act")  # fmt: skip
+
+            def spoil(
+                module: torch.nn.Module, inputs: object, output: object, finder: Finder = finder
+            ) -> None:
+                call = labels()
+                if finder.hit(call):
+                    self._say(finder.fault, call, finder.seen)
+                    if not self.dry:
+                        tensors = output if isinstance(output, (list, tuple)) else [output]
+                        found = [t for t in tensors if isinstance(t, torch.Tensor)]
+                        injected.spoil(finder.fault, found, "the model's output")
+
+            for chunk in chosen:
+                chunk.register_forward_hook(spoil)
+
+    def record(
+        self, group: PrismGroup, op: str, make: Make, answer: Answer, args: Args, kwargs: Kwargs,
+        call: Call,
+    ) -> dist.Work | None:  # fmt: skip
+        """Make the call, or what the plan makes of it."""
+        pair = op in ("send", "recv")
+        self.sequence[group.desc, pair] += 1
+        self.groups.setdefault(group.desc, group)
+        if not call.iteration:  # nothing before the first step
+            return make(op, answer)(group, *args, **kwargs)
+        self._stretch(call)
+        try:
+            for finder, partner in self.finders:
+                if self._hit(finder, partner, call):
+                    self._say(finder.fault, call, self.sequence[group.desc, pair], group)
+                    if not self.dry:
+                        return self._fire(
+                            finder.fault, group, op, make, answer, list(args), dict(kwargs)
+                        )
+            return make(op, answer)(group, *args, **kwargs)
+        finally:
+            self._since = time.perf_counter()
+
+    def _hit(self, finder: Finder, partner: Finder | None, call: Call) -> bool:
+        fault = finder.fault
+        if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
+            return self.live.now > (fault.number("at_bytes") or 0) and not self.fired[str(fault)]
+        if fault.kind == "skip_microbatch":
+            return call.microbatch == int(fault.select.get("mb", 0)) and finder.matches(call)
+        other = partner is not None and partner.hit(call)
+        return finder.hit(call) or other
+
+    def _stretch(self, call: Call) -> None:
+        """Slow: what was computed since the last call takes ``factor`` times as long."""
+        for finder in self._slow:
+            if finder.matches(call):
+                self._say(finder.fault, call, 0)
+                if not self.dry:
+                    if self.tier == "cuda":
+                        torch.cuda.synchronize()
+                    took = time.perf_counter() - self._since
+                    time.sleep(took * (finder.fault.factor("factor", 2) - 1))
+
+    def _say(self, fault: Fault, call: Call, seq: int, group: PrismGroup | None = None) -> None:
+        self.fired[str(fault)] += 1
+        if self.fired[str(fault)] > 1:
+            return
+        self.first[str(fault)] = call.iteration
+        what = "would fire" if self.dry else "fired"
+        at = f" mb={call.microbatch}" if call.microbatch >= 0 else ""
+        sys.stderr.write(
+            f"[prism-fault] {what} id={fault} kind={fault.kind} rank={self.rank} "
+            f"iter={call.iteration}{at} op={call.op} group={call.group} seq={seq} "
+            f"site={call.site}\n"
+        )
+        sys.stderr.flush()
+        if self.truth is not None and not self.dry:
+            fields = {"fault": str(fault), "kind": fault.kind, "where": "local", "rank": self.rank,
+                      "iteration": call.iteration, "microbatch": call.microbatch,
+                      "chunk": call.chunk, "phase": call.phase, "op": call.op, "group": call.group,
+                      "members": list(group.ranks) if group is not None else [], "seq": seq,
+                      "site": call.site}  # fmt: skip
+            with self.truth.open("a", encoding="utf-8") as file:  # the process may end with it
+                file.write(truth_line(**fields) + "\n")
+
+    def check_fired(self) -> None:
+        """UsageError for a fault that never happened."""
+        for fault in self.faults:
+            if not self.fired[str(fault)] or str(fault) in self._held:
+                half = "only one of the two calls came; " if str(fault) in self._held else ""
+                finders = (f for f in (*(f for f, _ in self.finders), *self._tensors)
+                           if f.fault == fault)  # fmt: skip
+                seen = max((finder.seen for finder in finders), default=0)
+                fix, wanted = FIX, int(fault.select.get("iter", 1))
+                if self.steps and not 1 <= wanted <= self.steps:
+                    fix = f"iter= from 1 to {self.steps}"
+                elif 0 < seen <= int(fault.select.get("nth", 0)):
+                    fix = f"nth= from 0 to {seen - 1}"
+                raise UsageError(
+                    f"{fault} never fired on rank {self.rank}: {half}{self.steps} iterations ran, "
+                    f"and {seen} calls in them fit, whichever nth= says",
+                    fix=fix,
+                )
+
+    # -- what happens -----------------------------------------------------------------------------
+    def _fire(
+        self, fault: Fault, group: PrismGroup, op: str, make: Make, answer: Answer, args: list[Any],
+        kwargs: Kwargs,
+    ) -> dist.Work | None:  # fmt: skip
+        kind, call = fault.kind, make(op, answer)
+        ins, outs = arguments(op, args)
+        alone = group.size() < 2 and kind not in ("group", "swap")  # nobody waits for it there
+        if kind not in _GOES_ON and not (group.all_local or alone):
+            self.survived[str(fault)] = f"{op} #{self.sequence[group.desc, op in _PAIR]} of " + (
+                group.desc
+            )
+        if kind in _LOST:
+            return Done(outs)
+        if kind == "swap":
+            return self._swap(fault, group, call, args, kwargs, outs)
+        if kind in ("shape", "dtype"):
+            healthy, args = args, injected.another_tensor(fault, op, args)
+            if nccl_lets_through(*(_op(group, op, words, kwargs) for words in (args, healthy))):
+                self.survived.pop(str(fault), None)
+        elif kind in ("root", "reduce_op"):
+            injected.options(fault, args[-1], group.size())
+        elif kind == "splits":
+            args = injected.splits(fault, args, group.size(), group.rank())
+        elif kind == "op":
+            name, method, args = injected.another_call(fault, op, args)
+            call, kwargs = make(name, lambda g, *a: getattr(g, method)(*a)), {}
+        elif kind == "group":
+            group = self._other_group(fault, group)
+        elif kind == "p2p_dup":
+            call(group, *args, **kwargs)
+        elif kind == "p2p_swap":
+            other = (2 * group.rank() - args[1]) % group.size()
+            if other == args[1]:
+                raise UnsupportedError(f"{fault}: previous and next are one rank there",
+                                       fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
+            args[1] = other
+        elif kind in VALUES:
+            injected.spoil(fault, ins, f"{op} of {group.desc}")
+        elif kind == "delay":
+            time.sleep((fault.number("ms", 1000) or 0) / 1000)
+        elif kind == "gpu_hang":
+            torch.cuda._sleep(1 << 62)
+        else:
+            injected.leave(fault)
+        return call(group, *args, **kwargs)
+
+    def _swap(
+        self,
+        fault: Fault,
+        group: PrismGroup,
+        call: Answer,
+        args: Args,
+        kwargs: Kwargs,
+        outs: Sequence[torch.Tensor],
+    ) -> dist.Work | None:
+        """The first of the two calls is held until the second was made."""
+        held = self._held.pop(str(fault), None)
+        if held is None:
+            self._held[str(fault)] = (call, group, args, kwargs)
+            return Done(outs)
+        done = call(group, *args, **kwargs)
+        first, its_group, its_args, its_kwargs = held
+        first(its_group, *its_args, **its_kwargs)
+        return done
+
+    def _other_group(self, fault: Fault, group: PrismGroup) -> PrismGroup:
+        for desc, other in self.groups.items():
+            if named_group(fault.params["to"], desc) and other is not group:
+                return other
+        raise UnsupportedError(f"{fault}: rank {self.rank} has used no such group yet", fix="to=tp")
+
+
+_PAIR = ("send", "recv")
+
+
+def _partner(fault: Fault) -> Fault:
+    """The other call of a swap, as a fault of its own."""
+    group, op, *nth = fault.params["with"].split(":")
+    same = {key: fault.select[key] for key in ("rank", "iter") if key in fault.select}
+    return replace(fault, select={**same, "group": group, "op": op, "nth": nth[0] if nth else "0"})
+
+
+def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
+    fields = details(group, op, args, kwargs)
+    return Op(op, group.desc, fields.get("dtype", ""), fields["num_in"], fields["num_out"])
+
+
+def _last(chunk: Chunk) -> bool:
+    """Whether the model chunk ends in a loss."""
+    found = [m.post_process for m in chunk.modules() if hasattr(m, "post_process")]
+    return bool(found and found[0])

@@ -1,0 +1,294 @@
+"""Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the
+verdict.
+
+``Proof.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each train step;
+``step`` each forward or backward of a microbatch.  A run that ends without the optimizer steps it
+was asked for raises NotTrainedError (exit 1), whatever the job's own exit code would have been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_prism.core.errors import NotTrainedError, PrismError
+from megatron_prism.emulate.memory_watch import explain
+
+__all__ = ["PARTS", "Iteration", "Proof"]
+
+# Of which memory's peak is kept apart; a job without evaluation has none of it.
+PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
+
+
+@dataclass
+class Iteration:
+    """One train step: losses (last stage only), gradient norm, whether the step was applied.
+
+    start_ns : when it began, ns of a clock of this process's own
+    """
+
+    number: int
+    start_ns: int = 0
+    wall_ns: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+class Proof:
+    """What happened in this process.
+
+    peak_source : object with ``labels`` and ``scope(**labels)`` (the live-byte tracker) or None
+    """
+
+    def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
+        self.peak_source = peak_source
+        self.shapes_only = shapes_only
+        self.capture: Any = None  # told of every train step before it starts
+        self.pacer: Any = None  # told the same
+        self.recorder: Any = None  # a slicer.Recorder; learns the same labels
+        self.memory: Any = None  # a MemoryWatch; the same
+        self.guard: Any = None  # a Guard; the same, and told when a step starts
+        self.who = "this rank"
+        self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
+        self.held: Callable[[], int] = lambda: 0  # bytes of ballast
+        self.iterations: list[Iteration] = []
+        self.started = False  # pretrain was entered
+        self.left = False  # by sys.exit(0)
+        self.finished = False  # the verdict was given
+        self.failure: PrismError | None = None  # it, where it was bad
+        self.expected: int | None = None
+        # iterations Megatron passed over: --iterations-to-skip counts from 0 in 0.16, 1 in 0.19
+        self.skipped = 0
+        self.num_parameters = 0
+        self.moved: bool | None = None  # whether a master parameter changed; None: unknown
+        self._forwards: dict[int | None, int] = {}
+        self._outputs: dict[int, dict[str, Any]] = {}
+        self._schedule: dict[str, Any] = {}
+        self._before: tuple[torch.Tensor, float] | None = None
+        self.on_finish: list[Callable[[], None]] = []
+        self.on_step: Callable[[int], None] | None = None  # told how many steps are done
+        self._done = 0
+
+    # -- phases -----------------------------------------------------------------------------------
+    def new_schedule(self, settings: dict[str, Any]) -> None:
+        """A forward-backward schedule starts; ``settings`` are its keyword arguments."""
+        self._forwards.clear()
+        self._outputs.clear()
+        self._schedule = {
+            key: settings.get(key)
+            for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
+        }
+
+    def microbatches(self) -> int:
+        """Microbatches of the schedule that runs."""
+        return int(self._schedule.get("num_microbatches") or 0)
+
+    def forward_labels(self, chunk: int | None) -> dict[str, Any]:
+        """Labels of the next forward of ``chunk``: the schedule runs microbatches in order."""
+        number = self._forwards.get(chunk, 0)
+        self._forwards[chunk] = number + 1
+        labels: dict[str, Any] = {"phase": "forward", "microbatch": number}
+        if chunk is not None:
+            labels["chunk"] = chunk
+        return labels
+
+    def remember_output(self, output: Any, labels: dict[str, Any]) -> None:
+        """Keep which microbatch made ``output``: its backward is told nothing but that tensor."""
+        self._outputs[id(_single(output))] = labels
+
+    def backward_labels(self, output: Any) -> dict[str, Any]:
+        """Labels of the backward that starts from ``output``."""
+        return {**self._outputs.pop(id(_single(output)), {}), "phase": "backward"}
+
+    @contextlib.contextmanager
+    def step(self, labels: dict[str, Any]) -> Iterator[None]:
+        """One forward or backward of one microbatch (of one model chunk)."""
+        with self.phase(**labels):
+            yield
+        self._done += 1
+        if self.on_step is not None:
+            self.on_step(self._done)
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, **labels: Any) -> Iterator[None]:
+        """Label what runs inside for whoever keeps labels: the memory tracker, the recorder."""
+        before, self.labels = self.labels, {**self.labels, "phase": phase, **labels}
+        with contextlib.ExitStack() as scopes:
+            for source in (self.peak_source, self.recorder, self.memory, self.guard):
+                if source is not None:
+                    scopes.enter_context(source.scope(phase=phase, **labels))
+            yield
+        self.labels = before  # not after an error, which these labels then explain
+
+    def beside(self, gathered: bool, begun: bool) -> None:
+        """What comes until the next train step is an evaluation, or another thing that not every
+        iteration has.  ``gathered``: it gathers the parameters that the next step would;
+        ``begun``: it is here."""
+        if self.capture is not None:
+            self.capture.beside(gathered, begun)
+        if self.guard is not None:
+            self.guard.beside(gathered)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is one of PARTS: those who follow memory keep its peak apart."""
+        with contextlib.ExitStack() as followers:
+            for source in (self.peak_source, self.memory):
+                if source is not None:
+                    followers.enter_context(source.part(name))
+            yield
+
+    def tokens_per_iteration(self) -> int:
+        """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
+        names = ("num_microbatches", "seq_length", "micro_batch_size")
+        return math.prod(int(self._schedule.get(name) or 0) for name in names) or 1
+
+    # -- iterations -------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def iteration(self, optimizer: Any, model: Any, wanted: int = 0) -> Iterator[None]:
+        """One of ``wanted`` train steps; the first remembers a master parameter to see it move."""
+        if not self.iterations:
+            self.num_parameters = _count_parameters(model)
+            if not self.shapes_only:
+                self._before = _fingerprint(optimizer)
+        self.iterations.append(Iteration(len(self.iterations) + 1, time.perf_counter_ns()))
+        if self.pacer is not None:
+            self.pacer.begin()
+        if self.capture is not None:
+            self.capture.owners = (model, optimizer)
+            self.capture.before(len(self.iterations), wanted, self)
+        if self.memory is not None:
+            self.memory.iteration(len(self.iterations), wanted)
+        if self.guard is not None:
+            self.guard.before(len(self.iterations), wanted, model)
+        start = time.perf_counter_ns()
+        with self.device_memory():
+            yield
+        self.iterations[-1].wall_ns = time.perf_counter_ns() - start
+
+    @contextlib.contextmanager
+    def device_memory(self) -> Iterator[None]:
+        """Where device memory runs out, the error says whose, in which step and at which line."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.memory is not None:
+                self.memory.finish()
+            labels = {"iteration": len(self.iterations) or None, **self.labels}
+            raise explain(error, self.who, labels, self.held()) from error
+
+    def stepped(self, losses: Any, skipped: bool, grad_norm: Any) -> None:
+        """The train step's own results."""
+        entry = self.iterations[-1]
+        entry.skipped = skipped
+        entry.losses = {} if self.shapes_only else {k: float(v) for k, v in (losses or {}).items()}
+        entry.grad_norm = None if grad_norm is None or self.shapes_only else float(grad_norm)
+
+    def asked(self, args: Any) -> int:
+        """Train steps that this run makes: from 0 or where its checkpoint was (args.iteration) to
+        --train-iters, or to where Megatron leaves before (training.py:3317 @0.19.0)."""
+        begin, end = int(getattr(args, "iteration", 0) or 0), args.train_iters or 0
+        ends = [i for i in getattr(args, "phase_transition_iterations", None) or () if i > begin]
+        if every := getattr(args, "exit_interval", None):
+            ends.append((begin // every + 1) * every)
+        return max(0, min([end, *ends]) - begin)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were applied."""
+        return sum(1 for entry in self.iterations if not entry.skipped)
+
+    # -- verdict ----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def training(self, get_args: Callable[[], Any]) -> Iterator[None]:
+        """Encloses ``pretrain``; gives the verdict on a normal end and on ``sys.exit(0)``."""
+        self.started = True
+        try:
+            with self.device_memory():
+                yield
+        except SystemExit as end:
+            if end.code in (None, 0):
+                self.left = True
+                self.finish(get_args)
+            raise
+        self.finish(get_args)
+
+    def finish(self, get_args: Callable[[], Any]) -> None:
+        """Raise NotTrainedError unless the steps that were asked for happened."""
+        if self.finished:
+            return
+        self.finished = True
+        args = get_args()
+        wanted = max(0, self.asked(args) - self.skipped)
+        early = any(  # nobody knows after how many steps
+            getattr(args, name, None) for name in ("exit_duration_in_mins", "exit_signal_handler")
+        )
+        self.expected = wanted
+        if self.pacer is not None:
+            self.pacer.end()
+        self.moved = self.has_moved()
+        if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
+            self.check(1 if early else max(1, wanted))
+        for callback in self.on_finish:
+            try:
+                callback()
+            except PrismError as error:
+                self.failure = error  # kept: scripts catch what pretrain raises
+                raise
+
+    def has_moved(self) -> bool | None:
+        """Whether the remembered master parameter changed; None if none was remembered."""
+        if self._before is None or not self.steps:
+            return None
+        parameter, before = self._before
+        return _sum(parameter) != before
+
+    def check(self, wanted: int) -> None:
+        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
+        if self.steps >= wanted:
+            return
+        ran = len(self.iterations)
+        if not ran:
+            what = "the job ended without a single train step"
+            fix = "check --train-iters, --skip-train and the data flags; a real job would idle too"
+            if self.left:  # --exit-on-missing-checkpoint, say
+                fix = "Megatron itself left it, and says why in the log above; a real job would too"
+        else:
+            what = f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"
+            fix = (
+                "gradients were not finite or the run stopped early: look at the log, try "
+                "--prism-values noise, or lower --initial-loss-scale under --fp16"
+            )
+        self.failure = NotTrainedError(what, fix=fix)  # kept: scripts catch what pretrain raises
+        raise self.failure
+
+
+def _single(output: Any) -> Any:
+    """Schedules hand a stage's output over bare or in a list of one."""
+    return output[0] if isinstance(output, (list, tuple)) and output else output
+
+
+def _count_parameters(model: Any) -> int:
+    chunks = model if isinstance(model, (list, tuple)) else [model]
+    return sum(p.numel() for m in chunks if m is not None for p in m.parameters())
+
+
+def _sum(parameter: torch.Tensor) -> float:
+    return float(parameter.detach().sum(dtype=torch.float64))
+
+
+def _fingerprint(optimizer: Any) -> tuple[torch.Tensor, float] | None:
+    """The smallest non-empty master parameter and its sum: cheap, and no copy of it is made."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    parameters = [p for group in groups for p in group["params"] if p is not None and p.numel()]
+    if not parameters:
+        return None
+    smallest = min(parameters, key=lambda p: p.numel())
+    return smallest, _sum(smallest)

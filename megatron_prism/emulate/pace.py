@@ -1,0 +1,260 @@
+"""``--prism-pace DIR``: virtual ranks answer when they would, so iterations last as they would.
+
+In : the options, and a folder of slices of the same job (``--prism-capture``), perhaps with
+``calibration.json`` (``prism calibrate``) in it.  Out: a Pacer for the virtual world.  Slices that
+are missing are captured first (``pace_capture``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core import slices
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.emulate import nvlink_keepalive
+from megatron_prism.emulate.pace_calls import calls_of, expected
+from megatron_prism.emulate.slice_source import source_of
+from megatron_prism.replay import whatif
+from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.machine import machines, named_in
+from megatron_prism.replay.priced_graph import WhatIf, price
+from megatron_prism.replay.release import Releases, kept
+
+__all__ = ["CALIBRATION", "Pace"]
+
+CALIBRATION = "calibration.json"
+
+
+class Pace:
+    """What pacing was made from, and what it says afterwards.
+
+    arguments, version : the job's own arguments, and megatron-core's version
+
+    UsageError for slices of another job, PrismError for slices that do not fit together.
+    """
+
+    def __init__(self, options: Any, arguments: str, version: str) -> None:
+        import torch
+
+        folder, device = options.pace, torch.cuda.get_device_name()
+        source = source_of(arguments, version, options.tier, device)
+        begin = time.perf_counter()
+        programs = _programs(folder, options, source)
+        self._alone = programs.source.get(slices.PEERS, slices.AT_ONCE) == slices.AT_ONCE
+        program = programs.programs[int(programs.program_of[options.rank])]
+        self._calibration = calibration(folder, device)
+        slow = tuple((format_ranks(ranks), factor) for ranks, factor in slow_ranks(options))
+        self._priced = price(
+            programs,
+            machine=_machine_of(device),
+            calibration=self._calibration,
+            what_if=WhatIf(slow=slow, alone=tuple(options.ranks)),
+        )
+        world, prices = self._priced.graph, self._priced.prices
+        self.table = kept(world, prices, list(options.ranks), folder)
+        used = np.unique(prices.meeting_source)
+        self.sources = [prices.sources[i] for i in used.tolist()]
+        self.program, self.options = program, options
+        self.sizes = {
+            name: len(world.groups[name].group(options.rank)) for name in program.groups()
+        }
+        self.pacer: Any = None
+        self.links: Any = None
+        self.took_s = time.perf_counter() - begin
+
+    def start(self, world: Any, store: Any = None) -> Any:
+        """The Pacer on the current device, of the virtual ``world``; ``store``: of the local
+        processes, if several."""
+        import torch
+
+        from megatron_prism.runtime.pacing.kernel import Launcher
+        from megatron_prism.runtime.pacing.kernel_source import RING
+        from megatron_prism.runtime.pacing.pacer import Pacer
+        from megatron_prism.runtime.pacing.shared_memory import Shared, layout, meet
+        from megatron_prism.runtime.pacing.streams import Streams
+
+        calls, launches = expected(
+            self.program, self.table, self.options.process, self.sizes, self._calibration
+        )
+        index = torch.cuda.current_device()
+        device = torch.device("cuda", index)
+        process, processes, table = self.options.process, self.options.num_processes, self.table
+        shared = None
+        if processes > 1:
+            places = layout(RING, len(table), len(table.of), processes)
+            meet(store, processes, "memory")  # whoever fails before leaves no file behind
+            shared = Shared(store, process, processes, places, _digest(table))
+        launcher = Launcher(table, launches, device, shared)
+        launcher.meet()
+        self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
+        self.pacer.lags.append(launcher.lag())
+        self.links = nvlink_keepalive.awake(index, world.tally.calls_to_others, processes)
+        return self.pacer
+
+    def summary(self) -> dict[str, Any]:
+        """What the run's JSON says about pacing; times in us, of the last whole iteration."""
+        from megatron_prism.runtime.pacing import report as pace_report
+
+        self.links.stop()
+        stamps = self.pacer.launcher.stamps()
+        self.pacer.lags.append(self.pacer.launcher.lag())
+        predicted, iteration = self._predicted()
+        found = pace_report.summary(self.pacer, stamps, predicted)
+        return {
+            "folder": str(self.options.pace),
+            "peers": f"modelled: slices measured {'alone' if self._alone else 'at pace'}, "
+            "after the local rank's stamps",
+            "calls": self.sources,
+            "slow": self.options.slow,
+            "interactions": len(self.table),
+            "terms": len(self.table.cause),
+            "loose": self.table.loose,
+            "prepared_s": round(self.took_s, 3),
+            "predicted_iteration_us": iteration,
+            "links": self.links.summary(),
+            "host_of_calls": "as NCCL's" if any(c.host for c in self.pacer.calls) else "our own",
+            **found,
+        }
+
+    def _predicted(self) -> tuple[dict[str, float], float]:
+        """(us from coming to a call to its end, by group; us of an iteration), in the replay.
+
+        There this rank is as fast as its slice says.
+        """
+        line = self._priced.timeline
+        spans = line.spans(int(line.graph.classes.of[self.options.rank]))
+        where = {op: i for i, op in enumerate(spans["op"].tolist())}
+        ops = calls_of(self.program)
+        begin: dict[int, int] = {}
+        end: dict[int, int] = {}
+        group: dict[int, str] = {}
+        for op, call in zip(ops, self.pacer.calls, strict=True):
+            if call.launch >= 0 and op in where:
+                span = spans[where[op]]
+                ready, ended = int(span["ready"]), int(span["end"])
+                begin[call.launch] = min(ready, begin.get(call.launch, ready))
+                end[call.launch] = max(ended, end.get(call.launch, ended))
+                group.setdefault(call.launch, call.group)
+        found: dict[str, float] = {}
+        for launch, name in group.items():
+            found[name] = found.get(name, 0.0) + (end[launch] - begin[launch]) / 1e3
+        return {name: round(us, 1) for name, us in found.items()}, line.iteration_ns / 1e3
+
+
+def check(options: Any) -> None:
+    """UsageError where pacing makes no sense."""
+    if options.pace is None:
+        raise UsageError(
+            "--prism-slow is felt only while virtual ranks are paced", fix="add --prism-pace DIR"
+        )
+    slow_ranks(options)
+    if options.tier != "cuda":
+        raise UsageError(
+            f"--prism-pace holds a GPU's streams, and tier {options.tier} has none",
+            fix="prism replay predicts iteration times without a GPU",
+        )
+    if options.capture is not None and options.slow:
+        raise UsageError(
+            "--prism-capture keeps what the healthy job does, and --prism-slow makes another of it",
+            fix="capture without --prism-slow; prism replay slow= changes it later",
+        )
+    if options.capture is not None and options.capture.resolve() == options.pace.resolve():
+        raise UsageError(
+            f"--prism-capture and --prism-pace name one folder, {options.pace}: slices recorded "
+            "among paced ranks are other slices",
+            fix="--prism-capture ANOTHER, and replay that one",
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    if here < options.num_processes:
+        raise UsageError(
+            f"--prism-pace: {options.num_processes} local ranks on several hosts, {here} on this "
+            "one: their GPUs share no memory",
+            fix="name ranks of one host with --prism-ranks, or run each rank alone",
+        )
+    calibration(options.pace)  # one that is damaged is said before captures
+
+
+def _digest(table: Releases) -> str:
+    """A word for what all local ranks must have alike."""
+    found = hashlib.sha1(repr(table.local).encode())
+    for name in ("member", "op", "of", "own", "start", "cause", "back", "weight"):
+        found.update(np.ascontiguousarray(getattr(table, name)).tobytes())
+    return found.hexdigest()[:20]
+
+
+def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
+    """(virtual ranks, factor) of each part of ``--prism-slow``; UsageError if it makes no sense."""
+    found = []
+    for part in filter(None, options.slow.split(";")):
+        text, _, factor = part.rpartition(":")
+        fix = "write --prism-slow RANKS:FACTOR, such as 517:1.2 or pp=3,tp=0:3/2"
+        if not text or not factor:
+            raise UsageError(f"--prism-slow {part!r} names no ranks or no factor", fix=fix)
+        chosen = options.world.select(text)
+        ranks = [rank for rank in chosen if rank not in options.ranks]
+        if not ranks:
+            raise UsageError(
+                f"--prism-slow {part}: a local rank is as fast as it is", fix="name virtual ranks"
+            )
+        whatif.fraction(factor)  # bad usage now, not after captures
+        found.append((ranks, factor))
+    return found
+
+
+def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
+    if not folder.is_dir():
+        raise UsageError(
+            f"--prism-pace: there is no folder {folder}",
+            fix=f"capture one rank per stage first: --prism-capture {folder}",
+        )
+    made = slices.assemble(folder)
+    device = made.source.get("device")
+    if device not in (None, source["device"]):  # slices made by hand name none
+        raise UsageError(
+            f"--prism-pace: the slices in {folder} were measured on {device!r}, and this is "
+            f"{source['device']!r}: its ranks are not as fast as those",
+            fix="name a folder that does not exist, and what is missing is captured here",
+        )
+    wanted = {key: value for key, value in source.items() if key != "device"}
+    wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
+    if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
+        raise UsageError(
+            f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
+            fix="capture this job into another folder, or delete this one",
+        )
+    return made
+
+
+def calibration(folder: Path, device: str = "") -> Calibration | None:
+    """The calibration in ``folder``, if there is one; UsageError if it is of another GPU than
+    ``device``."""
+    file = folder / CALIBRATION
+    if not file.exists():
+        return None
+    found = read_calibration(file)
+    there, here = named_in(found.source), named_in(device)
+    if there and here and there.partition("_")[0] != here.partition("_")[0]:
+        raise UsageError(
+            f"--prism-pace: {file} was measured on {there}, and this is {device!r}: {found.source}",
+            fix=f"prism calibrate -o {file}, here; without the file calls are modelled",
+        )
+    return found
+
+
+def _machine_of(device: str) -> str:
+    """The shipped machine of a device's name."""
+    found = named_in(device)
+    if found is None:
+        raise UsageError(
+            f"--prism-pace: no machine is known for the device {device!r}",
+            fix=f"the known ones are {', '.join(machines())}",
+        )
+    return found

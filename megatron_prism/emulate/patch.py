@@ -1,0 +1,252 @@
+"""A change to Megatron: what it replaces, in which releases, why, and what depends on it.
+
+``apply`` fails closed.  Before a job starts every target is looked up in Megatron's source; while
+it runs a patch replaces what it declares and nothing else, right after the import of its module, so
+that no copy of the old function survives.  A target that is missing ends the job by name, unless
+the patch only speeds things up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.megatron_source import (
+    Release,
+    locate,
+    lookup,
+    megatron_release,
+    parse_release,
+)
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.emulate import import_hooks
+from megatron_prism.emulate.monitor import Proof
+from megatron_prism.runtime.world import VirtualWorld
+
+__all__ = ["ENABLES", "PROTECTS", "SPEEDS_UP", "STATES", "Context", "Patch", "Status", "apply",
+           "refused", "statuses"]  # fmt: skip
+
+PROTECTS = "protects"  # files of the real job: checkpoints, curves, logs
+ENABLES = "enables"  # without it a job does not run, or is wrong
+SPEEDS_UP = "speeds up"  # or makes a log easier to read
+STATES = FOUND, MISSING, NOT_NEEDED = "found", "missing", "not needed"
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+_RANGE = re.compile(r"(>=|<)(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change of one module.
+
+    name    : of the patch, unique
+    module  : whose names are replaced
+    reason  : why
+    source  : the lines that it was read at, ``file:line @release``
+    apply   : ``(module, context)``, right after the import of the module
+    targets : ``name`` or ``Class.member`` of all that it replaces or needs, each perhaps followed
+              by the releases that have it: ``_NCCLEPManager.__init__ >=0.19``
+    purpose : PROTECTS, ENABLES or SPEEDS_UP
+    releases : that have the module (``<0.19``); "": all
+    """
+
+    name: str
+    module: str
+    reason: str
+    source: str
+    apply: Callable[[ModuleType, Context], None]
+    targets: tuple[str, ...] = ()
+    purpose: str = ENABLES
+    releases: str = ""
+
+    def paths(self, release: Release | None) -> tuple[str, ...]:
+        """The targets that ``release`` should have; of an unknown release (None) all."""
+        found = []
+        for target in self.targets:
+            path, _, releases = target.partition(" ")
+            if within(release, releases):
+                found.append(path)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Status:
+    """One target of a patch: found, missing or not needed, and why."""
+
+    patch: Patch
+    target: str
+    state: str
+    why: str = ""
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a job must not start."""
+        return self.state == MISSING and self.patch.purpose != SPEEDS_UP
+
+
+@dataclass
+class Context:
+    """What patches need to know of this run; ``start`` brings the virtual world up.
+
+    changes : what was replaced, so that it can be undone
+    """
+
+    start: Callable[[], VirtualWorld]
+    proof: Proof
+    meta: bool
+    local_ranks: tuple[int, ...]
+    rank: int
+    changes: ProcessChanges = field(default_factory=ProcessChanges)
+    _applying: Patch | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what rank 0 does once for all (build indices, compile)."""
+        return self.rank == min(self.local_ranks)
+
+    def all_local(self, world_size: int | None = None) -> bool:
+        """Whether the job is real; before torch.distributed starts only arguments know its size."""
+        return len(self.local_ranks) == (world_size or torch.distributed.get_world_size())
+
+    def replace(self, owner: object, name: str, make: Make, again: bool = False) -> None:
+        """Replace the function ``owner.name`` by ``make(original)``.
+
+        A name that is replaced already is left alone (one function reachable through two modules),
+        unless ``again`` says that this is another change of the same function.  So is one that this
+        release lacks, which only a target with a range of releases may be.
+        """
+        self._declared(owner, name)
+        original = getattr(owner, name, None)
+        if original is None or (getattr(original, "__prism__", False) and not again):
+            return
+        replacement = functools.wraps(original)(make(original))
+        replacement.__prism__ = True  # type: ignore[attr-defined]
+        self.changes.set(owner, name, replacement)
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Set ``owner.name``, which is declared, to a stand-in."""
+        self._declared(owner, name)
+        self.changes.set(owner, name, value)
+
+    def _declared(self, owner: object, name: str) -> None:
+        """A patch replaces what it declares: else nobody would notice where that is missing."""
+        patch = self._applying
+        path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+        if patch is not None and path not in patch.paths(None):
+            raise AssertionError(f"patch {patch.name} replaces {path} and does not declare it")
+
+    @contextlib.contextmanager
+    def applying(self, patch: Patch) -> Iterator[None]:
+        """While ``patch`` is applied, ``replace`` knows whose targets are meant."""
+        before, self._applying = self._applying, patch
+        try:
+            yield
+        finally:
+            self._applying = before
+
+
+def refused(what: str, fix: str) -> Make:
+    """For ``replace``: a function that cannot run here says so by name."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(what, fix=fix)
+
+        return call
+
+    return make
+
+
+def within(release: Release | None, ranges: str) -> bool:
+    """Whether a release is in ``>=0.19``, ``<0.19`` or both; None and "" are everywhere."""
+    bounds = [(sign, (int(major), int(minor))) for sign, major, minor in _RANGE.findall(ranges)]
+    return release is None or all(
+        release >= bound if sign == ">=" else release < bound for sign, bound in bounds
+    )
+
+
+def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> list[Status]:
+    """Look every target up in the source of the Megatron that would be imported.
+
+    roots : where to look for it instead of where Python would
+
+    A package that is absent altogether (megatron.training is not in the wheel of 0.16) needs no
+    patch: a job cannot use it.
+    """
+    release = parse_release(megatron_release(roots))
+    found = []
+    for patch in patches:
+        package = ".".join(
+            patch.module.split(".")[: 2 if patch.module.startswith("megatron") else 1]
+        )
+        path, why = None, ""
+        if not within(release, patch.releases):
+            why = f"of releases {patch.releases}"
+        elif (path := locate(patch.module, roots)) is None and locate(package, roots) is None:
+            why = f"{package} is not installed"
+        for target in patch.targets:
+            name, _, releases = target.partition(" ")
+            if why or not within(release, releases):
+                found.append(Status(patch, name, NOT_NEEDED, why or f"of releases {releases}"))
+            elif path is None:
+                found.append(Status(patch, name, MISSING, f"there is no module {patch.module}"))
+            else:
+                wrong = lookup(path, name)
+                found.append(Status(patch, name, MISSING if wrong else FOUND, wrong))
+    return found
+
+
+def apply(patches: Sequence[Patch], context: Context) -> None:
+    """Apply every patch, now or when its module is imported.
+
+    Raises UnsupportedError, before anything is written, where a target is missing that protects the
+    real job's files or that the job needs; warns of others.
+    """
+    release = parse_release(megatron_release())
+    missing = [status for status in statuses(patches) if status.state == MISSING]
+    for status in missing:
+        if status.fatal:
+            raise _missing(status.patch, status.target, status.why)
+        warnings.warn(f"patch {status.patch.name}: {status.why}; it does without", stacklevel=2)
+    for patch in patches:
+        if within(release, patch.releases):
+            callback = functools.partial(_apply, patch, release, context)
+            forget = functools.partial(import_hooks.forget, patch.module, callback)
+            context.changes.on_undo(forget)
+            import_hooks.after_import(patch.module, callback)
+
+
+def _apply(patch: Patch, release: Release | None, context: Context, module: ModuleType) -> None:
+    for path in patch.paths(release):
+        if (wrong := _wrong(module, path)) and patch.purpose != SPEEDS_UP:
+            raise _missing(patch, path, wrong)
+    with context.applying(patch):
+        patch.apply(module, context)
+
+
+def _wrong(module: ModuleType, path: str) -> str:
+    """As ``lookup``, of a module that was imported."""
+    name, _, member = path.partition(".")
+    if not hasattr(module, name):
+        return f"{module.__name__} has no {name}"
+    owner = getattr(module, name)
+    if member and not isinstance(owner, type):
+        return f"{name} is a {type(owner).__name__} now, not a class"
+    return "" if not member or hasattr(owner, member) else f"class {name} has no {member}"
+
+
+def _missing(patch: Patch, target: str, why: str) -> UnsupportedError:
+    depends = "the files of the real job" if patch.purpose == PROTECTS else "this run"
+    return UnsupportedError(
+        f"megatron-core {megatron_release()} lacks {patch.module}:{target} ({why}), and {depends} "
+        f"depends on the patch {patch.name} of it: {patch.reason}",
+        fix="use a release that is supported (0.16.1 or 0.19); prism patches lists what is missing",
+    )

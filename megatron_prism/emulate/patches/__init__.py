@@ -1,0 +1,1 @@
+"""What an emulated job changes in Megatron, by subject."""

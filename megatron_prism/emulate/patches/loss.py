@@ -1,0 +1,71 @@
+"""What is changed in Megatron's vocabulary-parallel loss, and why.  Same form as ``seams``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.emulate.patch import Context, Patch
+from megatron_prism.runtime.partial_sums import Once
+from megatron_prism.runtime.world import values_of
+
+__all__ = ["PATCHES", "labels_of_locals"]
+
+
+def labels_of_locals(
+    labels: torch.Tensor, owners: list[int], rows: int, sequence: bool
+) -> torch.Tensor:
+    """``labels`` [b, s] as a network has them whose virtual members are ``owners``' mirrors.
+
+    owners   : for each member of the group the local member that it is or mirrors
+    rows     : of the vocabulary that one member holds; padding (no label of any member) becomes a
+               label, which Megatron's loss mask leaves out as before
+    sequence : whether members hold stretches of the sequence: mirrored ones come with their labels
+
+    Two kernels if one member is local, and no copy from the host, which would wait for the device.
+    """
+    if sequence and labels.shape[-1] % len(owners) == 0:
+        stretches = labels.chunk(len(owners), -1)
+        labels = torch.cat([stretches[owner] for owner in owners], -1)
+    places = labels.remainder(rows)
+    mapped = places + rows * owners[0]
+    for member, owner in enumerate(owners):
+        if owner != owners[0]:
+            its = (labels >= rows * member) & (labels < rows * (member + 1))
+            mapped = torch.where(its, places + rows * owner, mapped)
+    return mapped
+
+
+def _mirrored_labels(module: ModuleType, context: Context) -> None:
+    """The network that mirrors make up is trained on labels that it can learn."""
+    if context.meta:
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
+            values = values_of(self.tp_group)
+            if values is None:
+                return original(self, labels, logits)
+            owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
+            labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
+            with values.of_parts(Once()):
+                return original(self, labels, logits)
+
+        return call
+
+    context.replace(module.LanguageModule, "compute_language_model_loss", make)
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "mirrored-labels",
+        "megatron.core.models.common.language_module.language_module",
+        "labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
+        "core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
+        _mirrored_labels,
+        targets=("LanguageModule.compute_language_model_loss",),
+    ),
+)

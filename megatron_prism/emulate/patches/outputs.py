@@ -1,0 +1,316 @@
+"""What of the real job's places an emulated job must not write, or cannot read, and why.
+
+Same form as ``seams``.  A copied command line names the folders of the real job's checkpoints and
+curves; an emulated job has no business there.  With all ranks local the job is real, and writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_prism.emulate import checkpoint_memory
+from megatron_prism.emulate.patch import PROTECTS, Context, Patch
+from megatron_prism.emulate.patches.startup import _get_args
+
+__all__ = ["PATCHES"]
+
+
+def _no_checkpoints(module: ModuleType, context: Context) -> None:
+    """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
+
+    Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
+    """
+    told: list[int] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
+            gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
+            context.proof.beside(gathered, begun=True)
+            if context.all_local():
+                with context.proof.part("checkpoint"):
+                    return original(iteration, *args, **kwargs)
+            if not told and context.leads:
+                why = "those of an emulated job are meaningless"
+                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            told.append(iteration)
+            proof = context.proof
+            watched = proof.recorder is not None or proof.guard is not None  # they hear of calls
+            if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
+                save = partial(original, iteration, *args, **kwargs)
+                checkpoint_memory.weigh(module, proof, save)
+            return None
+
+        return call
+
+    context.replace(module, "save_checkpoint", make)
+
+
+def _only_real(
+    context: Context, instead: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``_wrap``: nothing happens unless all ranks are local; ``instead`` is said of it once."""
+    told: list[str] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if context.all_local():
+                return original(*args, **kwargs)
+            if instead and not told and context.leads:
+                sys.stderr.write(f"prism: {instead}\n")
+                told.append(instead)
+            return None
+
+        return call
+
+    return make
+
+
+def _no_gradients(module: ModuleType, context: Context) -> None:
+    """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
+    said = "gradients are not written: --save names the real job's folder"
+    context.replace(module, "save_grads", _only_real(context, said))
+
+
+def _no_values_to_read(module: ModuleType, context: Context) -> None:
+    """Which iteration a checkpoint is of comes back through a device tensor, and so does the rest:
+    on shapes a job begins where one without ``--load`` does."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not context.meta:
+                return original(*args, **kwargs)
+            if context.leads:
+                sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
+            return 0, 0  # iteration, floating-point operations so far
+
+        return call
+
+    context.replace(module, "load_checkpoint", make)
+
+
+def _unchecked_shards(module: ModuleType, context: Context) -> None:
+    """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
+    context.replace(module, "validate_sharding_integrity", _only_real(context))
+
+
+# who would write -> the option that asks for it
+_WRITERS = {
+    "_set_tensorboard_writer": "tensorboard_dir",
+    "_set_wandb_writer": "wandb_project",
+    "_set_one_logger": "",  # on by default, silent where it is not installed
+}
+
+
+def _no_writers(module: ModuleType, context: Context) -> None:
+    """Megatron makes them on the last rank, and lives without them on all others."""
+    told: list[str] = []
+
+    def make(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(args: Any) -> Any:
+                if context.all_local(args.world_size):
+                    return original(args)
+                if option and getattr(args, option, None) and context.leads and not told:
+                    why = "TensorBoard, W&B and progress.txt are the real job's"
+                    sys.stderr.write(f"prism: {why}: nothing of an emulated job is written there\n")
+                    told.append(option)
+                return None
+
+            return call
+
+        return replace
+
+    for name, option in _WRITERS.items():
+        context.replace(module, name, make(option))
+
+
+# where else it writes, under its rank's name or one for all -> the flag
+_OTHERS = {
+    "moe_routing_trace_path": "--moe-routing-trace-path",
+    "logits_save_dir": "--logits-save-dir",
+    "dump_param_to_param_group_map": "--dump-param-to-param-group-map",
+    "record_memory_history": "--record-memory-history",  # writes --memory-snapshot-path
+    "ckpt_pg_tensors_cache_path": "--ckpt-pg-tensors-cache-path",  # 0.20
+}
+
+
+def _no_others(module: ModuleType, context: Context) -> None:
+    """They begin by emptying the real job's file of that rank, or end by replacing it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            asked = [name for name in _OTHERS if getattr(args, name, None)]
+            if asked and not context.all_local(args.world_size):
+                for name in asked:
+                    setattr(args, name, None)
+                if context.leads:
+                    flags = ", ".join(_OTHERS[name] for name in asked)
+                    why = "it would write among the real job's files"
+                    sys.stderr.write(f"prism: {flags} is off: {why}\n")
+            return original(args, *rest, **kwargs)
+
+        return call
+
+    context.replace(module, "set_global_variables", make)
+
+
+def _no_sniffing(module: ModuleType, context: Context) -> None:
+    """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
+    said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
+    context.replace(module, "run_gpu_sniff_test", _only_real(context, said))
+
+
+def _no_progress(module: ModuleType, context: Context) -> None:
+    """Rank 0 appends to a file in ``--save``; its barrier stays."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, barrier: bool = True, **kwargs: Any) -> Any:
+            if context.all_local():
+                return original(*args, barrier=barrier, **kwargs)
+            if barrier:
+                torch.distributed.barrier()
+            return None
+
+        return call
+
+    context.replace(module, "append_to_progress_log", make)
+
+
+def _no_throughputs(module: ModuleType, context: Context) -> None:
+    """At a checkpoint it reads the file back, which only rank 0's host need have."""
+    context.replace(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
+
+
+def _no_traces(module: ModuleType, context: Context) -> None:
+    """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
+    name.  ``--profile`` goes with it: without a profiler it would start the one of CUDA."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            settings = _get_args()
+            asked = settings.profile and settings.use_pytorch_profiler
+            if asked and not context.all_local():
+                settings.profile = False
+                if context.leads:
+                    sys.stderr.write(
+                        "prism: --use-pytorch-profiler is off: it would write among the real "
+                        "job's traces\n"
+                        "  fix: leave it out; --profile alone works under nsys\n"
+                    )
+            return original(*args, **kwargs)
+
+        return call
+
+    context.replace(module, "train", make)
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "no-checkpoints",
+        "megatron.training.checkpointing",
+        "--save names the real job's folder, and virtual ranks have no shards to put there",
+        "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
+        _no_checkpoints,
+        targets=("save_checkpoint",),
+        purpose=PROTECTS,
+    ),
+    Patch(
+        "no-gradients",
+        "megatron.training.checkpointing",
+        "gradients that are saved go to the real job's folder, too",
+        "training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
+        _no_gradients,
+        targets=("save_grads",),
+        purpose=PROTECTS,
+    ),
+    Patch(
+        "no-values-to-read",
+        "megatron.training.checkpointing",
+        "on shapes --load looked for the folder of iteration 0",
+        "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
+        _no_values_to_read,
+        targets=("load_checkpoint",),
+    ),
+    Patch(
+        "unchecked-shards",
+        "megatron.core.dist_checkpointing.validation",
+        "an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
+        "core/dist_checkpointing/validation.py:363 @0.19.0",
+        _unchecked_shards,
+        targets=("validate_sharding_integrity",),
+    ),
+    Patch(
+        "no-writers",
+        "megatron.training.global_vars",
+        "an emulated last rank would write its losses among the real job's",
+        "training/global_vars.py:170 @0.16.1; :210 @0.19.0",
+        _no_writers,
+        targets=(
+            "_set_tensorboard_writer",
+            "_set_wandb_writer",
+            "_set_one_logger",
+        ),
+        purpose=PROTECTS,
+    ),
+    Patch(
+        "no-others",
+        "megatron.training.global_vars",
+        "traces of routing, logits, maps of parameter groups, snapshots are the real job's files",
+        "training/training.py:3566, :2092, :2137 @0.19.0",
+        _no_others,
+        targets=("set_global_variables",),
+        purpose=PROTECTS,
+    ),
+    Patch(
+        "no-sniffing",
+        "megatron.training.gpu_sniff_test",
+        "it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
+        "training/gpu_sniff_test.py:144 @0.19.0",
+        _no_sniffing,
+        targets=("run_gpu_sniff_test",),
+        releases=">=0.19",
+    ),
+    Patch(
+        "no-progress",
+        "megatron.training.utils",
+        "--log-progress appends to a file of the real job",
+        "training/utils.py:451 @0.16.1",
+        _no_progress,
+        targets=("append_to_progress_log",),
+        purpose=PROTECTS,
+        releases="<0.19",
+    ),
+    Patch(
+        "no-progress-0.19",
+        "megatron.training.utils.log_utils",
+        "the same in its new home",
+        "training/utils/log_utils.py:114 @0.19.0",
+        _no_progress,
+        targets=("append_to_progress_log",),
+        purpose=PROTECTS,
+        releases=">=0.19",
+    ),
+    Patch(
+        "no-throughputs",
+        "megatron.training.training",
+        "it reads the progress file, which a virtual rank 0 has not begun",
+        "training/training.py:2114 @0.16.1; :2954 @0.19.0",
+        _no_throughputs,
+        targets=("compute_throughputs_and_append_to_progress_log",),
+    ),
+    Patch(
+        "no-traces",
+        "megatron.training.training",
+        "--use-pytorch-profiler writes among the real job's traces",
+        "training/training.py:2638 @0.16.1; :3668 @0.19.0",
+        _no_traces,
+        targets=("train",),
+        purpose=PROTECTS,
+    ),
+)

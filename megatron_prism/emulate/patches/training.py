@@ -1,0 +1,277 @@
+"""What is changed in Megatron's schedules, gradient finalisation and training loop, and why.
+
+Same form as ``seams``: each answers what only an absent rank could answer, or watches what happens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_prism.core.errors import PrismError, UnsupportedError
+from megatron_prism.emulate.patch import PROTECTS, SPEEDS_UP, Context, Patch
+from megatron_prism.emulate.patches.startup import _get_args
+from megatron_prism.runtime.process_group import PrismGroup
+from megatron_prism.runtime.world import current
+
+__all__ = ["PATCHES"]
+
+
+def _token_count(module: ModuleType, context: Context) -> None:
+    """The last stage counts the tokens; for a virtual one they are what the flags say.
+
+    Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if num_tokens is not None and not context.meta and not int(num_tokens):
+                num_tokens = num_tokens + context.proof.tokens_per_iteration()
+            return original(model, num_tokens, *args, **kwargs)
+
+        return call
+
+    context.replace(module, "finalize_model_grads", make)
+
+
+def _tied_embedding(module: ModuleType, context: Context) -> None:
+    """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
+
+    The first stage keeps its weights, the last one draws weights of the same distribution
+    (language_module.py:245 @0.16.1, :308 @0.19.0).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any) -> None:
+            group = getattr(self, "embd_group", None)
+            alone = isinstance(group, PrismGroup) and group.real is None and group.size() > 1
+            tied = self.share_embeddings_and_output_weights or getattr(
+                self.config, "mtp_num_layers", None
+            )
+            before = None
+            if alone and tied and self.pre_process:
+                before = self.shared_embedding_or_output_weight().detach().clone()
+            original(self)
+            if not (alone and tied) or context.meta:
+                return
+            weight = self.shared_embedding_or_output_weight()
+            if before is not None:
+                weight.data.copy_(before)
+            elif getattr(weight, "shared", False):
+                world = current()
+                assert world is not None
+                generator = world.values.generator(weight.device)
+                weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
+
+        return call
+
+    context.replace(module.LanguageModule, "setup_embeddings_and_output_layer", make)
+
+
+# -- proof -----------------------------------------------------------------------------------------
+
+
+def _label_optimizer(optimizer: Any, proof: Any) -> None:
+    """What runs in ``optimizer.step`` has the phase ``optimizer``."""
+    if optimizer is None or "step" in vars(optimizer):
+        return
+    original = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with proof.phase("optimizer"), proof.part("optimizer step"):
+            return original(*args, **kwargs)
+
+    optimizer.step = step
+
+
+def _followed_by_more(args: Any) -> bool:
+    """Whether an evaluation or a checkpoint comes before the next train step (training.py:2914
+    @0.16.1; :4005 @0.19.0): their timers, barriers and gathers are of such iterations alone."""
+    number = getattr(args, "curr_iteration", 0) + 1
+    intervals = [args.eval_interval if getattr(args, "do_valid", False) else None,
+                 getattr(args, "save_interval", None)]  # fmt: skip
+    return any(interval and number % interval == 0 for interval in intervals)
+
+
+def _prove(module: ModuleType, context: Context) -> None:
+    """Count the optimizer steps that really happen, and turn a run without any into an error."""
+    proof = context.proof
+
+    def beside(begun: bool = True) -> None:
+        """What comes now leaves gathered parameters behind where gathers overlap."""
+        proof.beside(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
+
+    def step(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
+            _label_optimizer(optimizer, proof)
+            wanted = proof.asked(_get_args())
+            model = args[2] if len(args) > 2 else None
+            which = "steady iteration" if proof.iterations else "first iteration"
+            with proof.iteration(optimizer, model, wanted), proof.part(which):
+                result = original(*args, **kwargs)
+                proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
+            if _followed_by_more(_get_args()):
+                beside(begun=False)
+            return result
+
+        return call
+
+    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with proof.training(_get_args):
+                return original(*args, **kwargs)
+
+        return call
+
+    def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            beside()
+            with proof.part("evaluation"):
+                return original(*args, **kwargs)
+
+        return call
+
+    def skip(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            proof.skipped += 1
+            return result
+
+        return call
+
+    def gathers(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            beside()
+            return original(*args, **kwargs)
+
+        return call
+
+    context.replace(module, "train_step", step)
+    context.replace(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
+    context.replace(module, "evaluate", evaluate)
+    context.replace(
+        module, "disable_forward_pre_hook", gathers
+    )  # before evaluations and checkpoints
+    context.replace(module, "save_checkpoint_and_time", gathers)
+    context.replace(module, "pretrain", whole)
+
+
+def _no_restarts(module: ModuleType, context: Context) -> None:
+    """It waits at a store of its own until every rank of the job has come."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
+                raise UnsupportedError(
+                    "--inprocess-restart restarts processes, and virtual ranks have none",
+                    fix="leave it out",
+                )
+            return original(*args, **kwargs)
+
+        return call
+
+    context.replace(module, "maybe_wrap_for_inprocess_restart", make)
+
+
+def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
+    """It gathers where every rank's shard begins and ends; shards that do not add up stop it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not context.all_local():
+                raise UnsupportedError(
+                    "--use-megatron-fsdp compares the shards of all ranks with each other, "
+                    "and virtual ranks have none of their own",
+                    fix="leave it out: --use-distributed-optimizer shards the optimizer alone",
+                )
+            return original(*args, **kwargs)
+
+        return call
+
+    owner = module.FullyShardedDataParallel
+    if isinstance(owner, type):
+        context.replace(owner, "__init__", make)
+    else:  # 0.20 makes one of two classes
+        context.replace(module, "FullyShardedDataParallel", make)
+
+
+def _own_words(module: ModuleType, context: Context) -> None:
+    """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except PrismError as error:
+                first = error
+                while isinstance(first.__context__, PrismError):
+                    first = first.__context__
+            raise first from None  # out here: else the copy would become its context
+
+        return call
+
+    context.replace(module, "build_module", make)
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "no-megatron-fsdp",
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        "Megatron-FSDP's shards of virtual ranks are those of the local one",
+        "core/distributed/fsdp/mcore_fsdp_adapter.py:58 @0.16.1; :63 @0.19.0",
+        _no_megatron_fsdp,
+        targets=("FullyShardedDataParallel", "FullyShardedDataParallel.__init__ <0.20"),
+    ),
+    Patch(
+        "own-words",
+        "megatron.core.transformer.spec_utils",
+        "a refusal ends with what to type",
+        "core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
+        _own_words,
+        targets=("build_module",),
+        purpose=SPEEDS_UP,
+    ),
+    Patch(
+        "no-restarts",
+        "megatron.training.inprocess_restart",
+        "in-process restart waits for processes that do not exist",
+        "training/inprocess_restart.py:131 @0.19.0",
+        _no_restarts,
+        targets=("maybe_wrap_for_inprocess_restart",),
+    ),
+    Patch(
+        "token-count",
+        "megatron.core.distributed.finalize_model_grads",
+        "the number of tokens comes from the last stage",
+        "core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
+        _token_count,
+        targets=("finalize_model_grads",),
+    ),
+    Patch(
+        "tied-embedding",
+        "megatron.core.models.common.language_module.language_module",
+        "first and last stage add their copies of the embedding",
+        "core/models/common/language_module/language_module.py:245 @0.16.1",
+        _tied_embedding,
+        targets=("LanguageModule.setup_embeddings_and_output_layer",),
+    ),
+    Patch(
+        "proof",
+        "megatron.training.training",
+        "an emulated run that did not train must not exit 0",
+        "training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
+        _prove,
+        targets=(
+            "train_step",
+            "dummy_train_step",
+            "evaluate",
+            "disable_forward_pre_hook",
+            "save_checkpoint_and_time",
+            "pretrain",
+        ),
+        purpose=PROTECTS,
+    ),
+)

@@ -1,0 +1,268 @@
+"""The main job: one representative rank per pipeline stage, each in a worker process of its own.
+
+``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``rank_job`` for
+every rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
+artefact folder when all have trained.  It imports neither torch nor Megatron: the workers do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors as io_selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.artefact import ArtefactFolder
+from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.core.recipe_schema import Recipe
+from megatron_prism.emulate import recipe_job_report
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from megatron_prism.core.slices import SliceStore
+    from megatron_prism.emulate.signatures import Json, Summary
+    from megatron_prism.emulate.witness import Watch
+
+__all__ = ["EmulationResult", "emulate", "ranks_of", "run_ranks"]
+
+FORMAT = 1  # version of summary.json
+
+
+@dataclass(frozen=True)
+class EmulationResult:
+    """What the job did: one summary per rank, in stage order."""
+
+    recipe: Recipe
+    ranks: list[Summary]
+    wall_s: float
+
+    def to_json(self) -> dict[str, object]:
+        """The content of ``summary.json``: plain numbers, provenance beside them."""
+        from megatron_prism import __version__
+
+        return {
+            "format": FORMAT,
+            "megatron_prism": __version__,
+            "recipe": self.recipe.name,
+            "world_size": self.recipe.world.size,
+            "derived": self.recipe.derived(),
+            "wall_s": round(self.wall_s, 3),
+            "ranks": self.ranks,
+        }
+
+
+@dataclass
+class _Worker:
+    """One running rank: its process, the pipe it reports through, and where its stderr goes."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    events: int
+    stderr: IO[bytes]
+    task: TaskID
+    buffer: bytes = b""
+    result: Summary | None = None
+    failure: Json | None = field(default=None)
+
+
+def ranks_of(recipe: Recipe) -> tuple[int, ...]:
+    """The ranks to run: what the recipe names, else the first rank of every pipeline stage."""
+    if recipe.prism.ranks:
+        return recipe.world.select(str(recipe.prism.ranks))
+    return tuple(recipe.world.rank_at(pp=stage) for stage in recipe.world.stages)
+
+
+def emulate(
+    recipe: Recipe | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    console: Console | None = None,
+    num_workers: int | None = None,
+) -> EmulationResult:
+    """Train a recipe on one rank per pipeline stage; all other ranks are virtual.
+
+    Args:
+        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        out: artefact folder to write; None: nothing is written.
+        force: whether to replace that folder.
+        console: a rich Console for what is printed; default: stdout.
+        num_workers: ranks at once; default: one per core.
+
+    Raises:
+        NotTrainedError: a rank did not make its optimizer steps; then nothing is written.
+        PrismError: whatever a worker ended with.
+    """
+    console, recipe = console or Console(), recipes.given(recipe)
+    ranks = ranks_of(recipe)
+    recipe_job_report.head(recipe, ranks, console)
+    start = time.perf_counter()
+    summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
+    result = EmulationResult(recipe, summaries, time.perf_counter() - start)
+    recipe_job_report.body(recipe, summaries, result.wall_s, console)
+    if out is not None:
+        with ArtefactFolder(Path(out), force=force) as folder:
+            folder.write_json("summary.json", result.to_json())
+            folder.write_json("recipe.json", asdict(recipe))
+            for summary in summaries:
+                folder.write_json(f"rank-{summary['rank']:06d}.json", summary)
+        console.print(f"wrote {out}")
+    return result
+
+
+def run_ranks(
+    recipe: Recipe,
+    ranks: tuple[int, ...],
+    console: Console,
+    *,
+    num_workers: int | None = None,
+    slices: SliceStore | None = None,
+    watch: Watch | None = None,
+) -> list[Summary]:
+    """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
+    fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch`` a
+    ``witness.Watch``.
+
+    Raises NotTrainedError and whatever PrismError a worker ended with.
+    """
+    if recipe.prism.tier not in ("auto", "cpu", "meta", "cuda"):
+        raise UsageError(
+            f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
+        )
+    summaries = _run_all(recipe, ranks, num_workers, console, (slices, watch))
+    for summary in summaries:
+        if summary["steps"] < recipe.train.iterations:
+            raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
+    return summaries
+
+
+def _run_all(
+    recipe: Recipe,
+    ranks: tuple[int, ...],
+    num_workers: int | None,
+    console: Console,
+    more: tuple[SliceStore | None, Watch | None],
+) -> list[Summary]:
+    num_workers = num_workers or min(os.cpu_count() or 1, 8)
+    waiting = list(ranks)
+    running: list[_Worker] = []
+    done: dict[int, Summary] = {}
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with bars, io_selectors.DefaultSelector() as selector:
+        tasks = {r: bars.add_task(_title(recipe, r), total=1, what="waiting") for r in ranks}
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_workers:
+                    worker = _start(recipe, waiting.pop(0), tasks, more)
+                    running.append(worker)
+                    selector.register(worker.events, io_selectors.EVENT_READ, worker)
+                for key, _ in selector.select(timeout=0.5):
+                    worker = key.data
+                    chunk = os.read(worker.events, 1 << 16)
+                    _take(worker, chunk, bars)
+                    if not chunk:
+                        selector.unregister(worker.events)
+                        running.remove(worker)
+                        done[worker.rank] = _finish(worker, bars)
+        finally:
+            for worker in running:
+                worker.process.kill()
+                worker.process.wait()
+                worker.stderr.close()
+                os.close(worker.events)
+    return [done[rank] for rank in ranks]
+
+
+def _title(recipe: Recipe, rank: int) -> str:
+    return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
+
+
+def _start(
+    recipe: Recipe,
+    rank: int,
+    tasks: dict[int, TaskID],
+    more: tuple[SliceStore | None, Watch | None],
+) -> _Worker:
+    read, write = os.pipe()
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+    environment = {**os.environ, "PRISM_ARGS": ""}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_prism.emulate.recipe_rank", str(write)],
+        stdin=subprocess.PIPE,
+        stdout=stderr,
+        stderr=stderr,
+        pass_fds=(write,),
+        env=environment,
+        preexec_fn=_die_with_parent,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps((recipe, rank, *more)))
+    process.stdin.close()
+    return _Worker(rank, process, read, stderr, tasks[rank])
+
+
+def _die_with_parent() -> None:
+    """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
+    """Act on the complete JSON lines that have arrived."""
+    *lines, worker.buffer = (worker.buffer + chunk).split(b"\n")
+    for line in lines:
+        event = json.loads(line)
+        if event["kind"] == "step":
+            what = f"{event['done']}/{event['total']} steps of a microbatch"
+            bars.update(worker.task, completed=event["done"], total=event["total"], what=what)
+        elif event["kind"] == "phase":
+            bars.update(worker.task, what=event["text"])
+        elif event["kind"] == "result":
+            worker.result = event["result"]
+        else:
+            worker.failure = event
+
+
+def _finish(worker: _Worker, bars: Progress) -> Summary:
+    """The summary of a worker that has ended; its failure as an error of ours."""
+    status = worker.process.wait()
+    os.close(worker.events)
+    with worker.stderr as file:
+        file.seek(0)
+        log = file.read().decode(errors="replace")[-2000:]
+    if worker.result is not None and status == 0:
+        bars.update(worker.task, what="trained")
+        return worker.result
+    failure = worker.failure or {}
+    if failure.get("kind") == "error":
+        error = PrismError(f"rank {worker.rank}: {failure['message']}", fix=failure["fix"])
+        error.exit_code = failure["exit_code"]
+        raise error
+    what = failure.get("trace") or f"its process ended with status {status}\n{log}"
+    raise NotTrainedError(
+        f"rank {worker.rank} failed: {failure.get('message', 'killed')}\n{what}",
+        fix="if memory ran out, run fewer ranks (prism.ranks=0); else report this as a bug",
+    )

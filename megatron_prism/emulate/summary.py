@@ -1,0 +1,306 @@
+"""What does an emulated run say about itself?  A banner at the start, a summary and a file at the
+end.
+
+Every number says where it comes from.  The artefact folder appears under its name only when the job
+has trained, with one JSON file per local rank and nothing else; a failed run leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.units import format_bytes
+from megatron_prism.emulate.monitor import PARTS, Proof
+from megatron_prism.emulate.options import Options
+from megatron_prism.memory import communicators
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.emulate.pace import Pace
+    from megatron_prism.emulate.signatures import Json
+    from megatron_prism.runtime.control_values import Replayer
+    from megatron_prism.runtime.devices import Tier
+    from megatron_prism.runtime.recorder.recorder import Recorder
+
+__all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
+
+FORMAT = 1  # version of the JSON below
+
+
+def parts_of(found: dict[str, int]) -> dict[str, int | None]:
+    """Every part of a job and its peak; None where it did not run."""
+    return {name: found.get(name) for name in PARTS}
+
+
+def check_free(out: Path, force: bool) -> None:
+    """UsageError, in the words of our flags, if ``out`` may not be written or replaced."""
+    from megatron_prism.core.artefact import ArtefactFolder
+
+    try:
+        ArtefactFolder.check_free(out, force)
+    except UsageError as error:
+        fix = (error.fix or "").replace("-o DIR", "--prism-out DIR")
+        fix = fix.replace("--force", "--prism-force")
+        raise UsageError(f"--prism-out: {error.message}", fix=fix) from None
+
+
+class Reporter:
+    """Collects what the run did and says it once."""
+
+    def __init__(
+        self,
+        options: Options,
+        tier: Tier,
+        proof: Proof,
+        megatron: str,
+        store: dist.Store | None = None,
+    ) -> None:
+        self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
+        self.store = store
+        self.pace: Pace | None = None
+        self.recording: Recorder | Replayer | None = None
+        self.start = time.time()
+
+    def banner(self) -> None:
+        """One line on stderr at the start: what is real, what is not."""
+        options = self.options
+        others = options.world.size - len(options.ranks)
+        place = coordinates(options)
+        self._say(
+            f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
+            f"{self.tier.name}; {others:,} ranks are virtual, values: {options.values}"
+        )
+        for what in self.tier.stand_in:
+            self._say(f"  stand-in  {what}")
+
+    def _say(self, *lines: str) -> None:
+        """Lines to stderr in one write, so that ranks do not interleave."""
+        sys.stderr.write("".join(f"prism: {line}\n" for line in lines))
+        sys.stderr.flush()
+
+    def summary(self) -> Json:
+        """The JSON of this rank: plain numbers, with their provenance beside them."""
+        from megatron_prism import __version__
+        from megatron_prism.runtime.world import current
+
+        world, options, proof = current(), self.options, self.proof
+        rows = world.tally.rows() if world is not None else []
+        measured = "measured here"
+        return {
+            "format": FORMAT,
+            "megatron_prism": __version__,
+            "megatron_core": self.megatron,
+            "rank": options.rank,
+            "world_size": options.world.size,
+            "local_ranks": list(options.ranks),
+            "coordinates": options.world.coordinates(options.rank)._asdict(),
+            "tier": self.tier.name,
+            "stand_ins": list(self.tier.stand_in),
+            "values": options.values,
+            "trained": {
+                "steps": proof.steps,
+                "expected": proof.expected,
+                "iterations": len(proof.iterations),
+                "master_parameter_moved": proof.moved,
+                "provenance": measured + ": optimizer steps that Megatron reported as applied",
+            },
+            "parameters": proof.num_parameters,
+            "iterations": [asdict(entry) for entry in proof.iterations],
+            "time_provenance": measured + self._times(),
+            "pacing": self.pace.summary() if self.pace is not None else None,
+            "communication": {
+                "rows": [asdict(row) for row in rows],
+                "provenance": measured + ": every call of this rank, start-up included",
+            },
+            "memory": self._memory(),
+            "recording": self._replayed(),
+            "process_wall_s": round(time.time() - self.start, 3),
+        }
+
+    def _times(self) -> str:
+        if self.pace is not None:
+            return ", virtual ranks answering when a replay of their slices says (see pacing)"
+        return ", but virtual ranks answer at once: communication and bubbles cost nothing here"
+
+    def _replayed(self) -> dict[str, int] | None:
+        """How many control values were replayed, and how many had to be mirrored instead."""
+        from megatron_prism.runtime.control_values import Replayer
+
+        if not isinstance(self.recording, Replayer):
+            return None
+        return {"replayed": self.recording.replayed, "mirrored": self.recording.missing}
+
+    def _memory(self) -> Json:
+        """Peaks in bytes; None where this tier does not know them."""
+        if self.tier.live is not None:
+            high = self.tier.live.high
+            return {
+                "allocated_peak": high.bytes,
+                "at": high.labels,
+                "by_part": parts_of(self.tier.live.parts),
+                "reserved_peak": None,
+                "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
+            }
+        if self.tier.name == "cuda":
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            watch, held = self.proof.memory, self.proof.held()
+            ballast = f", {held:,} B of ballast for it are in" if held else ""
+            nccl, source = self._nccl(torch.cuda.get_device_name())
+            return {
+                "allocated_peak": max(
+                    torch.cuda.max_memory_allocated(), watch.allocated if watch else 0
+                ),
+                "reserved_peak": max(
+                    torch.cuda.max_memory_reserved(), watch.reserved if watch else 0
+                ),
+                "device_used": total - free,
+                "ballast": held,
+                "nccl": nccl,
+                "by_phase": watch.iterations if watch else None,
+                "by_part": parts_of(watch.parts) if watch else None,
+                "provenance": "measured here: the caching allocator; device_used lacks virtual "
+                f"ranks' NCCL{ballast}; nccl {source}",
+            }
+        return {
+            "allocated_peak": None,
+            "by_part": None,
+            "reserved_peak": None,
+            "provenance": "unknown: the cpu tier does not tell host from device memory",
+        }
+
+    def _nccl(self, device: str) -> tuple[int | None, str]:
+        """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""
+        from megatron_prism.emulate.nccl_reserve import connected_by
+        from megatron_prism.runtime.world import current
+
+        world = current()
+        if world is None or self.options.num_processes > 1:
+            return None, "unknown: local ranks have communicators of their own"
+        calibration = communicators.fitting(device)
+        if calibration is None:
+            return None, f"unknown: nobody measured communicators on {device}"
+        return calibration.nccl(connected_by(world.tally)), f"modelled: {calibration.source}"
+
+    def finish(self) -> None:
+        """Print the summary; write the artefact folder once all local ranks have finished."""
+        summary = self.summary()
+        self._print(summary)
+        if self.options.out is not None:
+            self._write(summary)
+
+    def _print(self, summary: Json) -> None:
+        trained, memory = summary["trained"], summary["memory"]
+        lines = [
+            f"rank {self.options.rank} trained: {trained['steps']} optimizer steps applied"
+            f" of {trained['expected']}, {summary['parameters']:,} parameters"
+        ]
+        if memory["allocated_peak"] is not None:
+            at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
+            peak = format_bytes(memory["allocated_peak"])
+            lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+            if nccl := memory.get("nccl"):
+                used = format_bytes(memory["device_used"] - memory["ballast"])
+                lines.append(
+                    f"            {used} of the device used here; in the job NCCL takes "
+                    f"{format_bytes(nccl)} more (modelled)"
+                )
+            parts = {name: size for name, size in (memory["by_part"] or {}).items() if size}
+            if parts:
+                shown = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+                lines.append(f"            {shown}")
+        if summary["recording"] is not None:
+            counts = summary["recording"]
+            lines.append(
+                f"  recording {counts['replayed']:,} control values replayed, "
+                f"{counts['mirrored']:,} not in it and mirrored"
+            )
+        if (pacing := summary["pacing"]) is not None:
+            lines += _paced(pacing)
+        rows = summary["communication"]["rows"]
+        lines += [
+            f"  {row['op']:<15} {row['calls']:>7,} calls {format_bytes(row['bytes']):>12}  "
+            f"{row['group']} ({row['group_size']:,})"
+            for row in rows[:8]
+        ]
+        if len(rows) > 8:
+            lines.append(f"  … {len(rows) - 8} more rows{self._hint()}")
+        self._say(*lines)
+
+    def _hint(self) -> str:
+        return "" if self.options.out else " (write them all with --prism-out DIR)"
+
+    def _write(self, summary: Json) -> None:
+        """Process 0 writes for all; the others hand their summaries over through the store."""
+        out, options = self.options.out, self.options
+        assert out is not None
+        text = json.dumps(_finite(summary), indent=1, allow_nan=False)
+        store = self.store
+        if store is not None and options.process:
+            store.set(f"prism/summary/{options.process}", text)
+            return
+        texts = {options.rank: text}
+        for process in range(1, options.num_processes):
+            assert store is not None, "several local processes share a store"
+            received = store.get(f"prism/summary/{process}").decode()
+            texts[options.ranks[process]] = received
+        write_folder(out, options.force, {f"rank-{r:06d}.json": t for r, t in texts.items()})
+        self._say(f"wrote {out} ({len(texts)} rank{'s' * (len(texts) != 1)})")
+
+
+def _paced(pacing: Json) -> list[str]:
+    """What became of pacing, in a line or two."""
+    lines = [
+        f"  pacing    {pacing['iterations_paced']} iterations answered as the replay of "
+        f"{pacing['folder']} says, {pacing['iterations_strayed']} not; "
+        f"{pacing.get('late_calls', 0)} calls late, {pacing.get('late_us', 0) / 1e3:.1f} ms in all"
+    ]
+    if felt := pacing.get("iteration_us"):
+        lines.append(
+            f"  pacing    an iteration took {felt / 1e3:,.1f} ms, where the replay has "
+            f"{pacing['predicted_iteration_us'] / 1e3:,.1f}"
+        )
+    if (calls := pacing.get("calls_paced")) and (bound := pacing["host_bound"]) > calls // 2:
+        lines.append(
+            f"  pacing    host-bound: {bound:,} of {calls:,} calls of an iteration began as soon "
+            "as they were issued; the GPU waits for Python, and a faster host would be felt"
+        )
+    lines.append(f"  pacing    {pacing['links']['said']}")
+    lines += [f"  pacing    {why}" for why in pacing["strayed"][:2]]
+    if "stuck" in pacing:
+        lines.append(f"  pacing    waited for a minute in {pacing['stuck']}: not the job's time")
+    return lines
+
+
+def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
+    """Write ``files`` into folder ``out``: all of them or nothing."""
+    from megatron_prism.core.artefact import ArtefactFolder
+
+    with ArtefactFolder(out, force=force) as folder:
+        for name, text in files.items():
+            folder.write_text(name, text)
+
+
+def _finite(value: object) -> object:
+    """The same with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def coordinates(options: Options) -> str:
+    """The rank's place on every axis that the world has more than one of."""
+    place, world = options.world.coordinates(options.rank), options.world
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if getattr(world, axis) > 1]
+    return " ".join(f"{axis}={getattr(place, axis)}" for axis in axes) or "alone"

@@ -1,0 +1,1 @@
+"""The world graph: classes of ranks, how their calls match, where a job stalls."""

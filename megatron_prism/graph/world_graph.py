@@ -1,0 +1,170 @@
+"""How do the programs of all ranks hang together?  The world graph, over classes of ranks.
+
+In : Programs.  Out: WorldGraph: the classes, and for every op that communicates the *rendezvous* at
+which it meets the ops of other ranks.  A rendezvous stands for all its equals in the world: the
+k-th collective of all groups with the same classes, the k-th message between all ranks of two
+classes.  Nothing here costs O(ranks x ops); only the partition looks at ranks at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_prism.core.membership import Membership
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.graph.classes import Classes, memberships, partition
+from megatron_prism.graph.matching import Finding, check
+
+__all__ = ["Rendezvous", "WorldGraph", "build"]
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where ops of different classes meet.
+
+    of      : per class int64 [ops]: the rendezvous of every op, -1 for ops that meet nobody
+    start   : int64 [rendezvous + 1], slices of the next two
+    classes : int32 [total], the classes that meet, ascending; a send comes before its receive
+    ops     : int64 [total], the op of each of them
+    """
+
+    of: tuple[np.ndarray, ...]
+    start: np.ndarray
+    classes: np.ndarray
+    ops: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    def meeting(self, number: int) -> list[tuple[int, int]]:
+        """(class, op) of everybody who meets at ``number``."""
+        part = slice(self.start[number], self.start[number + 1])
+        return list(zip(self.classes[part].tolist(), self.ops[part].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class WorldGraph:
+    """All programs of a world, joined."""
+
+    programs: Programs
+    groups: Mapping[str, Membership]
+    classes: Classes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.programs.world.size:,} ranks in {len(self.classes)} classes, "
+            f"{self.num_ops():,} ops of which {sum(map(len, self.program_list)):,} are distinct"
+        )
+
+    @cached_property
+    def program_list(self) -> list[Program]:
+        """The program of every class."""
+        return [self.programs.programs[index] for index in self.classes.programs]
+
+    def num_ops(self) -> int:
+        """Ops of all ranks together."""
+        pairs = zip(self.program_list, self.classes.counts, strict=True)
+        return sum(len(program) * count for program, count in pairs)
+
+    def check(self) -> list[Finding]:
+        """What would hang or corrupt the job; empty for a healthy world."""
+        return check(self.programs, self.classes, self.groups)
+
+    @cached_property
+    def rendezvous(self) -> Rendezvous:
+        """Who meets whom.  Meaningful only if ``check()`` finds nothing."""
+        return _Joiner(self).join()
+
+
+def build(programs: Programs) -> WorldGraph:
+    """The world graph.  ProgramError for groups whose members are not known."""
+    groups = memberships(programs)
+    return WorldGraph(programs, groups, partition(programs, groups))
+
+
+class _Joiner:
+    """Numbers the meetings: one block per set of classes and FIFO, one number per entry."""
+
+    def __init__(self, graph: WorldGraph) -> None:
+        self.graph = graph
+        self.of = [np.full(len(p), -1, dtype=np.int64) for p in graph.program_list]
+        self.blocks: dict[object, int] = {}
+        self.sets: dict[tuple[int, ...], int] = {}  # which classes meet -> a number for them
+        self.together: dict[int, int] = {}
+        self.count = 0
+
+    def _block(self, key: object, length: int) -> int:
+        if key not in self.blocks:
+            self.blocks[key] = self.count
+            self.count += length
+        return self.blocks[key]
+
+    def join(self) -> Rendezvous:
+        for index in range(len(self.graph.classes)):
+            self._collectives(index)
+            self._pairs(index)
+        return self._table()
+
+    def _collectives(self, index: int) -> None:
+        program = self.graph.program_list[index]
+        for name, found in program.groups().items():
+            found = found[IS_COLLECTIVE[program.ops["name"][found]]]
+            counts = self.graph.classes.members[index][name]
+            if id(counts) not in self.together:  # classes of one group share one ``counts``
+                who = tuple(c for c, _ in counts)
+                self.together[id(counts)] = self.sets.setdefault(who, len(self.sets))
+            first = self._block((name, self.together[id(counts)]), len(found))
+            self.of[index][found] = first + np.arange(len(found))
+
+    def _pairs(self, index: int) -> None:
+        graph, program = self.graph, self.graph.program_list[index]
+        rank = graph.classes.representatives[index]
+        for name, found in program.groups().items():
+            found = found[IS_PAIR[program.ops["name"][found]]]
+            if not found.size:
+                continue
+            size = len(graph.groups[name].group(rank))
+            ops = program.ops[found]
+            for offset in np.unique(ops["peer"] % size).tolist():
+                for what in ("send", "recv"):
+                    chosen = found[(ops["peer"] % size == offset) & (ops["name"] == CODE[what])]
+                    if not chosen.size:
+                        continue
+                    other = self._partner(index, name, offset, size)
+                    # a message is named by its sender, its receiver and the way between them
+                    way = offset if what == "send" else -offset % size
+                    ends = (index, other) if what == "send" else (other, index)
+                    first = self._block((name, way, ends), len(chosen))
+                    self.of[index][chosen] = first + np.arange(len(chosen))
+
+    def _partner(self, index: int, name: str, offset: int, size: int) -> int:
+        """The class ``offset`` places further in the group of class ``index``'s representative."""
+        group, classes = self.graph.groups[name], self.graph.classes
+        rank = classes.representatives[index]
+        members = group.group(rank)
+        return int(classes.of[members[(int(group.position[rank]) + offset) % size]])
+
+    def _table(self) -> Rendezvous:
+        """The inverse of ``of``, sends before receives."""
+        where, owner, number, late = [], [], [], []
+        for index, of in enumerate(self.of):
+            talk = np.flatnonzero(of >= 0)
+            where.append(of[talk])
+            owner.append(np.full(len(talk), index, dtype=np.int32))
+            number.append(talk)
+            late.append(self.graph.program_list[index].ops["name"][talk] == CODE["recv"])
+        if not where:
+            return Rendezvous(
+                (), np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
+            )
+        at = np.concatenate(where)
+        owners, numbers = np.concatenate(owner), np.concatenate(number)
+        order = np.lexsort((owners, np.concatenate(late), at))
+        start = np.searchsorted(at[order], np.arange(self.count + 1))
+        return Rendezvous(tuple(self.of), start, owners[order], numbers[order])

@@ -1,0 +1,1 @@
+"""Who made a job hang: dumps or programs in, a verdict out; faults to plant."""

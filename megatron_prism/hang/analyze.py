@@ -1,0 +1,300 @@
+"""Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
+
+In : Flight Recorder dumps (``of_dumps``), or a world graph (``of_graph``, see ``hang_graph``).
+Out: Diagnosis.  From dumps, what decides, strongest first:
+
+1. a call that all members entered and in which one of them differs, by majority
+2. a call that the others completed and one rank did not: its device, or its watchdog, is stuck
+3. a rank that others wait for and that waits for nobody, or that stopped where its siblings with
+   the same calls outstanding went on: its host is stuck
+4. a rank without a dump at which the waits end
+5. siblings that issued their calls in different orders: the fewest that explain it
+6. otherwise nobody is named: the cycle of waits is shown, or the call that nobody leaves
+
+A culprit is never also a victim.  Who is late because he waits for someone else is no culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+from megatron_prism.core.guards import no_collector
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.hang import consistency, root_causes, unrecorded_waits, wait_graph, watchdog
+from megatron_prism.hang.dumps import DumpSet, Entry
+from megatron_prism.hang.hang_graph import of_graph
+from megatron_prism.hang.mismatch import Odd, mismatches
+from megatron_prism.hang.ordering import order_conflicts
+from megatron_prism.hang.outstanding import call_text
+from megatron_prism.hang.root_causes import age
+from megatron_prism.hang.verdict import Blamed, Diagnosis
+
+__all__ = ["of_dumps", "of_graph"]
+
+_LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
+
+
+def of_dumps(found: DumpSet) -> Diagnosis:
+    """The verdict from dumps alone."""
+    with no_collector():  # there are millions of entries, and no cycles
+        parted = consistency.part(found)
+        judge = _Judge(parted)
+        made = replace(judge.verdict(), watchdog=watchdog.first(judge.state))
+        return consistency.unless_running(made, found)
+
+
+class _Judge:
+    def __init__(self, parted: consistency.Parted) -> None:
+        self.parted, self.state = parted, parted.state
+        self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
+        self.first: Entry | None = None
+        self.split = False  # whether a call differs and no majority decides
+        self.doubt = False  # whether who is named may be a victim of something that dumps lack
+
+    def verdict(self) -> Diagnosis:
+        state = self.state
+        if self.parted.strangers:
+            self.evidence.append(self.parted.strangers)
+            return Diagnosis("undetermined", confidence="possible", evidence=tuple(self.evidence),
+                             missing=("the dumps of one hang alone", *state.lacks()))  # fmt: skip
+        if not any(state.outstanding.values()) and not state.lates:
+            return self._idle()
+        odds = [odd for odd in mismatches(state) if self._pending(odd)]
+        entered = [odd for odd in odds if self._all_came(odd.entry)]
+        self.split = any(not odd.ranks for odd in entered)
+        steps: tuple[Callable[[], list[Blamed]], ...] = (
+            lambda: self._odd(entered),
+            lambda: self._stuck(odds),
+            lambda: self._ordered(odds),
+            lambda: self._odd(odds),
+            self._never_started,
+        )
+        for step in steps:
+            culprits = step()
+            if culprits:
+                beside = [o for o in odds if not any(o.text in line for line in self.evidence)]
+                self.evidence += [f"besides, {odd}" for odd in beside[:3]]
+                return self._result(culprits[0].kind, culprits)
+        return self._nobody(odds)
+
+    # -- 1: signatures ----------------------------------------------------------------------------
+    def _pending(self, odd: Odd) -> bool:
+        if odd.entry.pair:
+            return True
+        waits = (e for calls in self.state.outstanding.values() for e in calls)
+        return any((e.group, e.seq, e.pair) == (odd.entry.group, odd.entry.seq, False)
+                   for e in waits)  # fmt: skip
+
+    def _all_came(self, entry: Entry) -> bool:
+        state = self.state
+        return entry.pair or all(
+            r not in state.dumps or state.arrived(r, entry) for r in state.groups[entry.group].ranks
+        )
+
+    def _odd(self, odds: Iterable[Odd]) -> list[Blamed]:
+        decided = [odd for odd in odds if odd.ranks]  # the same in other groups is one fault
+        same = [odd for odd in decided if odd.call == decided[0].call]
+        if same:
+            self.first = same[0].entry
+        self.evidence += map(str, same[:4])
+        return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
+
+    # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
+    def _stuck(self, odds: list[Odd]) -> list[Blamed]:
+        found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
+        dead, lost = self._gone(bool(found)), len(self.state.missing)
+        # files are lost, not their ranks alone: who left one and contradicts its siblings says more
+        by_file = dead and not found and lost > _LOST
+        if by_file and (other := self._ordered(odds) or self._odd(odds)):
+            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            return other
+        gone = self._dead(dead)
+        idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
+        if waits := unrecorded_waits.with_the_dead(self.state, idle, gone):
+            self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
+                                 f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
+        found = gone | {r: b for r, b in found.items() if r not in waits}
+        return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
+
+    def _devices(self) -> Iterable[Blamed]:
+        """Complete-late: the others saw the end of a call that needs everybody."""
+        for rank, entry, last in root_causes.complete_late(self.state):
+            why = (f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device,"
+                   " its watchdog or the link to it")  # fmt: skip
+            self._note(entry, f"rank {rank}: {why}")
+            yield Blamed(rank, "device stuck", why)
+
+    def _hosts(self) -> list[Blamed]:
+        """Enqueue-late, and not because of its own waits."""
+        state, found = self.state, dict[int, tuple[Entry, str]]()
+        for (_, rank), entry in sorted(state.lates.items(), key=lambda late: age(late[1])):
+            if rank in found or rank not in state.dumps:
+                continue
+            if not state.outstanding[rank]:
+                found[rank] = (entry, "it waits for nobody")
+            elif not self.split and root_causes.outrun(state, rank):
+                found[rank] = (entry, "ranks with the same calls outstanding went on")
+        for rank, entry in root_causes.unposted(state):
+            found.setdefault(rank, (entry, "it waits for nobody"))
+        for rank in (*state.mute(), *state.hidden):
+            found.pop(rank, None)
+        idle = {r for r, (_, why) in found.items() if why == "it waits for nobody"}
+        extra = self._extra(idle)
+        if extra:
+            return extra
+        ahead = unrecorded_waits.ahead(state, idle - self.parted.new.keys())
+        if idle and (text := unrecorded_waits.together(state, idle, ahead)):
+            self.doubt = True
+            self.evidence.append(text)
+        blamed = []
+        for rank, (entry, why) in found.items():
+            if rank in ahead:
+                continue
+            kind, what = "host stuck", "never came to"
+            if rank not in idle and state.skipped(rank, entry):
+                kind, what, why = "skipped call", "skips", "its siblings made it before others"
+            if rank not in idle and len(state.siblings[state.role.get(rank, 0)]) == 2:
+                self.doubt = True
+                self.evidence.append(f"rank {rank} has one sibling: either of them may err")
+            self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
+            blamed.append(Blamed(rank, kind, f"{what} {call_text(entry)}; {why}"))
+        return [b for b in blamed if b.rank not in self.parted.new] or blamed
+
+    def _extra(self, idle: set[int]) -> list[Blamed]:
+        """A few who wait in a call that most, done with all of theirs, never make."""
+        state = self.state
+        calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
+        came = {r: e for e in calls.values() for r in state.groups[e.group].ranks
+                if r in state.dumps and state.arrived(r, e)}  # fmt: skip
+        if not came or len(idle) <= 2 * len(came) or 2 * len(idle) <= len(state.dumps):
+            return []
+        for rank, entry in came.items():
+            self._note(entry, f"rank {rank} waits in {call_text(entry)}, which nobody else makes")
+        self.doubt = True
+        self.evidence.append(f"or ranks {format_ranks(sorted(idle))} are held up before it (files, "
+                             "data, gloo): they wait for nobody")  # fmt: skip
+        return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
+
+    def _gone(self, others_stuck: bool) -> dict[int, Entry]:
+        """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
+        stuck, they may be victims as well."""
+        there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
+        found, lost = root_causes.gone(self.state, there), len(self.state.missing)
+        if found and others_stuck and lost > _LOST:
+            self.evidence.append(f"{lost} ranks left no dump: they may be victims")
+            return {}
+        # if most are not here, that says nothing of any of them
+        return found if lost <= len(self.state.dumps) else {}
+
+    def _dead(self, found: dict[int, Entry]) -> dict[int, Blamed]:
+        """The same, said: ranks for which one call waits in one line."""
+        for entry, text in root_causes.left_no_dump(found):
+            self._note(entry, text)
+        if len(found) > 1:
+            self.evidence.append("who only lost its dump looks like who died: some of these may be "
+                                 "victims")  # fmt: skip
+        return {r: Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
+                for r, e in found.items()}  # fmt: skip
+
+    # -- 5, 6: no source --------------------------------------------------------------------------
+    def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
+        free = odds or not root_causes.held(self.state)
+        odd, about, right = order_conflicts(self.state, queued) if free else ({}, None, False)
+        among = {r for o in odds for r in o.among}
+        # of those who differ in one call, it says nothing that all of them are at odds with others
+        if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
+            return []
+        if not (ranks := wait_graph.ends(self.state, sorted(among & set(odd) or odd))):
+            return []
+        text = f"issues {about.text} otherwise than its siblings"
+        self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
+        if doubts := root_causes.beside(self.state, ranks, right):
+            self.doubt = True
+            self.evidence += doubts
+        self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
+        if self.first is not None:
+            self.evidence.append(f"first: {call_text(self.first)}")
+        return [Blamed(r, "order", text) for r in ranks]
+
+    def _never_started(self) -> list[Blamed]:
+        """With timing on: whose device never started its oldest call, though nothing is before?"""
+        for rank, entry in (found := root_causes.never_started(self.state)).items():
+            self._note(entry, f"the device of rank {rank} never started {call_text(entry)}")
+        return [Blamed(r, "device stuck", f"never started {call_text(e)}")
+                for r, e in found.items()]  # fmt: skip
+
+    def _nobody(self, odds: list[Odd]) -> Diagnosis:
+        self.evidence += map(str, odds[:3])
+        if odds:
+            self.first = odds[0].entry
+        state, cycle = self.state, wait_graph.circle(self.state)
+        if not odds and not state.missing and (few := self._few(cycle)):
+            return self._result(few[0].kind, few, cycle)
+        if early := self._ordered(odds, queued=True):
+            return self._result("order", early, cycle)
+        if cycle:
+            ranks = ", ".join(map(str, cycle))
+            self.evidence.append(f"ranks {ranks} wait for each other in a circle")
+        elif unknown := sorted(state.unplaced()):
+            self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
+                                 "judged says where that is")  # fmt: skip
+        else:
+            self.evidence.append(root_causes.nobody_left(state))
+        hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
+        return self._result("deadlock" if hard else "undetermined", [], cycle)
+
+    def _few(self, cycle: list[int]) -> list[Blamed]:
+        """Who left out a message, by what siblings did; else who waits where most never come."""
+        if (found := root_causes.lone(self.state, cycle)) is None:
+            return []
+        self.first, ranks, kind, text = found
+        self.evidence.append(f"rank {format_ranks(ranks)} {text}")
+        return [Blamed(r, kind, text) for r in ranks]
+
+    # -- results ----------------------------------------------------------------------------------
+    def _note(self, entry: Entry, text: str) -> None:
+        if self.first is None or 0 <= entry.created_ns < self.first.created_ns:
+            self.first = entry
+        if text not in self.evidence:
+            self.evidence.append(text)
+
+    def _idle(self) -> Diagnosis:
+        state, missing, lost = self.state, self.state.lacks(), self.state.missing
+        if off := not any(d.entries or d.status for d in state.dumps.values()):
+            self.evidence.append("no dump holds a call or a counter: the recorders were off")
+        elif lost or state.unreadable or state.hidden:
+            self.evidence.append("no call is outstanding in the dumps that are there")
+        if off or lost or state.unreadable or state.hidden:
+            return Diagnosis("undetermined", (), (), confidence="possible",
+                             evidence=tuple(self.evidence), missing=missing)  # fmt: skip
+        return Diagnosis("healthy", missing=(*missing, unrecorded_waits.UNSEEN))
+
+    def _result(
+        self, verdict: str, culprits: list[Blamed], cycle: Collection[int] = ()
+    ) -> Diagnosis:
+        state, blamed = self.state, {c.rank for c in culprits}
+        victims, chain = root_causes.waiting(state, blamed, cycle)
+        heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
+                 if (e := state.head(r)) is not None]  # fmt: skip
+        first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)
+        signature = {"operation", "dtype", "shape", "splits", "coalescing"}
+        unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
+        unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
+        unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1  # or their links
+        confidence = "possible" if unsure else "likely"
+        sure = verdict in signature or verdict == "order" and state.history
+        if sure and not (state.missing or self.doubt):
+            confidence = "certain"
+        return Diagnosis(
+            "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,
+            tuple(sorted(culprits, key=lambda c: c.rank)),
+            victims,
+            first.desc if first else "",
+            first.op if first else "",
+            first.seq if first else -1,
+            confidence,
+            tuple(self.evidence[:20]),
+            chain,
+            self.state.lacks(),
+        )

@@ -1,0 +1,247 @@
+"""Are these dumps of one job and of one moment?  What does not belong with the others is set apart.
+
+In : a DumpSet.  Out: ``Parted``: the dumps that belong together, and why the others do not.  A dump
+that somebody asked for by hand, before the job stood still, makes its rank look late; one that was
+left in the folder by another job describes other groups.  Neither says who is to blame.
+
+A call that needs everybody ends nowhere before all have issued it.  So a rank that has not issued a
+call which ended elsewhere was written down earlier.  The root of a broadcast may be ahead of the
+others: where the calls are not known (outstanding ones only), groups in which Megatron broadcasts
+must be ``_AHEAD`` calls apart.
+
+The other way round, a few ranks may say that calls ended in which most members still wait.  So does
+who was written down after its communicators were aborted (ProcessGroupNCCL's watchdog then takes
+its calls for completed), and a dump that an earlier attempt, which got further, left behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.outstanding import State
+from megatron_prism.hang.verdict import Diagnosis
+
+__all__ = ["Parted", "part", "unless_running"]
+
+_JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_ROOTLESS = (
+    "EXPERT_",
+    "DATA_PARALLEL",
+    "INTRA_",
+    "MODEL_PARALLEL",  # not the tensor-parallel ones, which broadcast batches
+)  # groups in which Megatron's iterations are joint
+_MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
+_AHEAD = 32
+_FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
+_MOVING = {"host stuck", "device stuck", "order", "skipped call", "extra call"}
+_FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
+
+
+@dataclass(frozen=True)
+class Parted:
+    """state : of what can be judged;  stale: rank -> why its dump is of another moment;
+    new   : rank -> that its dump has no call yet, though others went on: who was started again
+            leaves such a dump, and so does who was written down before its first call
+    strangers : why there is nothing to judge; "" if there is"""
+
+    state: State
+    stale: Mapping[int, str] = field(default_factory=dict)
+    new: Mapping[int, str] = field(default_factory=dict)
+    strangers: str = ""
+
+
+def part(found: DumpSet) -> Parted:
+    """The dumps that belong together."""
+    found = _told_apart(_named(found))
+    state, strangers = State(found), _strangers(found)
+    if strangers:
+        return Parted(state, strangers=strangers)
+    apart = _aborted(state)
+    state = _without(found, apart) if apart else state
+    stale, new, ahead = _stale(state)
+    if ahead and _FEWER * len(ahead) <= len(stale):
+        rest = _without(found, {*apart, *ahead})
+        if not _stale(rest)[0]:  # that few explain it is likelier than that most are old
+            apart, state, stale, new = apart | ahead, rest, {}, _stale(rest)[1]
+    if 2 * (len(stale) + len(apart)) >= len(found.dumps):
+        ranks = format_ranks(sorted({*apart, *stale}))
+        text = f"the dumps of ranks {ranks} are of {'another' if apart else 'an earlier'} moment"
+        return Parted(state, strangers=text)
+    if stale:
+        state = _without(found, {*apart, *stale})
+    return Parted(state, apart | stale, new)
+
+
+def unless_running(verdict: Diagnosis, found: DumpSet) -> Diagnosis:
+    """No verdict on who is behind, where all dumps were written right behind their last calls: so
+    they are of a running job, of one moment more or less, or of one that an error ended at once."""
+    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
+            for dump in found.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
+    fresh = ages and min(ages) >= 0 and max(ages) < _FRESH_NS
+    kinds = {culprit.kind for culprit in verdict.culprits}
+    if not fresh or not (kinds & _MOVING or verdict.verdict == "deadlock"):
+        return verdict
+    text = (f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: perhaps "
+            "the job was running, and each is of another moment, or an error ended it at once; if "
+            "it runs, take dumps when it stands still")  # fmt: skip
+    return replace(verdict, verdict="undetermined", confidence="possible",
+                   evidence=(text, *verdict.evidence))  # fmt: skip
+
+
+def _named(found: DumpSet) -> DumpSet:
+    """Counters that a dump cannot name, as where group names are hashes and it has no calls: ranks
+    with groups of the same descriptions made them in the same order, and others' calls tell which
+    number is whose."""
+    if not any(dump.unnamed for dump in found.dumps.values()):
+        return found
+    told: dict[tuple[str, ...], set[tuple[str, str]]] = defaultdict(set)
+    kinds = {rank: tuple(sorted(g.desc for g in d.groups.values()))
+             for rank, d in found.dumps.items()}  # fmt: skip
+    for rank, dump in found.dumps.items():
+        known = ((i, dump.groups[n].desc) for i, n in dump.ids.items() if n in dump.groups)
+        told[kinds[rank]].update(known)
+    dumps = dict(found.dumps)
+    for rank, dump in found.dumps.items():
+        kind, descs = kinds[rank], dict(told[kinds[rank]])
+        sure = len(set(descs.values())) == len(descs) == len(told[kind])
+        if not dump.unnamed or not sure or len(set(kind)) < len(kind):
+            continue  # they contradict each other, or descriptions do not tell groups apart
+        names = {group.desc: name for name, group in dump.groups.items()}
+        more = {names[descs[i]]: s for i, s in dump.unnamed.items() if i in descs}
+        notes = tuple(note for note in dump.notes if "cannot be named" not in note)
+        notes = notes if len(more) == len(dump.unnamed) else dump.notes
+        dumps[rank] = replace(dump, status={**more, **dump.status}, notes=notes)
+    return DumpSet(dumps, found.unreadable)
+
+
+def _told_apart(found: DumpSet) -> DumpSet:
+    """Descriptions that a rank's groups share, such as torch's "undefined", with the group's name:
+    what ranks call there is compared inside a group, and not with other groups of that word."""
+    shared = set[str]()
+    for dump in found.dumps.values():
+        names = {(g.name, g.desc) for g in dump.groups.values() if len(g.ranks) != 1}
+        if len({desc for _, desc in names}) < len(names):
+            shared |= {
+                desc
+                for desc, n in Counter(d for _, d in names).items()
+                if n > 1 and "_GROUP" not in desc
+            }  # Megatron's own words stay
+    if not shared:
+        return found
+    dumps = {}
+    for rank, dump in found.dumps.items():
+        groups = {n: replace(g, desc=f"{g.desc} (group {n})") if g.desc in shared else g
+                  for n, g in dump.groups.items()}  # fmt: skip
+        entries = tuple(e._replace(desc=f"{e.desc} (group {e.group})") if e.desc in shared else e
+                        for e in dump.entries)  # fmt: skip
+        dumps[rank] = replace(dump, groups=groups, entries=entries)
+    return DumpSet(dumps, found.unreadable)
+
+
+def _without(found: DumpSet, apart: Collection[int]) -> State:
+    kept = {rank: dump for rank, dump in found.dumps.items() if rank not in apart}
+    return State(DumpSet(kept, found.unreadable))
+
+
+def _aborted(state: State) -> dict[int, str]:
+    """Ranks that say a call ended in which more of its members, several, still wait -> that."""
+    first: dict[str, tuple[int, str]] = {}
+    for calls in state.outstanding.values():
+        for e in calls:
+            if e.op in _JOINT and (e.group not in first or e.seq < first[e.group][0]):
+                first[e.group] = (e.seq, e.op)
+    found: dict[int, str] = {}
+    for name, (seq, op) in first.items():
+        group = state.groups[name]
+        if name in state.pairs or group.desc.startswith(_MIXED):
+            continue
+        ended = [r for r in group.ranks if state.completed.get((name, r), -1) >= seq]
+        wait = [
+            r
+            for r in group.ranks
+            if state.enqueued.get((name, r), -1) >= seq > state.completed.get((name, r), -1)
+        ]
+        # an abort leaves nothing outstanding, and who waits elsewhere has not been through one
+        absent = [r for r in group.ranks if r in state.dumps
+                  and state.enqueued.get((name, r), -1) < seq]  # fmt: skip
+        through = ended and not any(state.outstanding[r] for r in ended)
+        sure = absent or len(wait) >= max(2, len(ended))
+        sure = sure or not any(c for r, c in state.outstanding.items() if r not in wait)
+        if len(wait) > max(1, len(ended)) or (wait and through and sure):
+            text = (f"{op} #{seq} of {group.desc} ended on it, and ranks {format_ranks(wait)} "
+                    "still wait in it: written after its communicators were aborted, or left by "
+                    "another attempt")  # fmt: skip
+            for rank in ended:
+                found.setdefault(rank, f"the dump of rank {rank} is of another moment: {text}")
+    return found
+
+
+def _strangers(found: DumpSet) -> str:
+    """Several ranks that describe a group otherwise than most of those do who know it."""
+    usual = {name: count.most_common(1)[0][0]
+             for name, count in found.listed.items() if len(count) > 1}  # fmt: skip
+    if not usual:
+        return ""
+    usual_ranks = {name: set(group.ranks) for name, group in usual.items()}
+    odd = {
+        rank: name
+        for rank, dump in found.dumps.items()
+        for name, group in dump.groups.items()
+        if name in usual and len(group.ranks) > 1 and group.ranks != usual[name].ranks
+        and not usual_ranks[name].isdisjoint(group.ranks)
+    }  # fmt: skip
+    if len(odd) < 2:
+        return ""
+    rank = min(odd)
+    return (f"ranks {format_ranks(sorted(odd))} describe other groups than the rest (group "
+            f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
+
+
+def _stale(state: State) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+    """(of an earlier moment, without a call yet, further on than those): rank -> why."""
+    fresh = {r for r, dump in state.dumps.items() if not dump.entries
+             and all(status.enqueued < 1 for status in dump.status.values())}  # fmt: skip
+    found: dict[int, str] = {}
+    new: dict[int, str] = {}
+    ahead: dict[int, str] = {}
+    for name, group in state.groups.items():
+        if name in state.pairs or group.desc.startswith(_MIXED):
+            continue
+        done = [(state.completed.get((name, r), -1), r) for r in group.ranks if r in state.dumps]
+        last, where = max(done, default=(-1, -1))
+        for _, rank in done:
+            # of its calls that is not there
+            first = max(1, state.enqueued.get((name, rank), last) + 1)
+            if first > last or rank in found or rank in new:
+                continue
+            if not _joint(state, name, first, last):
+                continue
+            calls = f"#{first}" if first == last else f"#{first} to #{last}"
+            ended = f"{calls} of {group.desc} ended on rank {where}"
+            if rank in fresh:
+                new[rank] = (f"rank {rank} has made no call, though {ended}: it was started again, "
+                             "or its dump is of before its first call")  # fmt: skip
+            else:
+                found[rank] = f"the dump of rank {rank} is of an earlier moment: {ended}"
+                for other in (r for calls_done, r in done if calls_done >= first):
+                    ahead[other] = (f"the dump of rank {other} is of a later moment, or left by "
+                                    f"another attempt: {calls} of {group.desc} ended there, and "
+                                    "on few others")  # fmt: skip
+    return found, new, ahead
+
+
+def _joint(state: State, name: str, first: int, last: int) -> bool:
+    """Whether one of the calls from ``first`` to ``last`` needs everybody."""
+    ops: dict[int, str] = {}
+    for rank in state.groups[name].ranks:
+        if rank in state.dumps and len(ops) <= last - first:
+            ops |= {e.seq: e.op for e in state.dumps[rank].entries
+                    if e.group == name and not e.pair and first <= e.seq <= last}  # fmt: skip
+    desc = state.groups[name].desc
+    if not ops:
+        return desc.startswith(_ROOTLESS) or last - first >= _AHEAD
+    return any(op in _JOINT for op in ops.values())

@@ -1,0 +1,283 @@
+"""Which fault shall happen, to whom and when?  ``KIND@SELECTOR[:PARAM=VALUE,…]`` and plans of them.
+
+In : a line of text (``fault_files`` has lists of them and other people's words).
+Out: ``Fault``s, and ``Finder``, which is told of a rank's calls one by one and says which is hit.
+Programs (``faults``) and running ranks (``plugin.injector``) ask the same Finder, so that a plan
+hits the same call in both.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.membership import named_group
+from megatron_prism.core.ops import DTYPES, NAMES, REDUCE
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.world import AXES, World
+from megatron_prism.hang.fault_kinds import ALIASES, KINDS, MESSAGES, TENSORS, VALUES, WATCHDOG_MS
+
+__all__ = ["KINDS", "Call", "Fault", "Finder", "parse"]
+
+_KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
+FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a Finder is told of a call."""
+
+    op: str
+    group: str
+    iteration: int = -1  # from 1; -1 where programs know none
+    microbatch: int = -1
+    chunk: int = -1
+    phase: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.  ``select`` has keys of ``_KEYS``, ``params`` those of the kind; both as text."""
+
+    kind: str
+    select: Mapping[str, str]
+    params: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = ",".join(f"{k}={v}" for k, v in self.select.items())
+        how = ",".join(f"{k}={v}" for k, v in self.params.items())
+        return f"{self.kind}@{where}" + (f":{how}" if how else "")
+
+    def ranks(self, world: World, seed: int = 0) -> tuple[int, ...]:
+        """The ranks it happens to; ``any:2`` are two drawn by ``seed``."""
+        text = self.select["rank"]
+        if text.startswith("any"):
+            drawn_by = re.fullmatch(r"any(:[0-9]{1,9})?", text)
+            count = int((drawn_by and drawn_by[1] or ":1")[1:])
+            if drawn_by is None or not 0 < count <= world.size:
+                raise UsageError(f"{self}: {text} of {world.size} ranks", fix="rank=any:1")
+            drawn = random.Random(f"{seed}:{self}").sample(range(world.size), count)
+            return tuple(sorted(drawn))
+        if text.startswith(("node=", "rail=")):
+            return self._of_hosts(world, text)
+        return world.select(text)
+
+    def _of_hosts(self, world: World, text: str) -> tuple[int, ...]:
+        """``node=2``: its 8 GPUs (``node=2/4``: 4); ``rail=3``: the fourth GPU of every node."""
+        which, _, numbers = text.partition("=")
+        number, _, per = numbers.partition("/")
+        size = int(per or 8)
+        found = range(int(number), world.size, max(1, size))
+        if which == "node":
+            found = range(int(number) * size, min(world.size, (int(number) + 1) * size))
+        if not found or which == "rail" and int(number) >= size:
+            raise UsageError(f"{self}: {text} of {world.size} ranks, {size} to a node",
+                             fix=f"{which}=0/{size}")  # fmt: skip
+        return tuple(found)
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """A parameter that is a number."""
+        text = self.params.get(name)
+        if text is None:
+            return default
+        if not re.fullmatch(r"-?\d{1,18}", text):
+            raise UsageError(f"{self}: {name}={text} is no number", fix=f"{name}=16")
+        return int(text)
+
+    def factor(self, name: str, default: float = 1.0) -> float:
+        """A parameter that is a number above 0, perhaps with a fraction."""
+        text = self.params.get(name)
+        if text is None:
+            return default
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) <= 0:
+            raise UsageError(
+                f"{self}: {name}={text} is no factor",
+                fix=f"{name}={default / 2:g}" if name == "bw_factor" else f"{name}=1.5",
+            )
+        return float(text)
+
+    def of(self, ranks: Iterable[int]) -> Fault:
+        """The same for ``ranks`` of its ranks."""
+        return replace(self, select={**self.select, "rank": format_ranks(ranks)})
+
+    @property
+    def late_ms(self) -> int | None:
+        """By how many ms a call is later; None if it never comes, or is no such fault."""
+        if self.kind == "delay":
+            return self.number("ms", 1000)
+        if self.kind == "data_stall" and "s" in self.params:
+            return 1000 * (self.number("s") or 0)
+        return None
+
+    @property
+    def only_time(self) -> bool:
+        """Whether the job goes on, later: nobody's watchdog loses patience."""
+        late = self.late_ms
+        return self.kind in ("slow", "nic") or late is not None and late < WATCHDOG_MS
+
+
+def parse(text: str) -> Fault:
+    """One fault as a person writes it.  UsageError says what is wrong with it."""
+    head, *rest = re.split(r":(?=[A-Za-z_]\w*=)", text.strip(), maxsplit=1)
+    kind, at, where = head.partition("@")
+    kind = ALIASES.get(kind.lower(), kind.lower())
+    if kind not in KINDS:
+        raise UsageError(f"{text!r}: there is no fault {kind}", fix=f"one of {', '.join(KINDS)}")
+    if not at or not where:
+        raise UsageError(f"{text!r} does not say where", fix=FIX)
+    select = _select(text, where)
+    params = {}
+    words = rest[0].split(",") if rest else []
+    for word in [",".join(words)] if kind == "env" and words else words:
+        key, equals, value = word.partition("=")
+        if (
+            not equals
+            or not (value or kind == "env")
+            or key not in KINDS[kind][0]
+            and kind != "env"
+        ):
+            known = ", ".join(KINDS[kind][0]) or "none"
+            raise UsageError(f"{text!r}: {kind} has no parameter {word}", fix=f"it takes: {known}")
+        params[key] = value
+    fault = Fault(kind, select, params)
+    _check(text, kind, select, params)
+    _check_numbers(text, fault)
+    return fault
+
+
+def _select(text: str, where: str) -> dict[str, str]:
+    """``rank=pp=1,tp=0`` has commas and equal signs of its own: axes and numbers go on with it."""
+    found: dict[str, str] = {}
+    for word in where.split(","):
+        if re.match(r"(node|rail)=", word):
+            word = f"rank={word}"
+        key, equals, value = word.partition("=")
+        if key == "layer":
+            raise UsageError(f"{text!r}: calls do not say of which layer they are",
+                             fix="nth=N counts them, site=REGEX is their line")  # fmt: skip
+        axis = key in AXES and key not in found and value.isdigit()
+        if not equals or axis:
+            if not equals and not re.fullmatch(r"\d+(-\d+(:\d+)?)?|any(:\d+)?", word):
+                raise UsageError(f"{text!r}: {word!r} is no key=value", fix=FIX)
+            found["rank"] = f"{found['rank']},{word}" if "rank" in found else word
+        elif key not in _KEYS or not value or key in found:
+            known = ", ".join(_KEYS)
+            raise UsageError(f"{text!r}: {word!r} is not understood", fix=f"keys are {known}")
+        else:
+            found[key] = value
+    for key in ("iter", "mb", "chunk", "nth"):
+        if not re.fullmatch(r"[0-9]{1,18}", found.get(key, "0")):
+            raise UsageError(f"{text!r}: {key}={found[key]} is no number", fix=f"{key}=1")
+    if re.match(r"node|rail", found.get("rank", "")) and not re.fullmatch(
+        r"(node|rail)=[0-9]{1,9}(/[1-9][0-9]{0,4})?", found["rank"]
+    ):
+        raise UsageError(f"{text!r}: {found['rank']} is not understood",
+                         fix="node=2, rail=3, node=2/4 with 4 GPUs to a node")  # fmt: skip
+    if "rank" not in found:
+        raise UsageError(f"{text!r} names no rank", fix="rank=5, rank=pp=1,tp=0 or rank=any:1")
+    return found
+
+
+def _check(text: str, kind: str, select: Mapping[str, str], params: Mapping[str, str]) -> None:
+    if "op" in select and select["op"] not in NAMES:
+        raise UsageError(f"{text!r}: there is no op {select['op']}", fix="op=all_reduce, op=send …")
+    if "site" in select:
+        try:
+            re.compile(select["site"])
+        except re.error as error:
+            what = f"{text!r}: site is no pattern: {error}"
+            raise UsageError(what, fix="site=mappings") from None
+    known = {"dtype": DTYPES, "reduce_op": REDUCE, "op": NAMES}.get(kind)
+    if known is not None and params.get("to", "") not in ("", *known):
+        raise UsageError(f"{text!r}: {kind} cannot be {params['to']}",
+                         fix=f"to= one of {', '.join(filter(None, known))}")  # fmt: skip
+    if kind == "swap" and not re.fullmatch(r"[A-Za-z_-]+:[a-z_]+(:\d+)?", params.get("with", "")):
+        raise UsageError(f"{text!r}: swap with what?", fix="with=ep:all_to_all:0")
+    if kind == "oom" and not ("at_bytes" in params or "phase" in select):
+        raise UsageError(f"{text!r}: how much memory is there, or when does it run out?",
+                         fix=":at_bytes=85899345920, or phase=backward")  # fmt: skip
+    if kind == "group" and "to" not in params:
+        raise UsageError(f"{text!r}: in which group then?", fix="to=tp")
+    if kind == "env" and not params:
+        raise UsageError(f"{text!r}: which variable?", fix="env@rank=3:NCCL_ALGO=Ring")
+    if kind in ("slow", "nic", "env") and (bad := {"nth", "op", "site"} & select.keys()):
+        raise UsageError(f"{text!r}: {kind} happens to no single call, so {bad.pop()}= is too much",
+                         fix=f"{kind}@rank={select['rank']}")  # fmt: skip
+    if params.get("tensor", "grad") != "grad" and (bad := {"op", "group", "site"} & select.keys()):
+        raise UsageError(f"{text!r}: the model's output is no call, so {bad.pop()}= is too much",
+                         fix=f"{kind}@rank={select['rank']},mb=0:tensor=loss")  # fmt: skip
+    if params.get("tensor", "loss") not in TENSORS:
+        raise UsageError(f"{text!r}: there is no tensor {params['tensor']}",
+                         fix=f"tensor= one of {', '.join(TENSORS)}")  # fmt: skip
+
+
+def _check_numbers(text: str, fault: Fault) -> None:
+    """Parameters that are numbers, now and not when the fault happens."""
+    for name in ("n", "rows", "code", "at_bytes", "ms", "s", "after", "bit", "latency_us"):
+        if (fault.number(name, 0) or 0) < 0 and name != "rows":
+            raise UsageError(f"{text!r}: {name} is below 0", fix=f"{name}=16")
+    for name in ("factor", "bw_factor"):
+        fault.factor(name)
+    if fault.kind == "slow" and fault.factor("factor", 0.5) < 1:
+        raise UsageError(f"{text!r}: how much slower?", fix="slow@rank=3:factor=1.5")
+    if fault.kind == "nic" and (not fault.params or fault.factor("bw_factor") > 1):
+        raise UsageError(f"{text!r}: how much slower?",
+                         fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
+
+
+class Finder:
+    """Which of the calls it is told of, one after the other, is the one?"""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.seen = fault, 0
+        self.nth = int(fault.select.get("nth", 0))
+        self.after = fault.number("after", -1) or -1  # microbatches that the data loader gives
+        self.site = re.compile(fault.select["site"]) if "site" in fault.select else None
+
+    def matches(self, call: Call) -> bool:
+        """Whether the selector fits ``call``, whichever of them is hit."""
+        select, kind = self.fault.select, self.fault.kind
+        if call.microbatch < self.after:
+            return False
+        numbers = {"iter": call.iteration, "mb": call.microbatch, "chunk": call.chunk}
+        for key, value in numbers.items():
+            if key in select and value != int(select[key]) and not (key == "iter" and value < 0):
+                return False
+        if kind in VALUES and self.fault.params.get("tensor") == "grad" and not _gradients(call):
+            return False
+        pair = call.op in ("send", "recv")
+        if kind in MESSAGES and not pair or kind == "splits" and call.op != "all_to_all":
+            return False
+        if kind in ("reduce_op", "root") and not _takes(kind, call.op):
+            return False
+        if kind in ("op", "shape", "dtype") and "op" not in select and pair:
+            return False  # asked of collectives, unless a message is named
+        if kind == "shape" and call.op in ("all_to_all", "barrier"):
+            return False  # the sizes of an all-to-all are its splits
+        return (
+            ("group" not in select or named_group(select["group"], call.group))
+            and select.get("op", call.op) == call.op
+            and select.get("phase", call.phase) == call.phase
+            and (self.site is None or bool(self.site.search(call.site)))
+        )
+
+    def hit(self, call: Call) -> bool:
+        """Whether ``call`` is the one; to be asked once for every call in the order of issue."""
+        if not self.matches(call):
+            return False
+        self.seen += 1
+        return self.seen == self.nth + 1
+
+
+def _gradients(call: Call) -> bool:
+    """Whether gradients of a replica are reduced with those of the others."""
+    return call.op in ("reduce_scatter", "all_reduce") and "DATA_PARALLEL_GROUP" in call.group
+
+
+def _takes(kind: str, op: str) -> bool:
+    rooted = ("broadcast", "reduce", "gather", "scatter")
+    return op in (rooted if kind == "root" else ("all_reduce", "reduce_scatter", "reduce"))

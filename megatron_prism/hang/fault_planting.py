@@ -1,0 +1,203 @@
+"""What does a fault do to programs?  A healthy world with faults planted in it.
+
+In : Programs and ``fault_plan.Fault``s.  Out: ``Planted``: the programs as the ranks would then run
+them, the standstill's own faults (hosts that stop, devices that hang), and the truth: which op of
+which rank is hit.  Verdicts never see the truth; tests and people compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.graph import stall
+from megatron_prism.graph.classes import memberships
+from megatron_prism.hang.fault_edits import EDITS
+from megatron_prism.hang.fault_files import truth_line
+from megatron_prism.hang.fault_plan import FIX, Call, Fault, Finder
+
+__all__ = ["Hit", "Planted", "plant"]
+
+_TALK = IS_COLLECTIVE | IS_PAIR
+_SILENT = ("exception", "exit", "sigkill", "segfault", "sigstop", "data_end", "nan", "oom")
+_HOST = (*_SILENT, "gil", "data_stall")
+_ELSEWHERE = {  # what programs know nothing of
+    "inf": "programs have no values", "bitflip": "programs have no values",
+    "env": "programs do not say what a variable would change",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One op that a fault hits: the truth that a verdict is compared with.
+
+    op is the call as it should have been; seq counts its group's calls (messages of a pair) from 1,
+    as the Flight Recorder does
+    """
+
+    fault: str
+    kind: str
+    rank: int
+    index: int
+    op: str
+    group: str
+    members: tuple[int, ...]
+    seq: int
+    label: str
+    site: str
+
+    def __str__(self) -> str:
+        who = f"{self.group}{list(self.members)}" if len(self.members) < 9 else self.group
+        call = f"{self.op} #{self.seq} of {who}" if self.group else self.op
+        at = f" at {self.site}" if self.site else ""
+        if self.kind == "slow":
+            return f"{self.fault}: rank {self.rank}, segments, first op {self.index} ({self.label})"
+        alone = " (in a group of one nobody waits for it)" if len(self.members) == 1 else ""
+        return f"{self.fault}: rank {self.rank}, op {self.index} ({self.label}), {call}{at}{alone}"
+
+    def truth(self, where: str, iteration: int | None = None) -> str:
+        """A line of ``--prism-fault-truth``; where: programs, or a virtual rank."""
+        fields = dataclasses.asdict(self) | {"iteration": iteration, "where": where}
+        return truth_line(**{key: value for key, value in fields.items() if key != "index"})
+
+
+@dataclass(frozen=True)
+class Planted:
+    """programs and faults to run with ``quiescence.run``; hits is the truth.
+
+    slow_nics : of ranks whose calls between nodes take longer, which programs cannot say
+    """
+
+    programs: Programs
+    faults: dict[int, stall.Fault]
+    hits: tuple[Hit, ...]
+    slow_nics: tuple[tuple[tuple[int, ...], float, int], ...] = ()  # ranks, bw_factor, latency ns
+
+    @property
+    def culprits(self) -> set[int]:
+        """The ranks that are to blame."""
+        return {hit.rank for hit in self.hits}
+
+
+def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted:
+    """Plant every fault.  UsageError for one that hits nothing: it would never fire."""
+    planter = _Planter(programs)
+    for fault in faults:
+        if fault.kind in _ELSEWHERE:
+            raise UsageError(f"{fault}: {_ELSEWHERE[fault.kind]}",
+                             fix=f"on a run: --prism-fault {fault}")  # fmt: skip
+        before = len(planter.hits)
+        ranks = fault.ranks(programs.world, seed)
+        for rank in ranks:
+            planter.one(fault, rank)
+        if fault.kind == "nic":
+            latency = 1000 * (fault.number("latency_us", 0) or 0)
+            planter.nics.append((ranks, fault.factor("bw_factor"), latency))
+        if len(planter.hits) == before:
+            raise UsageError(f"{fault} never fires: no such call on {_few(ranks)}", fix=FIX)
+    return planter.result()
+
+
+def _few(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if len(ranks) > 1 else "")
+
+
+class _Planter:
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self.groups = memberships(programs)
+        self.edited: dict[int, list[Op]] = {}
+        self.stops: dict[int, stall.Fault] = {}
+        self.hits: list[Hit] = []
+        self.nics: list[tuple[tuple[int, ...], float, int]] = []
+
+    def ops(self, rank: int) -> list[Op]:
+        if rank not in self.edited:
+            self.edited[rank] = list(self.programs.of(rank))
+        return self.edited[rank]
+
+    def one(self, fault: Fault, rank: int) -> None:
+        if fault.kind == "nic":
+            what = "every call between nodes"
+            self.hits.append(Hit(str(fault), "nic", rank, -1, what, "", (), 0, "-", ""))
+            return
+        ops = self.ops(rank)
+        of_bytes = fault.kind == "oom" and "at_bytes" in fault.params
+        at = self._oom(fault, rank) if of_bytes else self._find(fault, ops)
+        if at is None:
+            return
+        self._note(fault, rank, ops, at)
+        if fault.kind == "nan" and "int" in ops[at].dtype:
+            raise UsageError(f"{fault}: {ops[at].name} of {ops[at].group} moves {ops[at].dtype}, "
+                             "which cannot be NaN", fix="another call: op=all_reduce")  # fmt: skip
+        if not fault.only_time and fault.kind in (*_HOST, "delay"):  # beyond all patience
+            self._stop(rank, host=at, silent=fault.kind in _SILENT)
+        elif fault.kind == "gpu_hang":
+            self._stop(rank, device=at)
+        elif fault.kind == "gpu_error":
+            self._stop(rank, blind=at, host=min(at + 5, len(ops)))
+        else:
+            EDITS[fault.kind](self.groups, fault, rank, ops, at)
+
+    def _stop(self, rank: int, **how: object) -> None:
+        self.stops[rank] = stall.Fault(**how)  # type: ignore[arg-type]
+
+    def _find(self, fault: Fault, ops: list[Op]) -> int | None:
+        finder = Finder(fault)
+        anything = "op" in fault.select or fault.kind not in ("gpu_hang", "slow")
+        for index, op in enumerate(ops):
+            talks = bool(_TALK[CODE[op.name]])
+            if not talks and (op.name != fault.select.get("op") and anything):
+                continue
+            call = Call(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
+            if finder.hit(call):
+                return index
+        return None
+
+    def _oom(self, fault: Fault, rank: int) -> int | None:
+        """Before the first op at which more lives than there is memory."""
+        program, limit = self.programs.of(rank), fault.number("at_bytes")
+        if not len(program.allocations):
+            raise UsageError(f"{fault}: the programs say nothing of memory",
+                             fix="capture them on tier meta")  # fmt: skip
+        over = np.flatnonzero(program.live_bytes() > limit)
+        if not over.size:
+            return None
+        return min(int(program.allocations["before"][over[0]]), len(program) - 1)
+
+    def _note(self, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
+        op = ops[at]
+        members: tuple[int, ...] = ()
+        if op.group:
+            members = tuple(map(int, self.groups[op.group].group(rank)))
+        self.hits.append(
+            Hit(str(fault), fault.kind, rank, at, op.name, op.group, members, _seq(ops, at),
+                op.label, op.site)
+        )  # fmt: skip
+
+    def result(self) -> Planted:
+        base = self.programs
+        of, made = base.program_of.copy(), list(base.programs)
+        for rank, ops in self.edited.items():
+            if ops != list(base.of(rank)):
+                of[rank] = len(made)
+                made.append(Program.from_ops(rank, ops))
+        programs = dataclasses.replace(base, programs=tuple(made), program_of=of)
+        return Planted(programs, dict(self.stops), tuple(self.hits), tuple(self.nics))
+
+
+def _seq(ops: list[Op], at: int) -> int:
+    """Place among the collectives, or the messages, of the group: batches are one launch."""
+    pair, group = ops[at].name in ("send", "recv"), ops[at].group
+    seen: set[object] = set()
+    for i, op in enumerate(ops[: at + 1]):
+        if op.group == group and _TALK[CODE[op.name]] and (op.name in ("send", "recv")) == pair:
+            seen.add(("batch", op.batch) if op.batch >= 0 else i)
+    return len(seen)

@@ -1,0 +1,292 @@
+"""Whose single fault leaves exactly these dumps?  Hypotheses, each driven through the programs.
+
+In : a DumpSet on which the verdict names nobody, that verdict, and the job's Programs.  Out: the
+Diagnosis, with a culprit where all hypotheses that fit are one rank's.  A hypothesis is one rank
+and one thing that went wrong with it (a call that differs, was left out, made twice or changed
+places; a device that stands still).  It fits if afterwards every rank has the outstanding calls of
+its dump, and the counters inside every group differ by as much.  Absolute counters say nothing
+(start-up calls are in no program), but ranks of one program made as many.  Several ranks fit, or
+none: the verdict stays as it was, with them in its evidence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from megatron_prism.core.ops import IS_COLLECTIVE, Op
+from megatron_prism.core.program import Program
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.selectors import format_ranks
+from megatron_prism.graph import stall
+from megatron_prism.graph.classes import memberships
+from megatron_prism.hang.alignment import Overlay, as_dumped, key, seen
+from megatron_prism.hang.dumps import DumpSet, Entry
+from megatron_prism.hang.mismatch import mismatches
+from megatron_prism.hang.outstanding import State, call_text
+from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
+
+__all__ = ["explain"]
+
+_MOST = 12_000_000  # ops that are run for all hypotheses: about a minute
+_RANKS = 32  # suspects
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hypothesis:
+    """kind as in Blamed; ops: the rank's calls then, or fault: where its device stands."""
+
+    rank: int
+    kind: str
+    text: str
+    ops: tuple[Op, ...] | None = None
+    fault: stall.Fault | None = None
+
+
+def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis:
+    """The verdict, with a culprit if the programs leave one choice."""
+    if verdict.culprits or verdict.verdict == "healthy":
+        return verdict
+    state = State(found)
+    if state.missing or max(found.dumps) >= programs.world.size:
+        return verdict
+    explainer = _Explainer(state, programs)
+    return explainer.verdict(verdict) if explainer.healthy else verdict
+
+
+class _Explainer:
+    def __init__(self, state: State, programs: Programs) -> None:
+        self.state, self.programs = state, programs
+        self.overlay = Overlay(state, programs)
+        self.groups = memberships(programs)
+        self.wanted = {rank: self._observed(rank) for rank in state.dumps}
+        self.counts = self._relative(state.enqueued)
+        self.plans: dict[int, stall.Plan] = {}  # of the programs as they are, made once
+        self.healthy = stall.run(programs, None, self.plans).finished
+        self.calls = [self._calls_of(p) for p in programs.programs]
+
+    def verdict(self, verdict: Diagnosis) -> Diagnosis:
+        tried, fits = 0, list[_Hypothesis]()
+        ops = sum(len(self.calls[i]) for i in self.programs.program_of.tolist())
+        for hypothesis in self._hypotheses():
+            if tried * ops > _MOST:
+                text = f"{tried} hypotheses were tried on the programs, and there are more"
+                return dataclasses.replace(verdict, evidence=(*verdict.evidence, text))
+            tried += 1
+            if self._leaves_these_dumps(hypothesis):
+                fits.append(hypothesis)
+        ranks = sorted({h.rank for h in fits})
+        text = f"of {tried} single faults tried on the programs {len(fits)} leave these dumps"
+        if len(ranks) != 1:
+            more = f", of ranks {format_ranks(ranks)}" if ranks else ""
+            return dataclasses.replace(verdict, evidence=(*verdict.evidence, text + more))
+        return self._named(verdict, fits[0], f"{text}, all of rank {ranks[0]}")
+
+    def _named(self, verdict: Diagnosis, why: _Hypothesis, text: str) -> Diagnosis:
+        victims = tuple(v for v in verdict.victims if v.rank != why.rank) or tuple(
+            Waiting(r, tuple(self.state.waits(r)[1]), e.op, e.desc, e.seq)
+            for r in sorted(self.state.outstanding)
+            if (e := self.state.head(r)) is not None and r != why.rank
+        )
+        names = {"device stuck": "device stuck", "order": "order"}
+        return dataclasses.replace(
+            verdict, verdict=names.get(why.kind, "mismatch"), victims=victims, confidence="likely",
+            culprits=(Blamed(why.rank, why.kind, why.text),),
+            evidence=(*verdict.evidence, f"rank {why.rank} {why.text}", text),
+        )  # fmt: skip
+
+    # -- what the dumps say -----------------------------------------------------------------------
+    def _observed(self, rank: int) -> list[tuple[object, ...]]:
+        """Its outstanding calls in the order of issue."""
+        step = self.state.step
+        return [(e.desc, step(rank, e) if e.pair else -1, *seen(e))
+                for e in self.state.outstanding[rank]]  # fmt: skip
+
+    def _relative(self, counts: dict[tuple[str, int], int]) -> dict[object, dict[int, int]]:
+        """By how many collectives each is behind the first: members of a group, and ranks that run
+        the same program (they started up alike)."""
+        found: dict[object, dict[int, int]] = defaultdict(dict)
+        for (name, rank), count in counts.items():
+            if name in self.state.groups and name not in self.state.pairs:
+                count = max(0, count)  # -1 is none yet, and the first has number 1
+                found[name][rank] = count
+                program = int(self.programs.program_of[rank])
+                found[self.state.groups[name].desc, program][rank] = count
+        return {n: {r: max(c.values()) - k for r, k in c.items()} for n, c in found.items()}
+
+    # -- what a hypothesis leads to ---------------------------------------------------------------
+    def _leaves_these_dumps(self, why: _Hypothesis) -> bool:
+        programs = self.programs
+        if why.ops is not None:
+            of = programs.program_of.copy()
+            of[why.rank] = len(programs.programs)
+            changed = Program.from_ops(why.rank, why.ops)
+            programs = dataclasses.replace(
+                programs, programs=(*programs.programs, changed), program_of=of
+            )
+        faults = {} if why.fault is None else {why.rank: why.fault}
+        after = stall.run(programs, faults, self.plans)
+        calls = self.calls
+        if why.ops is not None:
+            calls = [*self.calls, self._calls_of(why.ops)]
+        for rank, wanted in self.wanted.items():
+            mine, done = calls[int(programs.program_of[rank])], after.done[rank]
+            waits = {b for i, b, _ in mine if i < after.issued[rank] and not done[i]}
+            left = [k for i, b, k in mine if i < after.issued[rank] and b in waits
+                    and len(self.groups[str(k[0])].group(rank)) > 1]  # fmt: skip
+            if left != wanted:
+                return False
+        return self._relative(self._issued(after)) == self.counts
+
+    def _calls_of(self, ops: Iterable[Op]) -> list[tuple[int, int, tuple[object, ...]]]:
+        """(index, its batch, what is called); what is issued in one ends in one."""
+        return [(i, op.batch if op.batch >= 0 else -1 - i, self._key(op))
+                for i, op in enumerate(ops) if op.group]  # fmt: skip
+
+    def _key(self, op: Op) -> tuple[object, ...]:
+        if op.name not in ("send", "recv"):
+            return (op.group, -1, *key(op))
+        start = self.groups[op.group].start
+        size = int(start[1] - start[0])
+        return (op.group, op.peer % size, *key(op))
+
+    def _issued(self, after: stall.Standstill) -> dict[tuple[str, int], int]:
+        per: dict[tuple[int, int], Counter[str]] = {}
+        found = {}
+        for name, rank in self.state.enqueued:
+            if name not in self.state.groups:
+                continue
+            program, end = after.programs.of(rank), after.issued[rank]
+            number = int(after.programs.program_of[rank]), end
+            if number not in per:
+                rows = program.ops[:end]
+                talks = rows[IS_COLLECTIVE[rows["name"]]]
+                seen = zip(talks["group"].tolist(), talks["batch"].tolist(), strict=True)
+                launches = {(g, b) if b >= 0 else (g, b, i) for i, (g, b) in enumerate(seen)}
+                per[number] = Counter(program.strings[launch[0]] for launch in launches)
+            found[name, rank] = per[number][self.state.groups[name].desc]
+        return found
+
+    # -- which hypotheses -------------------------------------------------------------------------
+    def _hypotheses(self) -> Iterator[_Hypothesis]:
+        for rank in self._suspects():
+            yield from self._devices(rank)
+            known: set[tuple[object, ...]] = set()
+            for why in self._calls(rank, list(self.programs.of(rank))):
+                assert why.ops is not None
+                said = tuple(self._key(op) for op in why.ops if op.group)
+                if said not in known and self._may_stand(rank, said):
+                    known.add(said)
+                    yield why
+
+    def _calls(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
+        for entry in self.state.outstanding[rank][:2]:
+            yield from self._otherwise(rank, ops, entry)
+            yield from self._foreign(rank, ops, entry)
+        yield from self._left_out(rank, ops)
+        yield from self._more(rank, ops)
+        yield from self._neighbours(rank, ops)
+
+    def _may_stand(self, rank: int, said: tuple[tuple[object, ...], ...]) -> bool:
+        """Whether its outstanding calls come in that order in what it would then call."""
+        rest = iter(said)
+        return all(wanted in rest for wanted in self.wanted[rank])
+
+    def _suspects(self) -> list[int]:
+        """Between whom a call differs; who entered a call that nobody leaves; both sides of a
+        message that one side did not post."""
+        state = self.state
+        found: dict[int, None] = {}
+        behind: dict[int, None] = {}
+        for odd in mismatches(state):
+            found |= dict.fromkeys(odd.among)
+        for rank in sorted(state.outstanding):
+            head = state.head(rank)
+            if head is None:
+                continue
+            why, others = state.waits(rank)
+            if not why:
+                found |= dict.fromkeys([rank])
+            elif head.pair and why == "has not posted its side":
+                found |= dict.fromkeys([rank, *others])
+            elif why == "has not come":
+                found |= dict.fromkeys(others)
+            else:
+                behind |= dict.fromkeys([rank, *others])
+        found |= behind
+        return [rank for rank in found if rank in state.dumps][:_RANKS]
+
+    def _devices(self, rank: int) -> Iterator[_Hypothesis]:
+        firsts = {self.overlay.first_open(rank, step) for step in self.overlay.fits(rank)}
+        for first in sorted(firsts) if self.state.outstanding[rank] else ():
+            text = f"device never came to op {first}"
+            yield _Hypothesis(rank, "device stuck", text, None, stall.Fault(device=first))
+
+    def _otherwise(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
+        """The call as the dump has it, in place of one of its group, or two of them swapped."""
+        for i, op in enumerate(ops):
+            if op.group != entry.desc or (op.name in ("send", "recv")) != entry.pair:
+                continue
+            if entry.pair and (op.name != entry.op or key(op) == seen(entry)):
+                continue
+            if key(op) == seen(entry):
+                continue
+            kind = next(k for k, a, b in zip(("operation", "dtype", "shape"), key(op), seen(entry),
+                                             strict=True) if a != b)  # fmt: skip
+            text = f"calls {call_text(entry)} where its program has {op.name} (op {i})"
+            new = (*ops[:i], as_dumped(op, entry), *ops[i + 1 :])
+            yield _Hypothesis(rank, kind, text, new)
+            for j, other in enumerate(ops):
+                if j > i and other.group == op.group and key(other) == seen(entry):
+                    swapped = list(ops)
+                    swapped[i], swapped[j] = other, op
+                    text = f"makes ops {i} and {j} of its program the other way round"
+                    yield _Hypothesis(rank, "order", text, tuple(swapped))
+
+    def _two_sided(self, op: Op) -> bool:
+        start = self.groups[op.group].start
+        return 2 * op.peer % int(start[1] - start[0]) != 0
+
+    def _foreign(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
+        """A call that its program has nowhere, made before one of its calls."""
+        like = [op for op in ops if op.group == entry.desc and op.name not in ("send", "recv")]
+        if entry.pair or not like or any(key(op) == seen(entry) for op in like):
+            return
+        new = dataclasses.replace(as_dumped(like[0], entry), handle=-1, batch=-1)
+        text = f"calls {call_text(entry)}, which its program has nowhere"
+        for i, op in enumerate(ops):
+            if op.group:
+                yield _Hypothesis(rank, "extra call", text, (*ops[:i], new, *ops[i:]))
+
+    def _left_out(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
+        for i, op in enumerate(ops):
+            if op.group and len(self.groups[op.group].group(rank)) > 1:
+                left = tuple(o for k, o in enumerate(ops) if k != i
+                             and not (o.name == "wait" and o.handle == op.handle >= 0))  # fmt: skip
+                text = f"left out op {i} of its program, {op.name} of {op.group}"
+                yield _Hypothesis(rank, "skipped call", text, left)
+
+    def _more(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
+        """A call made twice, a message to or from the other side."""
+        for i, op in enumerate(ops):
+            if not op.group or len(self.groups[op.group].group(rank)) < 2:
+                continue
+            twice = (*ops[:i], dataclasses.replace(op, handle=-1), *ops[i:])
+            text = f"makes op {i} of its program twice, {op.name} of {op.group}"
+            yield _Hypothesis(rank, "extra call", text, twice)
+            if op.name in ("send", "recv") and self._two_sided(op):
+                other = (*ops[:i], dataclasses.replace(op, peer=-op.peer), *ops[i + 1 :])
+                text = f"makes op {i} of its program, {op.name}, with the other neighbour"
+                yield _Hypothesis(rank, "order", text, other)
+
+    def _neighbours(self, rank: int, ops: list[Op]) -> Iterator[_Hypothesis]:
+        """A call made before the one that should come first: sends and receives, two groups."""
+        calls = [i for i, op in enumerate(ops)
+                 if op.group and len(self.groups[op.group].group(rank)) > 1]  # fmt: skip
+        for i, j in zip(calls, calls[1:], strict=False):
+            if self._key(ops[i]) != self._key(ops[j]):
+                swapped = list(ops)
+                swapped[i], swapped[j] = ops[j], ops[i]
+                text = f"makes ops {i} and {j} of its program the other way round"
+                yield _Hypothesis(rank, "order", text, tuple(swapped))

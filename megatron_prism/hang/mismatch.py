@@ -1,0 +1,228 @@
+"""Whose call is the odd one?  Majorities inside a group, then among siblings.
+
+In : State.  Out: per odd rank, what it did and what the others did.  A vote without a majority
+names nobody: in a group of two it is the siblings, ranks with the same program in other groups,
+that decide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_prism.hang.dumps import Entry
+from megatron_prism.hang.joint_calls import signature, suspects
+from megatron_prism.hang.outstanding import State, call_text
+
+if TYPE_CHECKING:
+    from megatron_prism.hang.joint_calls import Signature
+
+__all__ = ["Odd", "mismatches"]
+
+
+_LAST = 6  # calls before one, by which siblings are at the same place
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A call in which ranks differ.
+
+    kind  : operation, dtype, shape, splits
+    entry : the call as the majority makes it (or one of those who differ)
+    ranks : the odd ones; empty if no vote decided, then ``among`` says between whom
+    """
+
+    kind: str
+    entry: Entry
+    ranks: tuple[int, ...]
+    among: tuple[int, ...]
+    text: str
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """What is alike where ranks of several groups err in the same way."""
+        return self.kind, self.entry.desc, self.entry.op, self.entry.seq, self.entry.pair
+
+    def __str__(self) -> str:
+        undecided = "" if self.ranks else "; no majority decides"
+        return f"{call_text(self.entry)}: {self.text}{undecided}"
+
+
+def mismatches(state: State) -> list[Odd]:
+    """The first call of every group in which its members differ; earliest first."""
+    found, made = [], _Made(state)
+    for calls in suspects(state):
+        odd = next(filter(None, (_compare(made, call) for call in calls)), None)
+        if odd is not None:
+            found.append(odd)
+    found += _messages(state)
+    return sorted(found, key=lambda odd: odd.entry.created_ns)
+
+
+class _Made:
+    """What ranks called: (description, sequence) -> entries; looked up once for each."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._found: dict[int, dict[tuple[str, int], list[Entry]]] = {}
+
+    def at(self, rank: int, desc: str, seq: int) -> list[Entry]:
+        if rank not in self._found:
+            self._found[rank] = defaultdict(list)
+            for e in self.state.dumps[rank].entries:
+                if not e.pair and e.op != "coalesced":
+                    self._found[rank][e.desc, e.seq].append(e)
+        return self._found[rank].get((desc, seq), [])
+
+    def before(self, rank: int, like: Entry) -> list[tuple[str, ...]]:
+        """The operations of its last calls before ``like`` in its group of that description."""
+        numbers = range(like.seq - _LAST, like.seq)
+        return [tuple(e.op for e in self.at(rank, like.desc, n)) for n in numbers]
+
+
+def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
+    state = made.state
+    signatures = {rank: signature(entries) for rank, entries in calls.items()}
+    votes = Counter(signatures.values())
+    if len(votes) == 1:
+        return _totals(state, calls)
+    usual, count = votes.most_common(1)[0]
+    if 2 * count <= len(calls):  # no majority here: ask the siblings
+        first = next(iter(calls.values()))[0]
+        votes += Counter(_elsewhere(made, first, set(calls), set(votes)))
+        usual, count = votes.most_common(1)[0]
+        if [n for _, n in votes.most_common(2)] == [count, count]:
+            texts = {r: _text(e) for r, e in calls.items()}
+            one, other, *_ = votes
+            kind = _kind(one, other)
+            return Odd(kind, first, (), tuple(calls), _differ(texts))
+    odd = tuple(r for r, s in signatures.items() if s != usual)
+    model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
+    text = f"{_differ({odd[0]: _text(calls[odd[0]])})}, {count} others {_text(model)}"
+    return Odd(_kind(signatures[odd[0]], usual), model[0], odd, tuple(calls), text)
+
+
+def _elsewhere(
+    made: _Made, like: Entry, here: set[int], known: set[Signature]
+) -> Iterator[Signature]:
+    """What siblings of the ranks ``here`` call at this place of their own groups: those whose calls
+    before it are alike, since numbers say nothing where siblings make calls of their own."""
+    state = made.state
+    mine = [made.before(rank, like) for rank in sorted(here)]
+    for role in {state.role.get(rank, 0) for rank in here}:
+        for rank in state.siblings[role]:
+            entries = [] if rank in here else made.at(rank, like.desc, like.seq)
+            if entries and (found := signature(entries)) in known:
+                before = made.before(rank, like)
+                if any(_fit(before, one) for one in mine):
+                    yield found
+
+
+def _fit(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
+    """Whether the same was called, as far as both are known."""
+    return all(a == b for a, b in zip(one, other, strict=True) if a and b)
+
+
+def _kind(a: Signature, b: Signature) -> str:
+    if len(a) != len(b):
+        return "coalescing"
+    for x, y in zip(a, b, strict=True):
+        for name, p, q in zip(("operation", "dtype", "shape"), x, y, strict=True):
+            if p != q:
+                return name
+    return "shape"
+
+
+def _text(entries: list[Entry]) -> str:
+    e = entries[0]
+    sizes = "+".join(map(str, e.numbers[0])) or "nothing"
+    more = f" and {len(entries) - 1} more in one call" if len(entries) > 1 else ""
+    return f"{e.op} {sizes} {e.dtypes[0] if e.dtypes else ''}".rstrip() + more
+
+
+def _differ(texts: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} calls {text}" for rank, text in sorted(texts.items())[:4])
+
+
+def _totals(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
+    """An all-to-all in which all together send more or less than all together receive."""
+    entries = {rank: e[0] for rank, e in calls.items()}
+    first = next(iter(entries.values()))
+    if first.op != "all_to_all" or len(calls) < len(state.groups[first.group].ranks):
+        return None
+    sums = {r: (sum(e.numbers[0]), sum(e.numbers[1])) for r, e in entries.items()}
+    if sum(a for a, _ in sums.values()) == sum(b for _, b in sums.values()):
+        return None
+    uneven = tuple(r for r, (a, b) in sums.items() if a != b)
+    text = "; ".join(f"rank {r} sends {sums[r][0]}, expects {sums[r][1]}" for r in uneven[:4])
+    alone = len(uneven) == 1 and len(sums) > 2
+    return Odd("splits", first, uneven if alone else (), tuple(sums), text)
+
+
+def _messages(state: State) -> Iterator[Odd]:
+    """Sends and receives at the head of both sides that do not fit."""
+    for rank in state.outstanding:
+        send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
+        mate = state.mate(rank, send) if send else None
+        if send is None or mate is None:
+            continue
+        a, b = (sum(send.numbers[0]), send.dtypes[:1]), (sum(mate.numbers[1]), mate.dtypes[:1])
+        peer = state.other(rank, send)
+        if a == b:
+            yield from _unbatched(state, (rank, send), (peer, mate))
+            continue
+        votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
+        odd = tuple(r for agrees, r in votes if not agrees)
+        text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
+        kind = "dtype" if a[0] == b[0] else "shape"
+        yield Odd(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+
+
+def _unbatched(state: State, one: tuple[int, Entry], other: tuple[int, Entry]) -> Iterator[Odd]:
+    """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
+    group's communicator and the second in one of the two ranks, so they never meet."""
+    here = [(_batched(state, *side), *side) for side in (one, other)]
+    if here[0][0] == here[1][0]:
+        return
+    odd = []
+    for batched, rank, entry in here:
+        kind, seen = (entry.desc, entry.op, state.step(rank, entry)), Counter[bool]()
+        for sibling in state.siblings[state.role.get(rank, 0)]:
+            alike = (e for e in state.dumps[sibling].entries if e.pair and sibling != rank
+                     and (e.desc, e.op, state.step(sibling, e)) == kind)  # fmt: skip
+            if (last := next(alike, None)) is not None:
+                seen[_batched(state, sibling, last)] += 1
+        if seen[not batched] > seen[batched]:
+            odd.append(rank)
+    if len(odd) == 1:
+        words = {True: "in a batch", False: "by itself"}
+        text = ", ".join(f"rank {r} posts its {e.op} {words[b]}" for b, r, e in here)
+        yield Odd("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
+
+
+def _batched(state: State, rank: int, entry: Entry) -> bool:
+    """Whether the record that closes a batch follows."""
+    entries = state.dumps[rank].entries
+    for e in entries[entries.index(entry) :]:
+        if e.group != entry.group or e.pair and e.seq != entry.seq:
+            return False
+        if e.op == "coalesced":
+            return True
+    return False
+
+
+def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:
+    """Whether most siblings' messages of that kind and direction look like this; those that ended
+    tell whether all should look alike, as those of sequences of any length do not."""
+    seen: Counter[object] = Counter()
+    ended = set[object]()
+    kind = (entry.desc, entry.op, state.step(rank, entry))
+    for other in state.siblings[state.role.get(rank, 0)]:
+        for e in state.dumps[other].entries:
+            if e.pair and e != entry and (e.desc, e.op, state.step(other, e)) == kind:
+                look = sum(e.numbers[side]), e.dtypes[:1]
+                seen[look] += 1
+                ended |= {look} if e.done else set()
+    return len(ended) > 1 or not seen or seen.most_common(1)[0][0] == size

@@ -1,0 +1,114 @@
+"""The verdict on a hang: culprits, victims, evidence, confidence, what is missing.
+
+Plain values with a text form (one line first, then the picture) and a JSON form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_prism.core.results import rendered
+from megatron_prism.core.selectors import format_ranks
+
+__all__ = ["SCHEMA", "Blamed", "Diagnosis", "Waiting"]
+
+SCHEMA = "prism.diagnosis/1"
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call,
+    skipped call or the
+    field in which its call differs."""
+
+    rank: int
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A victim: its oldest outstanding call and the ranks it waits for."""
+
+    rank: int
+    waits_for: tuple[int, ...]
+    op: str
+    group: str
+    seq: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """verdict: healthy, mismatch, device stuck, host stuck, missing dump, order, deadlock,
+    undetermined; group, op and seq are those of the first call that cannot end.
+
+    seq counts from 1 as the Flight Recorder does; from programs it is the call's index, from 0.
+    """
+
+    verdict: str
+    culprits: tuple[Blamed, ...] = ()
+    victims: tuple[Waiting, ...] = ()
+    group: str = ""
+    op: str = ""
+    seq: int = -1
+    confidence: str = "certain"
+    evidence: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    watchdog: str = ""  # which fires first, and what it prints
+    tried: tuple[str, ...] = ()  # what the programs, and the culprit's real code, say to it
+    confirmed: bool | None = None  # by them; None: not tried, or it says nothing
+
+    @property
+    def exit_code(self) -> int:
+        """0 no fault, 1 a fault, 3 several explanations remain."""
+        if self.verdict == "healthy":
+            return 0
+        return 3 if self.verdict == "undetermined" else 1
+
+    def to_json(self) -> dict[str, object]:
+        """``prism.diagnosis/1``."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_html(self) -> str:
+        """One self-contained page."""
+        return rendered("report.hang:page", self, str)
+
+    def to_markdown(self) -> str:
+        """The verdict for an issue."""
+        return rendered("report.hang:markdown", self, str)
+
+    def to_chrome_trace(self) -> str:
+        """A track per rank named, arrows to whom it waits for, for ui.perfetto.dev."""
+        return rendered("report.hang_trace:render", self, str)
+
+    def __str__(self) -> str:
+        """One line first, then the picture."""
+        lines = [self.headline()]
+        for title, rows in (("evidence", self.evidence), ("waits", self.chain),
+                            ("places", self.places), ("tried on the programs", self.tried),
+                            ("first watchdog", (self.watchdog,) if self.watchdog else ()),
+                            ("missing", self.missing)):  # fmt: skip
+            lines += [f"\n{title}:"] * bool(rows) + [f"  {row}" for row in rows]
+        if self.verdict != "healthy":
+            lines.append(f"\nconfidence: {self.confidence}")
+        return "\n".join(lines)
+
+    def headline(self) -> str:
+        """The verdict in one line."""
+        if self.verdict == "healthy":
+            return "HEALTHY: nobody waits for anybody"
+        where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
+        if not self.culprits and self.verdict == "mismatch":
+            ranks = format_ranks([v.rank for v in self.victims])
+            return f"MISMATCH at {where}, among ranks {ranks}: who is wrong is undetermined"
+        if not self.culprits:
+            return f"{self.verdict.upper()} at {where}; {len(self.victims)} ranks wait"
+        ranks = format_ranks([c.rank for c in self.culprits])
+        several = "ranks" if len(self.culprits) > 1 else "rank"
+        several = f"possibly {several}" if self.confidence == "possible" else several
+        kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
+        tail = f"{len(self.victims)} victims"
+        head = "HANG, OR A RUNNING JOB," if self.verdict == "undetermined" else "HANG"
+        return f"{head} at {where}: {several} {ranks} ({kinds}); {tail}"

@@ -1,0 +1,1 @@
+"""Peak memory of every class of ranks, from programs alone, and baselines that guard it."""

@@ -1,0 +1,300 @@
+"""How much would PyTorch's caching allocator reserve for these allocations?  A model.
+
+In : (storage, bytes) events in order, bytes negative for a free; a stream each if there are
+several.  Out: segments, blocks and peaks.  The rules are those of c10/cuda/CUDACachingAllocator.cpp
+(torch 2.11 to 2.13): sizes round up to 512 B (or as ``roundup_power2_divisions`` says); up to 1 MiB
+come from 2 MiB segments of the small pool; below 10 MiB from 20 MiB segments, above from segments
+of their own in multiples of 2 MiB; every stream has its own pools; best fit (smallest block, then
+lowest address); a block is split if 512 B or more (small), more than 1 MiB (large) would be left;
+neighbours that are both free merge.  With expandable segments each pool is one segment that grows
+in pages (2 and 20 MiB) at its end, and its free end is used last.  Under a limit, segments that are
+all free are given back before memory has run out, and single pages of expandable segments.
+Not modelled: garbage collection, private pools, and memory outside the allocator.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import EMPTIED
+from megatron_prism.memory.allocator_settings import MIB, ROUND, Settings
+
+__all__ = ["Block", "Full", "Machine", "Replayed", "Settings", "replay"]
+
+SMALL = 1 * MIB  # up to here from the small pool
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+OWN_SEGMENT = 10 * MIB  # from here a segment of its own, in multiples of 2 MiB
+AHEAD = 1024  # launches that CUDA lets be outstanding, about
+GAP = 1 << 44  # between segments: they never touch, so they never merge
+
+Pool = tuple[int, bool]  # stream, whether it is for small blocks
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment; ``before`` and ``after`` are its neighbours there."""
+
+    address: int
+    size: int
+    pool: Pool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+@dataclass
+class Replayed:
+    """What the allocator holds, and the most it held; bytes."""
+
+    reserved: int = 0
+    allocated: int = 0  # rounded sizes of what is in use
+    peak_reserved: int = 0
+    peak_allocated: int = 0
+    num_segments: int = 0
+    live: dict[int, list[Block]] = field(default_factory=dict)  # storage -> its blocks
+    first: list[Block] = field(default_factory=list)  # of every segment
+    full: Full | None = None  # where memory ran out; nothing after it happened
+
+
+@dataclass(frozen=True)
+class Full:
+    """A request that did not fit: its rounded size, what was reserved (without caches), in use."""
+
+    event: int
+    size: int
+    reserved: int
+    allocated: int
+
+
+class _OutOfMemory(Exception):
+    pass
+
+
+def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
+           limit: int | None = None, ahead: int = AHEAD) -> Replayed:  # fmt: skip
+    """Run ``events`` through the allocator.  UsageError for a free of what is not there.
+
+    A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
+    0 bytes say that another stream uses it: once freed it comes back when the device is past that,
+    ``ahead`` launches later or when the host waits.  Where ``limit`` bytes of segments are not
+    enough, it ends with ``full``.
+    """
+    machine = Machine(settings or Settings(), limit)
+    sizes: dict[int, int] = {}
+    beside: set[int] = set()  # storages that another stream uses
+    late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
+    for number, (storage, change, *more) in enumerate(events):
+        stream, launch = more[:1], more[1] if more[1:] else 0
+        while late and (launch >= late[0][0] + ahead or storage < 0):
+            machine.free(late.popleft()[1])
+        if change > 0:
+            sizes[storage] = sizes.get(storage, 0) + change
+            while True:
+                try:
+                    machine.malloc(storage, change, *stream)
+                    break
+                except _OutOfMemory:
+                    if not late:
+                        state, size = machine.state, machine.settings.rounded(change)
+                        state.full = Full(number, size, state.reserved, state.allocated)
+                        return state
+                for _ in range(len(late)):  # before torch says no it waits for other streams
+                    machine.free(late.popleft()[1])
+        elif change < 0:
+            left = sizes.get(storage, 0) + change
+            if left < 0:
+                said = f"storage {storage} gives back {-change} bytes and has {left - change}"
+                raise UsageError(said, fix="capture the program again")
+            sizes[storage] = left
+            if left == 0:
+                del sizes[storage]
+                late.append((launch, storage)) if storage in beside else machine.free(storage)
+        elif storage >= 0:
+            beside.add(storage)
+        elif storage == EMPTIED:
+            machine.release()
+    return machine.state
+
+
+class Machine:
+    """Pools of free blocks, sorted by (size, address)."""
+
+    def __init__(self, settings: Settings, limit: int | None = None) -> None:
+        self.settings, self.limit, self.state = settings, limit, Replayed()
+        self.pools: dict[Pool, list[tuple[int, int]]] = {}
+        self.blocks: dict[int, Block] = {}  # free ones by address
+        self.ends: dict[Pool, Block] = {}  # last block of a pool's expandable segment
+
+    def malloc(self, storage: int, num_bytes: int, stream: int = 0) -> None:
+        """A block for ``storage``, of the pools of ``stream``."""
+        size = self.settings.rounded(num_bytes)
+        pool = (stream, size <= SMALL)
+        block = self._best(size, pool) or self._more(size, pool)
+        rest = block.size - size
+        if self._splits(pool, size, rest):
+            self._split(block, size)
+        block.free = False
+        state = self.state
+        state.allocated += block.size
+        state.peak_allocated = max(state.peak_allocated, state.allocated)
+        state.live.setdefault(storage, []).append(block)
+
+    def free(self, storage: int) -> None:
+        """All blocks of ``storage`` go back to their pools."""
+        for block in self.state.live.pop(storage, ()):
+            self.state.allocated -= block.size
+            if block.before is not None and block.before.free:
+                self._take(block.before)
+                block = self._join(block.before, block)
+            if block.after is not None and block.after.free:
+                self._take(block.after)
+                block = self._join(block, block.after)
+            self._give(block)
+
+    def release(self) -> int:
+        """Give back every free segment or expandable page (``empty_cache``); their bytes."""
+        state, before = self.state, self.state.reserved
+        for block in list(self.blocks.values()):
+            if block.before is None and block.after is None:
+                self._take(block)
+                state.first.remove(block)
+                if self.ends.get(block.pool) is block:
+                    del self.ends[block.pool]
+                state.reserved -= block.size
+            elif self.settings.expandable:
+                self._unmap(block)
+        return before - state.reserved
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the whole pages of a free block; what comes later is mapped at the end."""
+        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        base = block.address // GAP * GAP
+        first = base + -(-(block.address - base) // page) * page
+        last = base + (block.address + block.size - base) // page * page
+        if first >= last:
+            return
+        self._take(block)
+        for at in (first, last):  # a piece before the pages, the pages, a piece behind them
+            if block.address < at < block.address + block.size:
+                size = at - block.address
+                rest = Block(at, block.size - size, block.pool, False, block, block.after)
+                if block.after is not None:
+                    block.after.before = rest
+                elif self.ends.get(block.pool) is block:
+                    self.ends[block.pool] = rest
+                block.size, block.after = size, rest
+                if block.address != first:
+                    self._give(block)
+                block = rest
+        if block.address != first:
+            self._give(block)
+        self.state.reserved -= last - first
+
+    # -- free blocks ------------------------------------------------------------------------------
+    def _splits(self, pool: Pool, size: int, rest: int) -> bool:
+        if pool[1] or self.settings.expandable:
+            return rest >= ROUND
+        return size < self.settings.max_split and rest > SMALL
+
+    def _give(self, block: Block) -> None:
+        block.free = True
+        self.blocks[block.address] = block
+        bisect.insort(self.pools.setdefault(block.pool, []), (block.size, block.address))
+
+    def _take(self, block: Block) -> None:
+        pool = self.pools[block.pool]
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
+        del self.blocks[block.address]
+        block.free = False
+
+    def _best(self, size: int, pool: Pool) -> Block | None:
+        free = self.pools.get(pool, [])
+        at = bisect.bisect_left(free, (size, 0))
+        if at == len(free):
+            return None
+        block = self.blocks[free[at][1]]
+        if block is self.ends.get(pool) and at + 1 < len(free):
+            block = self.blocks[free[at + 1][1]]  # the end can grow, so it counts as the largest
+        most = self.settings.max_split
+        if size < most <= block.size:
+            return None
+        if size >= most and block.size >= size + self.settings.max_non_split:
+            return None
+        self._take(block)
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.pool, True, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        elif self.ends.get(block.pool) is block:
+            self.ends[block.pool] = rest
+        block.size, block.after = size, rest
+        self._give(rest)
+
+    def _join(self, left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        elif self.ends.get(left.pool) is right:
+            self.ends[left.pool] = left
+        return left
+
+    # -- segments ---------------------------------------------------------------------------------
+    def _more(self, size: int, pool: Pool) -> Block:
+        if self.settings.expandable:
+            return self._grow(size, pool)
+        if pool[1]:
+            whole = SMALL_SEGMENT
+        elif size < OWN_SEGMENT:
+            whole = LARGE_SEGMENT
+        else:
+            whole = -(-size // (2 * MIB)) * (2 * MIB)
+        return self._segment(whole, pool)
+
+    def _segment(self, whole: int, pool: Pool) -> Block:
+        self._reserve(whole)
+        state = self.state
+        state.num_segments += 1
+        block = Block(state.num_segments * GAP, whole, pool)
+        state.first.append(block)
+        return block
+
+    def _reserve(self, num_bytes: int) -> None:
+        state = self.state
+        if self.limit is not None and state.reserved + num_bytes > self.limit:
+            self.release()
+            if state.reserved + num_bytes > self.limit:
+                raise _OutOfMemory
+        state.reserved += num_bytes
+        state.peak_reserved = max(state.peak_reserved, state.reserved)
+
+    def _grow(self, size: int, pool: Pool) -> Block:
+        """Pages at the end of the pool's only segment; a free block there is used first."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        end = self.ends.get(pool)
+        have = end.size if end is not None and end.free else 0
+        more = -(-(size - have) // page) * page
+        if self.limit is not None and self.state.reserved + more > self.limit:
+            self.release()  # which may have taken the end, or some of it
+            end = self.ends.get(pool)
+            have = end.size if end is not None and end.free else 0
+            more = -(-(size - have) // page) * page
+        if end is None:
+            block = self._segment(more, pool)
+            self.ends[pool] = block
+            return block
+        self._reserve(more)
+        if end.free:
+            self._take(end)
+            end.size += more
+            return end
+        block = Block(end.address + end.size, more, pool, False, end, None)
+        end.after = block
+        self.ends[pool] = block
+        return block

@@ -1,0 +1,392 @@
+"""Has a rank's peak grown?  The baseline of a job's memory: written, read, compared.
+
+In : ClassMemory of every class, and where they are from.  Out: JSON that a person reviews (sorted
+keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of
+allocated bytes beyond the tolerance fails, shrinking only says that the baseline may be updated;
+reserved is reported and not guarded, since it is modelled.  Baselines of another job, version or
+tier are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from megatron_prism.core import guards
+from megatron_prism.core.artefact import write_whole
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import CODED
+from megatron_prism.core.programs import Programs
+from megatron_prism.memory import allocator, communicators, connected
+from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse
+
+if TYPE_CHECKING:
+    from megatron_prism.memory.peaks import Holding
+
+__all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "peak_memory",
+           "save"]  # fmt: skip
+
+SCHEMA = "prism.mem-baseline/1"
+LEAK = 1 << 20  # bytes that an iteration may leave behind
+TOP = 48  # origins that a class lists; what is smaller is summed up
+PROVENANCE = {
+    "peak_allocated": "modelled: live bytes of shapes, before the allocator's rounding",
+    "peak_reserved": "modelled: the caching allocator's rules, pools per stream, from the "
+    "process's first request if the slices have it; midway between a "
+    "device that keeps up and one far behind",
+    "peak_device": "unknown: no calibration of context, workspaces and NCCL",
+}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # would end a line of a report, or colour it
+_NUMBERS = ("count", "peak_allocated", "peak_reserved")
+
+
+class At(TypedDict):
+    """Where a class peaks."""
+
+    step: str
+    phase: str
+    microbatch: int
+    chunk: int
+    op: str
+    site: str
+
+
+class Origin(TypedDict):
+    """A ``Holding``, as JSON has it."""
+
+    kind: str
+    module: str
+    site: str
+    num_bytes: int
+    count: int
+
+
+class Known(TypedDict, total=False):
+    """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
+
+    reserved_between: list[int]
+    growth: int | None
+    growth_top: list[Origin]
+    nccl: int | None
+    peak_device: int | None
+
+
+class Figures(Known):
+    """Of one class of ranks; bytes."""
+
+    ranks: str
+    count: int
+    peak_allocated: int
+    peak_reserved: int
+    at: At
+    by_category: dict[str, int]
+    top: list[Origin]
+    smaller: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """job: what decides the numbers (arguments, versions, tier); classes: name -> its figures."""
+
+    job: Mapping[str, str]
+    classes: Mapping[str, Figures]
+    device: str = PROVENANCE["peak_device"]  # what peak_device is made of
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Level -> what its bytes are made of."""
+        return {**PROVENANCE, "peak_device": self.device}
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism memory explain --json`` prints: whole bytes, by class."""
+        return {
+            "schema": "prism.memory_peaks/1",
+            "classes": dict(self.classes),
+            "provenance": self.provenance,
+        }
+
+
+def peak_memory(
+    programs: Programs,
+    *,
+    alloc_conf: str = "",
+    device: str | os.PathLike[str] | communicators.Calibration | None = "h200",
+) -> Baseline:
+    """Find the peak memory of every class of ranks, and what is alive then.
+
+    Args:
+        programs: what ``load`` or ``capture`` returned.
+        alloc_conf: PYTORCH_CUDA_ALLOC_CONF of the job.
+        device: what context, libraries and NCCL take: a shipped calibration, a file, or None:
+            device bytes are unknown.
+
+    Raises:
+        UsageError: the programs recorded no memory or did not train.
+    """
+    if device is not None and not isinstance(device, communicators.Calibration):
+        device = communicators.read(device)
+    return measure(programs, alloc_conf, device)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes that one origin holds more (or fewer) at the peak than before."""
+
+    kind: str
+    module: str
+    site: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One class against its baseline.
+
+    what    : grown, shrunk, same, appeared, vanished, over (its limit: ``level``), leaks
+    before  : peak of allocated bytes in the baseline, None if the class appeared
+    by_kind : bytes per kind, after - before, where they differ
+    origins : the same per origin, largest growth first
+    moved   : "1B2 -> O" if the peak is at another step
+    """
+
+    what: str
+    name: str
+    ranks: str
+    before: int | None
+    after: int | None
+    by_kind: Mapping[str, int]
+    origins: tuple[Growth, ...]
+    moved: str = ""
+    level: str = "allocated"
+
+    @property
+    def fails(self) -> bool:
+        return self.what in ("grown", "appeared", "vanished", "over", "leaks")
+
+
+def measure(
+    programs: Programs, alloc_conf: str = "", device: communicators.Calibration | None = None
+) -> Baseline:
+    """The figures of ``programs``; ``device`` says what processes and communicators take.
+
+    UsageError if they recorded no memory or did not train.
+    """
+    settings = allocator.Settings.parse(alloc_conf)
+    optimizer = CODED["phase"].index("optimizer")
+    for program in programs.programs:
+        if not (program.ops["phase"] == optimizer).any():
+            raise UsageError(
+                f"rank {program.rank} made no optimizer step: such a run is no baseline",
+                fix="capture a whole iteration: prism capture RECIPE -o DIR",
+            )
+    world = programs.world
+    job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
+    device = device or communicators.Calibration()
+    classes: dict[str, Figures] = {}
+    for one in analyse(programs, settings):
+        nccl = device.nccl(connected.used_by(programs, one.program))
+        beyond = None if nccl is None or device.process is None else nccl + device.process
+        classes[one.name] = {
+            **_figures(one),
+            "nccl": nccl,
+            "peak_device": None if beyond is None else one.reserved + beyond,
+        }
+    return Baseline(job, classes, device.provenance())
+
+
+def _origin(h: Holding) -> Origin:
+    return {
+        "kind": h.kind,
+        "module": h.module,
+        "site": h.site,
+        "num_bytes": h.num_bytes,
+        "count": h.count,
+    }
+
+
+def _figures(one: ClassMemory) -> Figures:
+    top, op = one.peak, one.peak.op
+    listed = [_origin(h) for h in top.holdings[:TOP]]
+    left = sum(h.num_bytes for h in top.holdings[TOP:])
+    return {
+        "ranks": one.ranks,
+        "count": one.count,
+        "peak_allocated": top.num_bytes,
+        "peak_reserved": one.reserved,
+        "reserved_between": list(one.between),
+        "at": {
+            "step": op.label,
+            "phase": op.phase,
+            "microbatch": op.microbatch,
+            "chunk": op.chunk,
+            "op": op.name,
+            "site": top.site,
+        },
+        "by_category": dict(top.by_kind),
+        "top": listed,
+        "smaller": left,
+        "growth": None if one.growth is None else sum(h.num_bytes for h in one.growth),
+        "growth_top": [_origin(h) for h in (one.growth or ())[:TOP] if h.num_bytes > 0],
+    }
+
+
+def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write it, whole or not at all; UsageError if the place is taken."""
+    value = {"schema": SCHEMA, **asdict(baseline)}
+    value["provenance"] = {**PROVENANCE, "peak_device": value.pop("device")}
+    return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
+
+
+# -- reading --------------------------------------------------------------------------------------
+def load(path: str | os.PathLike[str]) -> Baseline:
+    """What ``save`` wrote.  UsageError for anything else."""
+    fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
+    try:
+        value = guards.read_json(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the baseline {path}: {error.strerror}",
+            fix=f"prism memory record PROGRAMS -o {path}",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}", fix=fix) from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise UsageError(f"{path} is no {SCHEMA}, its schema is {schema!r}", fix=fix)
+    try:
+        _check(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged: {error}", fix=fix) from error
+    source = value.get("provenance", {}).get("peak_device", PROVENANCE["peak_device"])
+    return Baseline(value["job"], value["classes"], str(source))
+
+
+def _check(value: dict[str, Any]) -> None:
+    """ValueError and its kin unless the figures add up."""
+    classes, source = value["classes"], value.get("provenance", {})
+    if not classes or {*map(type, value["job"].values())} != {str} or not isinstance(source, dict):
+        raise ValueError("it has no classes, no job or no provenance")
+    for name, one in classes.items():
+        kinds = one["by_category"]
+        numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
+        numbers += [entry["num_bytes"] for entry in one["top"]]
+        numbers += [entry["num_bytes"] for entry in one.get("growth_top", ())]
+        numbers += [one[key] for key in ("nccl", "peak_device") if one.get(key) is not None]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
+        if type(one.get("growth")) not in (int, type(None)):  # may be below 0
+            raise ValueError(f"class {name}: its growth is no whole number")
+        texts = [name, one["ranks"], one["at"]["step"], one["at"]["site"]]
+        listed = [*one["top"], *one.get("growth_top", ())]
+        texts += [entry[key] for entry in listed for key in ("kind", "module", "site")]
+        ours = all(isinstance(text, str) and not _CONTROL.search(text) for text in texts)
+        if not ours or set(kinds) != set(KINDS):
+            raise ValueError(f"class {name!r}: its texts or categories are not ours")
+        whole = one["peak_allocated"]
+        parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
+        if sum(kinds.values()) != whole or parts != whole:
+            raise ValueError(f"class {name}: its parts do not add up to {whole}")
+
+
+# -- comparing ------------------------------------------------------------------------------------
+def compare(
+    before: Baseline,
+    after: Baseline,
+    *,
+    tol_bytes: int = 0,
+    limit: int | None = None,
+    leak_bytes: int = LEAK,
+    any_job: bool = False,
+) -> list[Change]:
+    """Every class of both, in the order of their ranks.
+
+    tol_bytes : growth that is still no failure
+    limit     : bytes that device memory may not exceed; where it is unknown, reserved memory
+    leak_bytes: what an iteration may leave behind (the last losses are a few bytes)
+    any_job   : compare although arguments, versions or tier differ; else UsageError
+    """
+    if not any_job:
+        _same_job(before.job, after.job)
+    found = []
+    names = dict.fromkeys([*after.classes, *before.classes])
+    for name in names:
+        old, new = before.classes.get(name), after.classes.get(name)
+        one = _change(name, old, new, tol_bytes)
+        found.append(one)
+        if new is not None and (new.get("growth") or 0) > leak_bytes:
+            left = tuple(
+                Growth(h["kind"], h["module"], h["site"], h["num_bytes"]) for h in new["growth_top"]
+            )
+            found.append(Change("leaks", name, new["ranks"], 0, new["growth"], {}, left))
+        if new is not None and limit is not None:
+            device = new.get("peak_device")
+            level = "reserved" if device is None else "device"
+            if (size := new["peak_reserved"] if device is None else device) > limit:
+                ranks = new["ranks"]
+                found.append(Change("over", name, ranks, limit, size, {}, (), level=level))
+    return found
+
+
+def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    differ = [
+        f"{key} {before.get(key, 'unknown')}, now {after.get(key, 'unknown')}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+    if differ:
+        raise UsageError(
+            f"the baseline is of another job, the two are not comparable: {'; '.join(differ)}",
+            fix="prism memory update PROGRAMS baseline=FILE takes the new one, prism memory diff "
+            "A B --force shows both",
+        )
+
+
+def _change(name: str, old: Figures | None, new: Figures | None, tol_bytes: int) -> Change:
+    if old is None or new is None:
+        there = new if old is None else old
+        assert there is not None
+        size = there["peak_allocated"]
+        if old is None:
+            return Change("appeared", name, there["ranks"], None, size, {}, ())
+        return Change("vanished", name, there["ranks"], size, None, {}, ())
+    first, second = old["peak_allocated"], new["peak_allocated"]
+    what = "same" if first == second else "shrunk" if second < first else "grown"
+    if what == "grown" and second - first <= tol_bytes:
+        what = "tolerated"
+    kinds = {k: d for k in KINDS if (d := new["by_category"][k] - old["by_category"][k])}
+    steps = old["at"]["step"], new["at"]["step"]
+    moved = f"{steps[0]} -> {steps[1]}" if steps[0] != steps[1] else ""
+    if old["count"] != new["count"]:
+        moved += f"{'; ' if moved else ''}{old['count']} -> {new['count']} ranks"
+    return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
+
+
+def _origins(old: Figures, new: Figures) -> tuple[Growth, ...]:
+    """What each origin holds more; a line that only moved within its file is the same origin."""
+    exact: dict[tuple[str, str, str], int] = {}
+    for sign, side in ((-1, old), (1, new)):
+        for h in side["top"]:
+            key = (h["kind"], h["module"], h["site"])
+            exact[key] = exact.get(key, 0) + sign * h["num_bytes"]
+    total: dict[tuple[str, str, str], tuple[int, int, str]] = {}
+    for (kind, module, site), size in exact.items():
+        key = (kind, module, re.sub(r":\d+$", "", site))
+        whole, most, shown = total.get(key, (0, -1, site))
+        if size > most:
+            most, shown = size, site
+        total[key] = (whole + size, most, shown)
+    rest = new["smaller"] - old["smaller"]
+    found = [Growth(k, m, shown, size) for (k, m, _), (size, _, shown) in total.items() if size]
+    found += [Growth("other", "smaller ones", "", rest)] if rest else []
+    return tuple(sorted(found, key=lambda g: (-g.num_bytes, g.kind, g.module, g.site)))
+
+
+def summary(changes: Sequence[Change]) -> dict[str, int]:
+    """How many classes of each kind of change."""
+    return {what: sum(c.what == what for c in changes) for what in dict.fromkeys(
+        c.what for c in changes)}  # fmt: skip

@@ -1,0 +1,289 @@
+"""Predict the distribution of the iteration time, what moves its tail, and a whole run.
+
+``predict`` takes programs, draws iterations of the priced world and returns a Prediction: quantiles
+of the iteration time over clusters and iterations, with confidence intervals, and the same after
+one change at a time.  Variance does not add up along a graph of maxima, so every change is
+simulated, not derived.  Without variation every quantile is the iteration time of ``replay``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.programs import Programs
+from megatron_prism.core.results import rendered
+from megatron_prism.predict.calls import CallSpread, call_spread
+from megatron_prism.predict.fitted import fitted, is_timed
+from megatron_prism.predict.quantiles import Quantile, quantile
+from megatron_prism.predict.sampler import Sampler
+from megatron_prism.predict.spreads import PARTS, Variability
+from megatron_prism.predict.spreads import variability as shipped
+from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
+from megatron_prism.predict.whole_run import Plan, RunPrediction, check_plan, predict_run
+from megatron_prism.replay.priced_graph import (
+    CalibrationLike,
+    MachineLike,
+    PricedGraph,
+    WhatIf,
+    price,
+)
+
+__all__ = ["QUANTILES", "Prediction", "Spreads", "predict", "spreads_of", "worth"]
+
+QUANTILES = (0.05, 0.5, 0.95, 0.99)
+FEWEST = 100
+_DRAWS = 1 << 19  # replicas that a prediction draws, if nobody says how many iterations
+_FEW_DRAWS = 1 << 17  # of a what-if of all replicas
+_SLOWEST = 1000  # times: beyond it, a GPU is not slow but stuck
+_MOST, _LEAST = 5_000, 1_000  # iterations
+_LEAST_WHATIF = 400
+_NODES = 5e10  # visits of nodes that a prediction may cost, about a minute
+_SHOWN = 199  # quantiles of ``times``
+VariabilityLike = str | Variability | None
+Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The distribution of the iteration time.
+
+    steady    : ns without any variation, as ``replay`` has it
+    replicas  : independent copies of the model
+    samples   : iterations of the whole world that were drawn
+    quantiles : of an iteration
+    times     : every 1/200 of the distribution from 0.5 % to 99.5 %, ns
+    halved    : part of the variability -> p95 if its spread were half, ns
+    halved_from : p95 of as few draws as ``halved`` rests on, to compare with
+    slow      : class -> p95 if one of its ranks took ``slow_by`` times as long, ns; of the 64
+                classes that compute longest; slow_from: p95 without, of the same draws
+    source    : of the spreads; calls: how calls vary; durations: provenance of what varies
+    run       : of a whole run, if one was described
+    study     : what-ifs, if they were asked for
+    world     : its sizes; graph: how many classes and ops it has; neither is part of the JSON
+    draws     : float64 [samples], ns ascending; not part of the JSON
+    """
+
+    steady: int
+    replicas: int
+    samples: int
+    seed: int
+    quantiles: tuple[Quantile, ...]
+    times: tuple[float, ...]
+    halved: Mapping[str, float]
+    halved_from: float
+    slow: Mapping[int, float]
+    slow_from: float
+    slow_by: float
+    source: str
+    calls: str
+    durations: tuple[str, ...]
+    world: str
+    run: RunPrediction | None = None
+    study: Study | None = None
+    graph: str = field(kw_only=True)
+    variability: Variability = field(kw_only=True)
+    draws: np.ndarray = field(kw_only=True, repr=False, compare=False)
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism predict --json`` prints: times in ns; a quantile that the samples do not
+        reach is null."""
+        hidden = {"draws": None, "variability": None}
+        found = dataclasses.asdict(dataclasses.replace(self, **hidden))  # type: ignore[arg-type]
+        for key in (*hidden, "world", "graph"):
+            found.pop(key)
+        return {"schema": "prism.prediction/1", **found}
+
+    def to_html(self) -> str:
+        """One self-contained page with the distribution, and the study if there is one."""
+        return rendered("report.distribution:render", self, str)
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """How much everything varies.
+
+    variability : of GPUs, steps, calls, the network, hosts
+    calls       : of calls that a calibration has samples of; None: as ``variability`` says
+    said        : how calls vary, in words
+    """
+
+    variability: Variability
+    calls: CallSpread | None
+    said: str
+
+
+def spreads_of(priced: PricedGraph, variability: VariabilityLike = None) -> Spreads:
+    """The spreads of a world: ``variability`` as of ``predict``, calls as its calibration has
+    samples of them."""
+    spread = _variability(variability, priced.programs)
+    calls, file = None, "" if priced.calibration is None else priced.calibration.path
+    if file:
+        calls = call_spread(priced.graph, priced.prices, priced.machine, file)
+    said = calls.source if calls is not None else f"all vary as {spread.name} says"
+    if file and calls is None:
+        said += f" ({file} has no samples of this job's calls)"
+    return Spreads(spread, calls, said)
+
+
+def _variability(asked: VariabilityLike, programs: Programs) -> Variability:
+    """What was asked for; None: what the slices say, if their iterations were timed."""
+    if isinstance(asked, Variability):
+        return asked
+    if asked == "fitted" or (asked is None and is_timed(programs)):
+        return fitted(programs, shipped("public"))
+    return shipped(asked or "public")
+
+
+def predict(
+    programs: Programs | PricedGraph,
+    *,
+    machine: MachineLike | None = None,
+    calibration: CalibrationLike | None = None,
+    what_if: WhatIf | None = None,
+    variability: VariabilityLike = None,
+    samples: int | None = None,
+    seed: int = 0,
+    levels: Sequence[float] = QUANTILES,
+    slow_by: float = 1.2,
+    plan: Plan | None = None,
+    what_ifs: Sequence[float] | bool = False,
+    progress: Progress | None = None,
+) -> Prediction:
+    """Predict the distribution of an iteration's time.
+
+    Args:
+        programs, machine, calibration, what_if: as of ``price``, or what it returned, which has
+            the other three.  Calls that the calibration has samples of vary as those do.
+        variability: how much everything else varies: "fitted" (to the timed iterations of the
+            slices: the default if there are five or more), the name of shipped spreads ("public",
+            the default elsewhere), a JSON file like them, or a Variability.
+        samples: iterations to draw; default 1,000 to 5,000, fewer the more replicas there are.
+        seed: of the draws.
+        levels: which quantiles, between 0 and 1.
+        slow_by: how many times as long the slow GPU of the what-ifs computes.
+        plan: a whole run, to be predicted too.
+        what_ifs: whether to study single calls, slow GPUs, hot nodes and other world sizes, too;
+            or how many times as long slow GPUs and nodes compute in that study.
+        progress: is told what is being done and which part of it is done, 0 to 1.
+
+    Raises:
+        UsageError: levels outside (0, 1), fewer than 100 samples, a plan that cannot be.
+        PrismError: the calls do not fit together, or nothing takes time.
+    """
+    if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
+        raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="slow=1.2")
+    if plan is not None:
+        check_plan(plan)
+    priced = programs
+    if not isinstance(priced, PricedGraph):
+        priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)
+    check_takes_time(priced)
+    spreads = spreads_of(priced, variability)
+    sampler = Sampler(priced.timeline, seed, spreads.calls)
+    found = _distribution(priced, sampler, spreads, samples, levels, slow_by, progress)
+    told = _Told(progress)
+    if plan is not None:
+        run = predict_run(sampler, spreads.variability, plan, progress=told.of("drawing clusters"))
+        found = dataclasses.replace(found, run=run)
+    if what_ifs:
+        factors = FACTORS if what_ifs is True else what_ifs
+        answers = study(sampler, spreads.variability, priced, factors, told.of("what if"))
+        found = dataclasses.replace(found, study=answers)
+    return found
+
+
+def check_takes_time(priced: PricedGraph) -> None:
+    """PrismError if no op of the world takes any time."""
+    if not priced.prices.used():
+        path = priced.programs.path or "DIR"
+        raise PrismError(
+            f"nothing in {path} takes time, so there is nothing to predict",
+            fix=f"prism show {path}",
+        )
+
+
+@dataclass(frozen=True)
+class _Told:
+    progress: Progress | None
+
+    def of(self, what: str) -> Callable[[float], object]:
+        progress = self.progress
+        return (lambda part: None) if progress is None else (lambda part: progress(what, part))
+
+
+def _distribution(
+    priced: PricedGraph,
+    sampler: Sampler,
+    spreads: Spreads,
+    samples: int | None,
+    levels: Sequence[float],
+    slow_by: float,
+    progress: Progress | None,
+) -> Prediction:
+    """The distribution itself, and its one-at-a-time changes."""
+    spread, told = spreads.variability, _Told(progress).of("drawing iterations")
+    count, affordable = worth(sampler, samples), _affordable(sampler)
+    few, chosen = min(count, max(_LEAST_WHATIF, _FEW_DRAWS // sampler.replicas)), busiest(sampler)
+    tried = min(count, max(_LEAST_WHATIF, affordable // 8 // len(chosen)))
+    parts = [part for part in PARTS if part != "host" or sampler.hosted and spread.host]
+    work = count * sampler.replicas + (len(parts) * sampler.replicas * few) + len(chosen) * tried
+    done = 0
+
+    def more(draws: int) -> None:
+        nonlocal done
+        done += draws
+        told(done / work)
+
+    each = sampler.draw(spread, count, progress=more)
+    times = np.sort(each.max(axis=1))
+    halved = {
+        part: p95(sampler.draw(spread.scaled(part, 0.5), few, progress=more).max(axis=1))
+        for part in parts
+    }
+    slow = {
+        index: p95(with_slow(sampler, spread, each[:tried], {0: {index: (1, slow_by)}}, more))
+        for index in chosen
+    }
+    return Prediction(
+        steady=priced.timeline.iteration_ns,
+        replicas=sampler.replicas,
+        samples=count,
+        seed=sampler.seed,
+        quantiles=tuple(quantile(times, level) for level in levels),
+        times=shown(times),
+        halved=halved,
+        halved_from=p95(each[:few].max(axis=1)),
+        slow=slow,
+        slow_from=p95(each[:tried].max(axis=1)),
+        slow_by=slow_by,
+        source=f"{spread.name}: {spread.source}",
+        calls=spreads.said,
+        durations=priced.prices.used(),
+        world=str(priced.graph.programs.world),
+        graph=str(priced.graph),
+        variability=spread,
+        draws=times,
+    )
+
+
+def shown(times: np.ndarray) -> tuple[float, ...]:
+    """Every 1/200 of a distribution from 0.5 % to 99.5 %."""
+    return tuple(np.quantile(times, np.linspace(0.005, 0.995, _SHOWN)).tolist())
+
+
+def _affordable(sampler: Sampler) -> int:
+    """Replicas that a prediction may draw."""
+    return int(min(_DRAWS, _NODES / max(1, len(sampler.paths.lasts))))
+
+
+def worth(sampler: Sampler, samples: int | None) -> int:
+    """How many iterations to draw, if nobody says how many (``samples``).  UsageError for few."""
+    count = samples or min(_MOST, max(_LEAST, _affordable(sampler) // sampler.replicas))
+    if count < FEWEST:
+        raise UsageError(f"{count} samples say little", fix="samples=2000")
+    return count

@@ -1,0 +1,323 @@
+"""Study what moves p95: less or more variation of one thing, a slow GPU or node, a larger world.
+
+``study`` takes a Sampler and a Variability and returns a Study.  Every answer is simulated again
+with the same random numbers, since variance does not add up along maxima: a kind of call that
+varies much may matter to nobody.  What a slow GPU does is compared by p95.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import NAMES
+from megatron_prism.predict.replicas import replica_of
+from megatron_prism.predict.sampler import Sampler, Slow
+from megatron_prism.predict.spreads import PARTS, Variability
+from megatron_prism.replay.priced_graph import PricedGraph
+
+__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "busiest", "hot_node", "hot_nodes",
+           "p95", "placement", "scale", "study", "tornado", "with_slow"]  # fmt: skip
+
+FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
+SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
+_DRAWS, _FEWEST, _MOST = 1 << 16, 200, 2000
+_KINDS = 8  # kinds of calls that are looked at, those that take longest
+_STAGES = 16
+CLASSES = 64  # in which one rank is made slow: those that compute longest
+
+
+@dataclass(frozen=True)
+class Bar:
+    """p95 in ns if the spread of ``what`` were half, and twice as large; ``base`` as it is."""
+
+    what: str
+    halved: float
+    doubled: float
+    base: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """p95 in ns [factor][class] with one GPU of that class that much slower, of the 64 classes that
+    compute longest.
+
+    gain : worst over best class, by factor
+    """
+
+    factors: tuple[float, ...]
+    classes: tuple[int, ...]
+    p95: tuple[tuple[float, ...], ...]
+    gain: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class HotNode:
+    """(factor, p95 in ns) with all GPUs of node ``node`` that much slower."""
+
+    node: int
+    ranks: int
+    p95: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A world of ``ranks`` ranks: the path without variation and quantiles, ns."""
+
+    ranks: int
+    steady: int
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """All what-ifs; ``note`` says what they leave as it is.  base: p95 without any of them; hot: a
+    node of each kind."""
+
+    base: float
+    tornado: tuple[Bar, ...]
+    placement: Placement
+    hot: tuple[HotNode, ...]
+    scale: tuple[Point, ...]
+    note: str
+
+
+def study(
+    sampler: Sampler,
+    spread: Variability,
+    priced: PricedGraph,
+    factors: Sequence[float] = FACTORS,
+    progress: Callable[[float], object] | None = None,
+) -> Study:
+    """Everything, with as few draws as that needs.
+
+    Args:
+        sampler: of the timeline of ``priced``.
+        spread: how much everything varies.
+        priced: prices worlds of other sizes.
+        factors: how many times as long slow GPUs and nodes compute.
+        progress: is told which part is done, 0 to 1.
+    """
+
+    def told(part: float) -> None:
+        if progress is not None:
+            progress(part)
+
+    count = _count(sampler.replicas)
+    each = sampler.draw(spread, count)
+    bars = tornado(sampler, spread, count, lambda part: told(0.6 * part))
+    placed = placement(sampler, spread, each, factors)
+    told(0.7)
+    hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node, factors)
+    told(0.75)
+    points, note = scale(sampler, spread, priced)
+    told(1.0)
+    return Study(p95(each.max(axis=1)), bars, placed, hot, points, note)
+
+
+def _count(replicas: int) -> int:
+    return min(_MOST, max(_FEWEST, _DRAWS // replicas))
+
+
+def kinds(sampler: Sampler) -> dict[str, np.ndarray]:
+    """``all_reduce in GROUP`` -> bool [nodes of paths]; the longest in total first."""
+    graph, paths = sampler.graph, sampler.paths
+    meet = graph.rendezvous
+    nodes = np.flatnonzero(paths.row == len(sampler.members))
+    firsts = meet.start[sampler.op[paths.node[nodes]]]
+    owners, ops = meet.classes[firsts], meet.ops[firsts]
+    names: dict[str, list[int]] = {}
+    programs = graph.program_list
+    for node, owner, op in zip(nodes.tolist(), owners.tolist(), ops.tolist(), strict=True):
+        row = programs[owner].ops[op]
+        label = f"{NAMES[row['name']]} in {programs[owner].strings[row['group']]}"
+        names.setdefault(label, []).append(node)
+    found = {}
+    for label, mine in names.items():
+        mask = np.zeros(len(paths.lasts), dtype=bool)
+        mask[mine] = True
+        found[label] = mask
+    return dict(sorted(found.items(), key=lambda item: -float(paths.lasts[item[1]].sum())))
+
+
+def tornado(
+    sampler: Sampler,
+    spread: Variability,
+    count: int,
+    progress: Callable[[float], object] | None = None,
+) -> tuple[Bar, ...]:
+    """Parts of the variability, kinds of calls and classes' GPUs, the strongest first."""
+
+    def run(what: Variability, **changes: object) -> float:
+        return p95(sampler.draw(what, count, **changes).max(axis=1))  # type: ignore[arg-type]
+
+    base = run(spread)
+    jobs: list[tuple[str, Callable[[float], float]]] = []
+
+    def add(what: str, job: Callable[[float], float]) -> None:
+        jobs.append((what, job))
+
+    for part in PARTS:
+        if spread.of(part).spread > 0 and (part != "host" or sampler.hosted):
+            add(f"{part} spread", lambda by, part=part: run(spread.scaled(part, by)))  # type: ignore[misc]
+    if spread.of("call").spread > 0 or sampler.calls is not None:
+        for label, mask in list(kinds(sampler).items())[:_KINDS]:
+            add(label, lambda by, mask=mask: run(spread, share=np.where(mask, by, 1.0)))  # type: ignore[misc]
+    if 1 < len(sampler.members) <= _STAGES and spread.curve("gpu", "step")[1][-1] > 1:
+        for index in range(len(sampler.members)):
+            add(f"GPUs of class {index}", lambda by, index=index: run(spread, calm={index: by}))  # type: ignore[misc]
+    bars = []
+    for place, (what, job) in enumerate(jobs):
+        bars.append(Bar(what, job(0.5), job(2.0), base))
+        if progress is not None:
+            progress((place + 1) / len(jobs))
+    return tuple(sorted(bars, key=lambda bar: -abs(bar.doubled - bar.halved)))
+
+
+def placement(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    factors: Sequence[float] = FACTORS,
+) -> Placement:
+    """One slow GPU in every class in turn, beside ``each`` [count, replicas] without one."""
+    classes = tuple(busiest(sampler))
+    rows = []
+    for factor in factors:
+        if factor <= 0:
+            raise UsageError(f"{factor} is no factor", fix="slow=1.2")
+        rows.append(
+            tuple(
+                p95(with_slow(sampler, spread, each, {0: {index: (1, factor)}}))
+                for index in classes
+            )
+        )
+    return Placement(
+        tuple(factors), classes, tuple(rows), tuple(max(row) / min(row) for row in rows)
+    )
+
+
+def hot_node(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    node: int,
+    gpus_per_node: int,
+    factors: Sequence[float] = FACTORS,
+) -> HotNode:
+    """All GPUs of one node slower, whichever replicas and classes they are in."""
+    world = sampler.graph.programs.world
+    ranks = np.arange(node * gpus_per_node, min(world.size, (node + 1) * gpus_per_node))
+    if not 0 <= node * gpus_per_node < world.size:
+        raise UsageError(f"there is no node {node}", fix="node 0")
+    places = zip(
+        replica_of(sampler.graph, ranks).tolist(),
+        sampler.graph.classes.of[ranks].tolist(),
+        strict=True,
+    )
+    counts: dict[int, dict[int, int]] = {}
+    for replica, index in places:
+        counts.setdefault(replica, {})
+        counts[replica][index] = counts[replica].get(index, 0) + 1
+    found = []
+    for factor in factors:
+        slow = {
+            replica: {index: (many, factor) for index, many in mine.items()}
+            for replica, mine in counts.items()
+        }
+        found.append((factor, p95(with_slow(sampler, spread, each, slow))))
+    return HotNode(node, len(ranks), tuple(found))
+
+
+def hot_nodes(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    gpus_per_node: int,
+    factors: Sequence[float] = FACTORS,
+) -> tuple[HotNode, ...]:
+    """The first node of every kind (which classes, in how many replicas), at most ``_STAGES``."""
+    graph, size = sampler.graph, sampler.graph.programs.world.size
+    count = max(1, size // gpus_per_node)
+    ranks = np.arange(count * gpus_per_node if size >= gpus_per_node else size).reshape(count, -1)
+    replicas = replica_of(graph, ranks.ravel()).reshape(ranks.shape)
+    kind = np.concatenate([graph.classes.of[ranks], replicas - replicas[:, :1]], axis=1)
+    first = np.sort(np.unique(kind, axis=0, return_index=True)[1])[:_STAGES]
+    return tuple(
+        hot_node(sampler, spread, each, int(node), gpus_per_node, factors) for node in first
+    )
+
+
+def scale(
+    sampler: Sampler,
+    spread: Variability,
+    priced: PricedGraph,
+    sizes: Sequence[int] = SIZES,
+) -> tuple[tuple[Point, ...], str]:
+    """(points, what they leave as it is): the same model with more or fewer replicas.
+
+    The slowest of n replicas, for all n from the same draws; the path without variation is that of
+    the programs in a world of that size (``replay.scale``), which moves all quantiles.
+    """
+    programs = sampler.graph.programs
+    own = programs.world.size // sampler.replicas
+    if sampler.replicas == 1 and programs.world.dp > 1:
+        return (), "no sweep over worlds: the replicas are not alike"
+    wanted = [size for size in sizes if size % own == 0]
+    most = max(wanted, default=own) // own
+    count = _count(min(most, sampler.replicas * 4))
+    if most * count > 1 << 22:  # small replicas: fewer of them, rather than hours
+        wanted = [size for size in wanted if size // own * count <= 1 << 22]
+        most = max(wanted, default=own) // own
+    slowest = np.maximum.accumulate(sampler.draw(spread, count, replicas=range(most)), axis=1)
+    here = sampler.timeline.iteration_ns
+    points, note = [], ""
+    for size in wanted:
+        steady = here
+        try:
+            if size != programs.world.size:
+                dp = programs.world.dp * size // programs.world.size
+                steady = priced.again(dp=dp).timeline.iteration_ns
+        except PrismError as error:
+            note = (
+                f"calls between replicas cost what they do in the captured world: {error.message}"
+            )
+        times = np.sort(slowest[:, size // own - 1]) + steady - here
+        points.append(Point(size, steady, float(np.median(times)), p95(times)))
+    said = f"{own} ranks a replica, {count} iterations each; the global batch grows with the world"
+    return tuple(points), f"{said}; {note}" if note else said
+
+
+def busiest(sampler: Sampler) -> list[int]:
+    """The 64 classes that compute longest, ascending."""
+    rows, lasts = sampler.paths.row, sampler.paths.lasts
+    total = np.bincount(rows, lasts, minlength=len(sampler.members))[: len(sampler.members)]
+    return sorted(np.argsort(-total, kind="stable")[:CLASSES].tolist())
+
+
+def p95(times: np.ndarray) -> float:
+    """The 95 % quantile, as ``quantile`` picks it."""
+    return float(np.sort(times)[min(len(times) - 1, int(0.95 * len(times)))])
+
+
+def with_slow(
+    sampler: Sampler,
+    spread: Variability,
+    each: np.ndarray,
+    slow: Mapping[int, Slow],
+    progress: Callable[[int], object] | None = None,
+) -> np.ndarray:
+    """Iteration times, ns [count], if some ranks of some replicas are slow: those are drawn again,
+    the others are as in ``each`` [count, replicas]."""
+    others = np.delete(each, list(slow), axis=1)
+    found = others.max(axis=1) if others.size else np.zeros(len(each))
+    for replica, what in slow.items():
+        one = sampler.draw(
+            spread, len(each), slow=what, replicas=range(replica, replica + 1), progress=progress
+        )
+        np.maximum(found, one[:, 0], out=found)
+    return found

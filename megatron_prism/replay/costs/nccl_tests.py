@@ -1,0 +1,195 @@
+"""What does a run of nccl-tests say?  Its text of any release since 2.0, or its JSON (2.17 on).
+
+In : files as people have them.  Out: rows of a calibration, and where they are from.  The text is
+read by its own header line, so columns may differ; the collective is what the program says it is,
+else what the file is called, and must agree with the ratio of its two bandwidths.  Times are those
+out of place.  A file that is something else, measured the host's time, found wrong results or says
+what another one denies is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import UsageError
+
+__all__ = ["Run", "calibration", "read"]
+
+_PROGRAMS = {
+    "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce", "gather": "gather",
+    "scatter": "scatter", "sendrecv": "exchange",
+}  # fmt: skip
+_PROGRAM = re.compile(rf"(?<![a-z])({'|'.join(sorted(_PROGRAMS, key=len, reverse=True))})_perf")
+_RANK = re.compile(
+    r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)"
+)
+_AGREE = 1.25  # times of the same call may differ by that: runs on one machine do
+_EXAMPLE = "all_reduce_perf -b 16K -e 1G -f 2 -g 8 > all_reduce_perf.txt"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program's figures.
+
+    op       : our name; sendrecv is ``exchange``, a pair that sends both ways
+    ranks    : of one group; per_node : of them on one host
+    rows     : (bytes as nccl-tests counts them, us)
+    device, version : of the GPUs and of NCCL, "" if the file does not say
+    """
+
+    path: str
+    op: str
+    ranks: int
+    per_node: int
+    rows: tuple[tuple[int, float], ...]
+    device: str = ""
+    version: str = ""
+
+
+def read(path: str | Path) -> Run:
+    """UsageError says what the file is instead."""
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", fix=_EXAMPLE) from error
+    try:
+        found = _json(str(path), text) if text.lstrip().startswith("{") else _text(str(path), text)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        what = error.args[0] if isinstance(error, ValueError) and error.args else repr(error)
+        raise UsageError(f"{path} is no output of nccl-tests: {what}", fix=_EXAMPLE) from error
+    if not found.rows:
+        raise UsageError(f"{path} has no line of results: did the run end early?", fix=_EXAMPLE)
+    return found
+
+
+def _text(path: str, text: str) -> Run:
+    lines = text.splitlines()
+    ranks = [match for match in map(_RANK.match, lines) if match]
+    if not ranks:
+        raise ValueError("no line '#  Rank  0 … on HOST device …'")
+    columns: list[str] = []
+    rows: list[tuple[int, float, float, float]] = []
+    for line in lines:
+        words = line.split()
+        if words[:2] == ["#", "size"]:
+            columns = words[1:]
+            if "cputime" in columns:
+                raise ValueError("it has the host's time (-C), not the device's")
+        elif columns and len(words) >= len(columns) and words[0].isdigit():
+            rows.append(_row(columns, words, line))
+    version = re.search(r"nccl-library=(\d+)|NCCL version (\S+)", text)
+    hosts = [match[2] for match in ranks if match[1] in (None, "0")]
+    return _checked(
+        path, f"{path}\n{text}", hosts, rows, ranks[0][3].strip(),
+        (version[1] or version[2]) if version else "",
+    )  # fmt: skip
+
+
+def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, float, float]:
+    """(bytes, us, algbw, busbw) out of place."""
+    at = columns.index("time")
+    wrong = words[at + 3] if len(words) > at + 3 else "N/A"
+    # up to 2.12 that column is the largest difference from the right result, not a count
+    if columns[at + 3] == "#wrong" and wrong not in ("N/A", "0"):
+        raise ValueError(f"its results are wrong ({wrong} elements): {line.strip()}")
+    return int(words[0]), float(words[at]), float(words[at + 1]), float(words[at + 2])
+
+
+def _json(path: str, text: str) -> Run:
+    stored = json.loads(text)
+    devices = stored["config"]["devices"]
+    hosts = [one["hostname"] for one in devices if int(one.get("group", 0)) == 0]
+    rows = []
+    for one in stored["results"]:
+        found = one["out_of_place"] or one["in_place"]
+        if "cpu_time" in found:
+            raise ValueError("it has the host's time (-C), not the device's")
+        if found.get("nwrong") and float(found["nwrong"]):
+            raise ValueError(f"its results are wrong ({found['nwrong']} elements)")
+        rows.append(
+            (int(one["size"]), float(found["time"]), float(found["alg_bw"]), float(found["bus_bw"]))
+        )
+    names = " ".join(stored.get("args", [])[:1])
+    version = str(stored.get("nccl_version", ""))
+    return _checked(
+        path, f"{names}\n{path}", hosts, rows, devices[0].get("device_info", ""), version
+    )
+
+
+def _checked(
+    path: str,
+    said: str,
+    hosts: list[str],
+    rows: Iterable[tuple[int, float, float, float]],
+    device: str,
+    version: str,
+) -> Run:
+    """The run, if it can be what it says."""
+    names = {_PROGRAMS[name] for name in _PROGRAM.findall(said)}
+    if len(names) != 1:
+        what = "does not say which collective it is" if not names else "names several collectives"
+        raise ValueError(f"it {what}; one file per program, called all_reduce_perf.txt or alike")
+    (op,) = names
+    ranks = len(hosts)
+    if ranks < 2:
+        raise ValueError("it ran on one GPU, which has nobody to talk to")
+    kept: dict[int, list[float]] = {}
+    for num_bytes, us, algorithm, bus in rows:
+        if num_bytes <= 0:
+            continue
+        if not 0 < us < 1e12:
+            raise ValueError(f"{num_bytes} bytes take {us} us")
+        _check_ratio(op, ranks, algorithm, bus)
+        kept.setdefault(num_bytes, []).append(us)
+    for num_bytes, times in kept.items():
+        if max(times) > _AGREE * min(times):
+            raise ValueError(f"{num_bytes} bytes take {min(times)} us and {max(times)} us")
+    found = tuple((size, statistics.median(times)) for size, times in sorted(kept.items()))
+    per_node = max(hosts.count(host) for host in set(hosts))
+    return Run(path, op, ranks, per_node, found, device, version)
+
+
+def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
+    """ValueError if the bandwidths are another collective's; small ones are rounded too much."""
+    if op == "exchange" or algorithm < 1 or bus < 1:
+        return
+    expected = BY_NAME[op].wire_bytes(1_000_000, ranks) / 1_000_000
+    if abs(bus / algorithm - expected) > 0.03 * expected:
+        raise ValueError(
+            f"busbw / algbw is {bus / algorithm:.3f}, that of {op} among {ranks} is {expected:.3f}"
+        )
+
+
+def calibration(runs: Iterable[Run], node_gpus: int | None = None) -> dict[str, object]:
+    """What ``read_calibration`` reads.  ``node_gpus``: of one NVLink domain, if hosts are smaller.
+
+    UsageError for runs that contradict each other.
+    """
+    known: dict[tuple[str, int, int, int], tuple[float, str]] = {}
+    about: dict[str, None] = {}
+    for run in runs:
+        about[" ".join(filter(None, (run.device, run.version and f"NCCL {run.version}")))] = None
+        per_node = min(run.ranks, node_gpus or run.per_node)
+        ranks, per_node = (2, min(per_node, 2)) if run.op == "exchange" else (run.ranks, per_node)
+        for num_bytes, us in run.rows:
+            key = (run.op, ranks, per_node, num_bytes)
+            other, path = known.setdefault(key, (us, run.path))
+            if max(us, other) > _AGREE * min(us, other):
+                raise UsageError(
+                    f"{path} and {run.path} contradict each other: {run.op} of {num_bytes:,} bytes "
+                    f"among {ranks} takes {other:g} us and {us:g} us",
+                    fix=f"run both again on idle GPUs ({_EXAMPLE}), or give one of them",
+                )
+    rows = [
+        {"op": op, "ranks": ranks, "per_node": per_node, "bytes": size, "ns": round(us * 1e3)}
+        for (op, ranks, per_node, size), (us, _) in sorted(known.items())
+    ]
+    source = f"nccl-tests: {', '.join(filter(None, about)) or 'of unknown GPUs'}"
+    return {"format": 1, "source": source, "collectives": rows}

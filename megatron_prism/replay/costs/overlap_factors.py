@@ -1,0 +1,81 @@
+"""By how much do computing and a call slow each other down while both run?  As measured.
+
+In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call beside
+each of two kinds of computing: products, which fill the GPU, and what takes its memory's rate (they
+differ: a gather of 64 MiB takes 1.1 times as long beside products, 1.9 times beside additions).
+Rows that were measured in another way are not used: their clocks differed between alone and
+together, a call's wait for room counted as slowness, or nothing ran side by side.  A factor below 1
+is noise and counts as 1, and one of few rounds is left out: in the others computing did not outlast
+the call.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_prism.core.data_file import Row
+
+__all__ = ["KINDS", "METHOD", "Overlap", "read_rows"]
+
+KINDS = ("gemm", "memory")  # of computing: products, and additions
+METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
+
+_MOST = 100.0  # times slower: what is more is no measurement
+_SHARE = 0.5  # of the rounds of the row that has most of them
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Factors of one kind of call.
+
+    points : kind of computing -> ascending (message bytes, factor of computing, of the call)
+    """
+
+    points: Mapping[str, tuple[tuple[int, float, float], ...]]
+
+    def factors(self, num_bytes: int, kind: str) -> tuple[float, float]:
+        """(of computing, of the call), between two measured sizes by ratio, beyond them those of
+        the nearest; of a kind that was not measured those of the other."""
+        known = self.points.get(kind) or next(iter(self.points.values()))
+        at = bisect.bisect_left(known, (num_bytes,))
+        low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
+        part = 0.0 if low == high else math.log(num_bytes / low[0]) / math.log(high[0] / low[0])
+        found = (a + part * (b - a) for a, b in zip(low[1:], high[1:], strict=True))
+        compute, call = (max(1.0, factor) for factor in found)
+        return compute, call
+
+
+def read_rows(rows: Iterable[Row]) -> dict[str, Overlap]:
+    """Collective -> factors.  ValueError for a factor that cannot be."""
+    found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    known = [row for row in rows if row.get("method") == METHOD]
+    enough = _SHARE * max((float(row.get("rounds", 0)) for row in known), default=0)
+    for row in known:
+        pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])
+        if row["kind"] not in KINDS:
+            raise ValueError(f"{row['kind']!r} is no kind of computing")
+        if size <= 0 or not all(0 < value < _MOST for value in pair):
+            what = (
+                f"{row['op']} of {size} bytes slows {row['kind']} by {pair[0]}, itself by {pair[1]}"
+            )
+            raise ValueError(f"{what}: no factors of an overlap")
+        if float(row.get("rounds", enough)) < enough:
+            continue
+        sizes = found.setdefault(str(row["op"]), {}).setdefault(row["kind"], {})
+        if sizes.setdefault(size, pair) != pair:
+            what = f"{row['op']} of {size} bytes beside {row['kind']}"
+            raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
+    return {
+        name: Overlap(
+            {
+                kind: tuple((size, *pair) for size, pair in sorted(sizes.items()))
+                for kind, sizes in kinds.items()
+            }
+        )
+        for name, kinds in found.items()
+    }

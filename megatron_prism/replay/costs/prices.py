@@ -1,0 +1,214 @@
+"""What does every op of a world cost?  One price per op and meeting, each with its provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import CODE, NAMES
+from megatron_prism.core.program import Program
+from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
+from megatron_prism.replay.costs.compute import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
+from megatron_prism.replay.costs.host import host_ns, host_sources
+from megatron_prism.replay.costs.machine import Machine
+
+__all__ = ["ERRORS", "Prices", "price"]
+
+# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: what
+# the GPU's power limit takes from products that go on (benchmarks/results/h200_x4_rates.json), for
+# nobody knows how idle the GPU is; phases of real ranks were less far off, at most 7.2 %
+# (benchmarks/results/h200_segments.json).  Rooflines, and segments that need them too:
+# the worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
+# among several GPUs in benchmarks/results/h200_x4_rates.json (tests/test_nccl.py holds it).
+ERRORS = {
+    "modelled: op table and roofline": 0.2,  # the first that fits counts
+    "modelled: op table": 0.1,
+    "modelled: roofline": 0.2,
+    "modelled: NCCL": 0.12,
+}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Durations in ns, whole and not negative.
+
+    compute         : per class int64 [ops]; 0 for ops that are no segments
+    compute_source  : per class uint8 [ops], index into ``sources``
+    meetings        : int64 [rendezvous], once everybody has come
+    meeting_source  : uint8 [rendezvous], index into ``sources``
+    sources         : provenance, in words
+    lead, host      : per class int64 [ops], how long the host takes until the device may begin an
+                      op and then never waits for a launch, and from then on; 0 throughout for
+                      programs whose segments have the host's delays in them
+    host_source     : per class uint8 [ops], index into ``sources``
+    peak            : flops per second that a GPU of the machine has on its data sheet; 0: unknown
+    """
+
+    compute: tuple[np.ndarray, ...]
+    compute_source: tuple[np.ndarray, ...]
+    meetings: np.ndarray
+    meeting_source: np.ndarray
+    sources: tuple[str, ...]
+    lead: tuple[np.ndarray, ...] = ()
+    host: tuple[np.ndarray, ...] = ()
+    host_source: tuple[np.ndarray, ...] = ()
+    peak: float = 0.0
+
+    def used(self) -> tuple[str, ...]:
+        """The provenances that some duration above 0 rests on, those of computing first."""
+        parts = [*zip(self.compute, self.compute_source, strict=True),
+                 (self.meetings, self.meeting_source),
+                 *zip(self.lead, self.host_source, strict=True),
+                 *zip(self.host, self.host_source, strict=True)]  # fmt: skip
+        codes = {int(code) for ns, source in parts for code in np.unique(source[ns > 0])}
+        return tuple(self.sources[code] for code in sorted(codes))
+
+
+def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None = None) -> Prices:
+    """Prices of every op: measured segments, then the op table, then roofline; measured calls, then
+    the model."""
+    calibration = calibration or Calibration()
+    tier = graph.programs.source.get("device", graph.programs.source.get("tier", "unknown"))
+    sources = (
+        f"measured: segments of the slices ({tier})",
+        f"modelled: roofline of {machine.name} ({machine.source})",
+        "none: not a segment",
+        f"measured: calls ({calibration.source})",
+        f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
+        f"modelled: op table of {machine.name} ({_table_source(machine)})",
+        f"modelled: op table and roofline of {machine.name}, for kernels that the table lacks"
+        f" ({_table_source(machine)}; {machine.source})",
+        *host_sources(calibration, tier),
+    )
+    _check_fits(graph, machine)
+    once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
+    pairs = [once[program] for program in graph.classes.programs]
+    hosts = {
+        p: host_ns(graph.programs.programs[p], calibration, len(sources) - 2)
+        for p in set(graph.classes.programs)
+    }
+    issued = [hosts[program] for program in graph.classes.programs]
+    meetings, meeting_source = _meetings(graph, machine, calibration)
+    assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
+    return Prices(
+        compute=tuple(ns for ns, _ in pairs),
+        compute_source=tuple(source for _, source in pairs),
+        meetings=meetings,
+        meeting_source=meeting_source,
+        sources=sources,
+        lead=tuple(lead for lead, _, _ in issued),
+        host=tuple(host for _, host, _ in issued),
+        host_source=tuple(source for _, _, source in issued),
+        peak=machine.peak,
+    )
+
+
+def _table_source(machine: Machine) -> str:
+    table = table_of(machine)
+    return table.source if table is not None else "it has none"
+
+
+def _check_fits(graph: WorldGraph, machine: Machine) -> None:
+    """UsageError for a world of several nodes on a machine without a network."""
+    size, per_node = graph.programs.world.size, machine.gpus_per_node
+    if size > per_node and not machine.network_rate:
+        raise UsageError(
+            f"{size:,} ranks need {-(-size // per_node):,} nodes, and {machine.name} has no "
+            f"network between nodes (network_rate 0): it holds {per_node} ranks",
+            fix="a world that fits, or a machine with a network: machine=h200",
+        )
+
+
+def _meetings(
+    graph: WorldGraph, machine: Machine, calibration: Calibration
+) -> tuple[np.ndarray, np.ndarray]:
+    """Price of every rendezvous, looked up once per kind of call."""
+    meet = graph.rendezvous
+    ns = np.zeros(len(meet), dtype=np.int64)
+    source = np.full(len(meet), 4, dtype=np.uint8)
+    firsts = meet.start[:-1]
+    owners, ops = meet.classes[firsts], meet.ops[firsts]
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    of_program: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for index, program in enumerate(graph.program_list):
+        mine = np.flatnonzero(owners == index)
+        rows = program.ops[ops[mine]]
+        number = graph.classes.programs[index]
+        if number not in of_program:
+            size = np.maximum(program.bytes_in, program.bytes_out)
+            of_program[number] = size, _both_ways(program)
+        messages, both = (column[ops[mine]] for column in of_program[number])
+        for place, name, group, peer, size, exchange in zip(
+            mine.tolist(), rows["name"].tolist(), rows["group"].tolist(), rows["peer"].tolist(),
+            messages.tolist(), both.tolist(), strict=True,
+        ):  # fmt: skip
+            key = (index, name, group, peer, size, exchange)
+            if key not in known:
+                shape = _shape(graph, program, index, NAMES[name], group, peer, machine)
+                table = "exchange" if exchange else NAMES[name]
+                known[key] = _call(NAMES[name], shape, size, machine, calibration, table)
+            ns[place], source[place] = known[key]
+    return ns, source
+
+
+def _both_ways(program: Program) -> np.ndarray:
+    """bool [ops]: messages of a batch that goes both ways at once, which is slower than one way."""
+    ops = program.ops
+    found = np.zeros(len(program), dtype=bool)
+    batched = np.flatnonzero(ops["batch"] >= 0)
+    ways: dict[int, set[int]] = {}
+    for batch, name in zip(
+        ops["batch"][batched].tolist(), ops["name"][batched].tolist(), strict=True
+    ):
+        ways.setdefault(batch, set()).add(name)
+    both = {CODE["send"], CODE["recv"]}
+    found[batched] = [both <= ways[batch] for batch in ops["batch"][batched].tolist()]
+    return found
+
+
+def _call(
+    name: str,
+    shape: Shape,
+    num_bytes: int,
+    machine: Machine,
+    calibration: Calibration,
+    table: str,
+) -> tuple[int, int]:
+    if shape.size == 1:
+        return 0, 4
+    for row in (table, name):
+        measured = calibration.look_up(row, shape.size, num_bytes, shape.per_node)
+        if measured is not None:
+            return measured, 3
+    return modelled(name, shape, num_bytes, machine), 4
+
+
+def _shape(
+    graph: WorldGraph,
+    program: Program,
+    index: int,
+    name: str,
+    group: int,
+    peer: int,
+    machine: Machine,
+) -> Shape:
+    """How the group (or the pair) of class ``index``'s representative lies on the machine."""
+    membership = graph.groups[program.strings[group]]
+    rank = graph.classes.representatives[index]
+    members = membership.group(rank)
+    if BY_NAME[name].kind == "pair":
+        place = int(membership.position[rank])
+        members = np.array([rank, int(members[(place + peer) % len(members)])])
+    nodes = members // machine.gpus_per_node
+    return Shape(len(np.unique(members)), _per_node(nodes.tolist()))
+
+
+def _per_node(nodes: Sequence[int]) -> int:
+    """Members on the fullest node."""
+    _, counts = np.unique(np.asarray(nodes), return_counts=True)
+    return int(counts.max())

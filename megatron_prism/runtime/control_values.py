@@ -1,0 +1,150 @@
+"""What did the real peers say?  Control values of a real run, kept so that a rank alone can hear
+them.
+
+``Recorder`` watches a run in which all ranks are local and keeps, for one rank, what steers sizes:
+the integer results of its all-gathers (MoE token counts) and its own routing decisions.
+``Replayer`` gives them back in the same order to that rank alone.  Payloads are not kept: they
+steer no size.
+
+File ``rank-NNNNNN.npz`` in the recording's folder: a JSON header (format, world, rank, the job's
+arguments) and one array per value.  Replay refuses another format, world, rank or arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_prism.core.artefact import whole_file
+from megatron_prism.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.process_group import PrismGroup
+
+__all__ = ["FORMAT", "Recorder", "Replayer"]
+
+FORMAT = 1
+_LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger
+
+
+def _steers(op: str, outs: Sequence[torch.Tensor]) -> bool:
+    """Whether a collective's result is a control value."""
+    return op == "all_gather" and all(
+        not t.is_floating_point() and t.dtype != torch.uint8 and t.numel() <= _LARGEST for t in outs
+    )
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:06d}.npz"
+
+
+class Recorder:
+    """Collects control values of this process; ``save`` writes them when the run has trained.
+
+    header : what must match at replay, besides the format (world, rank, arguments)
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
+        self.folder, self.rank, self.header = folder, rank, header
+        self._values: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def observe(
+        self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Called by the backend after each answer (which has arrived: the backend waits)."""
+        if group.size() > 1 and _steers(op, outs):
+            flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in outs])
+            self._values[f"gather {group.desc}"].append(flat.cpu().numpy())
+
+    def route(self, layer: int, routing: torch.Tensor) -> torch.Tensor:
+        """Keep a routing map ``[tokens, experts]`` (bool), packed; returns it unchanged."""
+        packed = np.packbits(routing.detach().cpu().numpy().astype(bool), axis=-1)
+        self._values[f"route {layer}"].append(packed)
+        return routing
+
+    def save(self) -> None:
+        """Write the file, all or nothing."""
+        arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
+        header = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
+        with whole_file(_file(self.folder, self.rank), force=True) as file:
+            np.savez_compressed(file, header=np.array(header), **arrays)  # type: ignore[arg-type]
+
+
+class Replayer:
+    """Gives a recording back, value by value; what it does not hold stays mirrored, and is counted.
+
+    Raises UsageError for a missing, truncated or foreign file, and for another run's recording.
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
+        self.missing = self.replayed = 0
+        self._values: dict[str, deque[np.ndarray]] = {}
+        file = _file(folder, rank)
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                found = json.loads(str(stored["header"]))
+                names = sorted((n for n in stored.files if n != "header"), key=_order)
+                for name in names:
+                    queue = self._values.setdefault(name.rpartition("#")[0], deque())
+                    queue.append(stored[name])
+        except FileNotFoundError:
+            raise UsageError(
+                f"there is no recording of rank {rank} in {folder}",
+                fix=f"record it first: all ranks local, --prism-record {folder}",
+            ) from None
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise UsageError(
+                f"{file} is no recording of ours, or it is truncated ({type(error).__name__})",
+                fix="record again with --prism-record",
+            ) from error
+        for key, wanted in {"format": FORMAT, "rank": rank, **header}.items():
+            if found.get(key) != wanted:
+                raise UsageError(
+                    f"{file} was recorded with {key} {found.get(key)}, this run has {wanted}",
+                    fix="record this very job, or use --prism-values mirror",
+                )
+
+    def observe(
+        self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """Overwrite a mirrored control value by the recorded one."""
+        if group.size() < 2 or not _steers(op, outs):
+            return
+        value = self._next(f"gather {group.desc}", sum(t.numel() for t in outs))
+        if value is None:
+            return
+        start = 0
+        for out in outs:
+            part = torch.from_numpy(value[start : start + out.numel()])
+            out.detach().copy_(part.view(out.shape))
+            start += out.numel()
+
+    def route(self, layer: int, routing: torch.Tensor) -> torch.Tensor:
+        """The recorded routing map in place of ``routing`` ``[tokens, experts]``."""
+        tokens, experts = routing.shape
+        value = self._next(f"route {layer}", tokens * -(-experts // 8))
+        if value is None:
+            return routing
+        bits = np.unpackbits(value, axis=-1, count=experts).astype(bool)
+        return routing.detach().copy_(torch.from_numpy(bits).view(routing.shape))
+
+    def _next(self, key: str, size: int) -> np.ndarray | None:
+        queue = self._values.get(key)
+        if not queue or queue[0].size != size:
+            self.missing += 1
+            return None
+        self.replayed += 1
+        return queue.popleft()
+
+
+def _order(name: str) -> tuple[str, int]:
+    key, _, number = name.rpartition("#")
+    return key, int(number)

@@ -1,0 +1,267 @@
+"""How many bytes are alive on the (virtual) device, and what was going on at the peak?
+
+A TorchDispatchMode sees every storage that an operator creates; a weak finalizer sees it go.  Sums
+are exact *allocated* bytes of tensors, before the allocator's rounding and segments.  ``scope``
+labels what runs now; the peak remembers the labels.  Only tensors of ``device`` count.
+
+It does not see memory that no tensor holds (context, NCCL), nor ``resize_`` of a
+storage after its creation unless an operator returns the tensor again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_prism.runtime.devices import shapes
+from megatron_prism.runtime.devices.history import History
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from megatron_prism.runtime.recorder.shapes_meter import Meter
+
+    # an operator, is it a product, what answers it, is its result a view, is it a kernel
+    Known = tuple[OpOverload, bool, shapes.Answer | None, bool, bool]
+
+__all__ = ["LiveBytes", "Peak", "workspaces"]
+
+# What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
+# Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize, torch 2.11); one handle
+# of the main thread, one of autograd's.
+WORKSPACE_BYTES = 32 << 20
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
+)
+_ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
+_ADD = torch.ops.aten.add_.Tensor
+_FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
+workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
+
+
+@dataclass
+class Peak:
+    """The largest number of live bytes and the labels that held then (phase, microbatch, …)."""
+
+    bytes: int = 0
+    labels: dict[str, object] = field(default_factory=dict)
+
+
+class _Gone(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows its storage's address: a quarter of ``weakref.finalize``."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _is_view(func: OpOverload) -> bool:
+    """Whether all that an operator returns is a view of what it is given."""
+    infos = [result.alias_info for result in func._schema.returns]
+    seen = bool(infos) and all(info is not None and not info.is_write for info in infos)
+    return seen and func._schema.name not in _FRESH
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``).
+
+    cublas : count the workspaces that matrix products would take on a GPU, too
+    """
+
+    def __init__(self, device: str = "meta", cublas: bool = False) -> None:
+        super().__init__()
+        self.device_type, self.meta, self.cublas = device, device == "meta", cublas
+        self.now = 0
+        self.high = Peak()
+        self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
+        self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
+        self.labels: dict[str, object] = {}
+        self.meter: Meter | None = None  # told of every call while a slice is captured
+        self.history: History | None = None  # of every request, where reserved bytes are asked for
+        # address -> (bytes, running number, what tells when it goes)
+        self._alive: dict[int, tuple[int, int, _Gone]] = {}
+        self._known: dict[int, Known] = {}  # operators by id: ``_ask``
+        self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
+        self._count = 0
+        self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch.compile is off on these tiers, so no operator needs torch's guard against it."""
+        return False
+
+    # -- what cuda_stubs asks ---------------------------------------------------------------------
+    def current(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.high.bytes
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.high = Peak(self.now, dict(self.labels))
+        self._seen = self.now
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
+        outer, self._running, self._seen = self._running, self.now, self.now
+        try:
+            yield
+        finally:
+            self.parts[name] = max(self.parts.get(name, 0), self._running)
+            self._running = max(outer, self._running)
+
+    @contextlib.contextmanager
+    def scope(self, **labels: object) -> Iterator[None]:
+        """Label what runs inside: ``with live.scope(phase="forward", microbatch=3)``."""
+        before = self.labels
+        self.labels = {**before, **labels}
+        try:
+            yield
+        finally:
+            self.labels = before
+
+    def alive(self) -> list[tuple[int, int, int, str]]:
+        """(running number, bytes, address, whose if known) of every storage that is alive now."""
+        return [
+            (number, size, key, self._notes.get(number, ""))
+            for key, (size, number, _) in self._alive.items()
+        ]
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """What runs here is one kernel: what comes and goes within it is never on the device."""
+        outer, self._silent = self._silent, {} if self._silent is None else self._silent
+        try:
+            yield
+        finally:
+            left, self._silent = self._silent, outer
+            for number, size in left.items() if outer is None else ():
+                self._tell(number, size)
+            self._mark()
+
+    # -- counting ---------------------------------------------------------------------------------
+    def _free(self, gone: _Gone) -> None:
+        size, number, _ = self._alive.pop(gone.key)
+        self.now -= size
+        self._notes.pop(number, None)
+        if self._silent is not None and self._silent.pop(number, None) is not None:
+            return
+        if self.history is not None:
+            self.history.moved(number, -size)
+        if self.meter is not None:
+            self.meter.moved(number, -size)
+
+    def track(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` if it is on the device and not yet counted."""
+        if not (tensor.is_meta if self.meta else tensor.device.type == self.device_type):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        before = self._alive.get(key)
+        if before is None:
+            known, number, gone = 0, self._count, _Gone(storage, self._free)
+            gone.key = key
+            self._count += 1
+        else:
+            known, number, gone = before
+            if known == size:
+                return
+        self._alive[key] = (size, number, gone)
+        self.now += size - known
+        if self._silent is not None and before is None:
+            self._silent[number] = size
+        else:
+            self._tell(number, size - known)
+        if self.now > self._seen:
+            self._mark()
+
+    def _tell(self, number: int, change: int) -> None:
+        if not change:  # to the history 0 bytes mean something else
+            return
+        if self.history is not None:
+            self.history.moved(number, change)
+        if self.meter is not None:
+            note = self.meter.moved(number, change)
+            if note:
+                self._notes[number] = note
+
+    def _mark(self) -> None:
+        if self._silent is not None:
+            return
+        self._running = max(self._running, self.now)
+        if self.now > self.high.bytes:
+            self.high = Peak(
+                self.now, self.labels
+            )  # which nobody changes: ``scope`` makes new ones
+        self._seen = min(self._running, self.high.bytes)
+
+    def _handle(self) -> None:
+        """A product is asked for: its thread's cuBLAS handle takes a workspace, once."""
+        autograd = torch._C._current_graph_task_id() >= 0  # a CUDA backward has its own thread
+        if autograd not in workspaces:
+            made = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device_type)
+            workspaces[autograd] = made
+            self.track(made)
+
+    def _ask(self, func: OpOverload) -> Known:
+        """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
+        view = _is_view(func)
+        answer = shapes.answer(func) if self.cublas else None
+        launches = not view and not func._schema.name.startswith(_ALLOCATE)
+        return func, self.cublas and func in _PRODUCTS, answer, view, launches
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """``stream`` uses ``tensor``: torch.Tensor.record_stream."""
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        if self.history is not None and found is not None:
+            self.history.used(found[1], stream)
+
+    def _added(self, to: torch.Tensor, grad: object) -> None:
+        """``to += grad``: is that autograd's hook of a parameter, which may have its own stream?"""
+        node = torch._C._current_autograd_node()
+        if node is None or not node.name().endswith("AccumulateGrad"):
+            return
+        keys = [t.untyped_storage()._cdata for t in (to, grad) if isinstance(t, torch.Tensor)]
+        numbers = [self._alive[key][1] for key in keys if key in self._alive]
+        if self.history is not None and len(numbers) == 2:
+            self.history.added(*numbers)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        known = self._known.get(id(func))
+        if known is None:
+            known = self._known[id(func)] = self._ask(func)
+        _, product, answer, view, launches = known
+        if product:
+            self._handle()
+        elif func is _ADD and self.history is not None:
+            self._added(*args[:2])
+        out = None if answer is None else answer(args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        if self.meter is not None:
+            self.meter.kernel(func, args, kwargs, out)
+        if view:
+            return out
+        if launches and self.history is not None:
+            self.history.launches += 1
+        if isinstance(out, torch.Tensor):
+            self.track(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self.track(item)
+        return out

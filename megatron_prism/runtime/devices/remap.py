@@ -1,0 +1,249 @@
+"""Where do tensors go that Megatron puts on ``cuda`` when there is no CUDA device?
+
+A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real values on the CPU) or
+``meta`` tier (shapes only).  It also answers the few questions Megatron asks of CUDA tensors:
+
+* ``tensor.type()`` says ``torch.cuda.FloatTensor``: DistributedOptimizer tests that string
+  (core/optimizer/distrib_optimizer.py:361 @0.16.1)
+* on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer ``ANSWER``:
+  a finite positive number where a loss or gradient norm is asked for, False for truth values;
+  ``equal`` compares sizes
+
+Everything else passes through.  The mode stays active for the life of the process; backward runs in
+the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_prism.runtime.devices import cuda_stubs
+
+__all__ = ["ANSWER", "Remap"]
+
+ANSWER = 2.0
+
+_TO_CUDA = torch.Tensor.cuda
+_TO = torch.Tensor.to
+_TYPE = torch.Tensor.type
+_PIN = torch.Tensor.pin_memory
+_TRUTH = torch.Tensor.__bool__
+_TOLIST = torch.Tensor.tolist
+_EQUALS = (torch.equal, torch.Tensor.equal)
+# reading a value on the host waits for the device
+_READS: dict[object, str] = {
+    torch.Tensor.item: "item",
+    torch.Tensor.__float__: "item",
+    torch.Tensor.__int__: "item",
+    torch.Tensor.__bool__: "bool",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.cpu: "cpu",
+    **dict.fromkeys(_EQUALS, "equal"),
+}
+# but not here, where states of the CPU's generator are compared (:264 @0.16.1)
+_OF_HOST = "core/tensor_parallel/random.py"
+_NUMBERS = {
+    torch.Tensor.item: lambda t: _number(t),
+    torch.Tensor.__float__: lambda t: ANSWER,
+    torch.Tensor.__int__: lambda t: int(ANSWER),
+    torch.Tensor.__index__: lambda t: int(ANSWER),
+}
+_LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
+    getattr(torch.cuda, f"{name}Tensor"): dtype
+    for name, dtype in (
+        ("Float", torch.float32),
+        ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16),
+        ("Long", torch.int64),
+        ("Int", torch.int32),
+        ("Byte", torch.uint8),
+        ("Bool", torch.bool),
+    )
+}
+
+
+def _number(tensor: torch.Tensor) -> float | int | bool:
+    if tensor.dtype == torch.bool:
+        return False
+    return ANSWER if tensor.is_floating_point() else 0
+
+
+def _filled(shape: Sequence[int], value: Any) -> Any:
+    """``tolist()`` of a tensor of ``shape`` full of ``value``."""
+    if not shape:
+        return value
+    return [_filled(shape[1:], value) for _ in range(shape[0])]
+
+
+def _first_leaf(data: Any) -> torch.Tensor | None:
+    """The first leaf of nested lists, if it is a meta tensor."""
+    while isinstance(data, (list, tuple)) and data:
+        data = data[0]
+    return data if isinstance(data, torch.Tensor) and data.is_meta else None
+
+
+def _shape_of(data: Any) -> tuple[int, ...]:
+    """Shape that ``torch.tensor`` gives nested lists of tensors."""
+    if isinstance(data, (list, tuple)):
+        return (len(data), *_shape_of(data[0]))
+    return tuple(data.shape)
+
+
+def _asks_the_host() -> bool:
+    """Whether the tensor that is read would be the host's on a GPU, too."""
+    return sys._getframe(2).f_code.co_filename.endswith(_OF_HOST)
+
+
+class Remap(TorchFunctionMode):
+    """Rewrites ``cuda`` to ``target`` (``cpu`` or ``meta``)."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = torch.device(target)
+        self.meta = target == "meta"
+
+    def _is_cuda(self, device: Any) -> bool:
+        if isinstance(device, torch.device):
+            return device.type == "cuda"
+        if isinstance(device, str):
+            return device.startswith("cuda")
+        return isinstance(device, int) and not isinstance(device, bool)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if kwargs:
+            if self._is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": self.target}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        else:
+            kwargs = {}
+        if func in _READS and args[0].device.type == self.target.type and not _asks_the_host():
+            cuda_stubs.host_waits(_READS[func])
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs)
+        if self.meta and func in _NUMBERS and args[0].is_meta:
+            return _NUMBERS[func](args[0])
+        return func(*args, **kwargs)
+
+    def _cuda(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return _TO(args[0], self.target)
+
+    def _to(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1 and not isinstance(args[1], torch.dtype) and self._is_cuda(args[1]):
+            args = (args[0], self.target, *args[2:])
+        if self.meta and args[0].is_meta and kwargs.get("device", _second(args)) is not None:
+            return self._from_meta(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _data(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``param.data = device tensor`` of a parameter built on the host; meta wants another."""
+        tensor, value = args
+        if self.meta and value.is_meta and not tensor.is_meta:
+            become(tensor, value)
+            return None
+        return func(*args, **kwargs)
+
+    def _from_meta(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A copy to the host has no data to copy: zeros of the right shape and dtype."""
+        device = kwargs.get("device", _second(args))
+        if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+            rest = [a for a in args[2:] if isinstance(a, torch.dtype)]
+            dtype = kwargs.get("dtype") or (rest[0] if rest else args[0].dtype)
+            return torch.zeros(args[0].shape, dtype=dtype, device="cpu")
+        return _TO(*args, **kwargs)
+
+    def _device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``torch.device(0)``: a number is the accelerator's, which torch 2.13 asks for at once."""
+        if len(args) == 1 and isinstance(args[0], int):
+            return func("cuda", args[0])
+        return func(*args, **kwargs)
+
+    def _type(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            name = func(args[0].detach() if not self.meta else torch.empty(0, dtype=args[0].dtype))
+            return name.replace("torch.", "torch.cuda.", 1)
+        wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+        if wanted in _LEGACY:
+            return _TO(args[0], _LEGACY[wanted])
+        if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
+            return _TO(args[0], _LEGACY[getattr(torch.cuda, wanted.rpartition(".")[2])])
+        return func(*args, **kwargs)
+
+    def _unpinned(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[0]
+
+    def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return False
+        return func(*args, **kwargs)
+
+    def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Shapes are equal where their sizes are: hashes of parameters that replicas compare."""
+        if args[0].is_meta or args[1].is_meta:
+            return args[0].shape == args[1].shape
+        return func(*args, **kwargs)
+
+    def _list(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return _filled(args[0].shape, _number(args[0]))
+        return func(*args, **kwargs)
+
+    def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if args[0].is_meta:
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
+        return func(*args, **kwargs)
+
+    def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``torch.tensor([…])`` of meta scalars would read them."""
+        data = args[0] if args else kwargs.get("data")
+        leaf = _first_leaf(data) if self.meta else None
+        if leaf is None:
+            return func(*args, **kwargs)
+        dtype = kwargs.get("dtype") or leaf.dtype
+        return torch.empty(_shape_of(data), dtype=dtype, device="meta")
+
+    def _copy_(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """``host.copy_(meta)`` has no data to bring: the host tensor keeps what it holds."""
+        if args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def _second(args: Sequence[Any]) -> Any:
+    return args[1] if len(args) > 1 and isinstance(args[1], (str, torch.device)) else None
+
+
+def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor`` is the same object with the data of ``value``, and keeps what was written on it.
+
+    Megatron marks parameters (sequence-parallel, an expert's), and ties weights by sharing them.
+    """
+    written, parameter = dict(vars(tensor)), isinstance(tensor, torch.nn.Parameter)
+    if parameter and not isinstance(value, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)
+    vars(tensor).update(written)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.data.__set__: Remap._data,  # type: ignore[attr-defined]
+    _TO_CUDA: Remap._cuda,
+    _TO: Remap._to,
+    _TYPE: Remap._type,
+    torch.device: Remap._device,
+    _PIN: Remap._unpinned,
+    _TRUTH: Remap._false,
+    _TOLIST: Remap._list,
+    **dict.fromkeys(_EQUALS, Remap._equal),
+    torch.Tensor.cpu: Remap._host,
+    torch.tensor: Remap._tensor,
+    torch.Tensor.copy_: Remap._copy_,
+}

@@ -1,0 +1,1 @@
+"""Virtual ranks that answer on time, on GPUs."""

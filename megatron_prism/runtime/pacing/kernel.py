@@ -1,0 +1,251 @@
+"""How does a device wait until a virtual peer would have answered?  With one kernel a call.
+
+``release`` is the call: it ends when the table says (``pace_source``).  A call that several of
+torch's kernels answer is preceded by ``arrive``, which writes down when its turn has come.  Nothing
+here synchronises with the host.
+
+NVRTC through ``torch.cuda._compile_kernel``, so there is no build step; launches go straight to the
+driver, because torch's own wrapper builds its arguments anew each time.  Tables are outside torch's
+allocator, so that a peak measured here is the job's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from megatron_prism.core.errors import PrismError, UnsupportedError
+from megatron_prism.runtime.pacing.driver import Driver
+from megatron_prism.runtime.pacing.kernel_source import CLOCK, LAUNCH, RING, SHARED, SOURCE, TABLE
+from megatron_prism.runtime.pacing.shared_memory import Shared, seats
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from megatron_prism.replay.release import Releases
+    from megatron_prism.runtime.pacing.moves import Move
+
+__all__ = ["Launcher"]
+
+_LIMITS = {  # ns, but for the ring
+    "ring": RING, "launch": LAUNCH, "timeout": 60_000_000_000, "patience": 5_000_000_000
+}  # fmt: skip
+# What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
+# beside it on its SM.
+_SHARED_BYTES = 103_808
+_THREADS = 512  # NCCL has 544 to 640; powers of 2 move whole tiles
+_FEW = 32  # where nothing is moved
+
+_CALL = struct.Struct("PPPqqPqiiiiii")  # struct Call of the kernel
+_CONFIG = struct.Struct("7IxxxxPPIxxxx")  # CUlaunchConfig
+_PING = struct.Struct("PPiiii")  # struct Ping
+_TRIES = 20  # launches on an idle stream; the quickest counts
+_ROUNDS = 64  # round trips of a measurement; the quickest counts
+_NOTHING = (0, 0, 0, 0, 0, 1, 0, 0)
+_ALIGN = 256
+
+
+class Launcher:
+    """The table of releases on the device, and the launches of the kernel.
+
+    table    : a ``replay.release.Releases``
+    launches : per launch the interactions that it ends
+    shared   : where the local ranks tell each other; None if there is one
+    """
+
+    def __init__(
+        self,
+        table: Releases,
+        launches: list[list[int]],
+        device: torch.device,
+        shared: Shared | None = None,
+    ) -> None:
+        if not hasattr(torch.cuda, "_compile_kernel"):
+            raise UnsupportedError(
+                f"torch {torch.__version__} cannot compile kernels at run time",
+                fix="use torch 2.9 or later, or run without --prism-pace",
+            )
+        torch.cuda.synchronize(device)  # the driver's calls want torch's context
+        self.device, self.launches, self.shared = device, launches, shared
+        self.driver = Driver()
+        mapped = shared.map(self.driver) if shared is not None else {}
+        self._put(_columns(table, launches, shared.process if shared else 0), mapped)
+        kernel = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_call")
+        properties = torch.cuda.get_device_properties(device)
+        most = getattr(properties, "shared_memory_per_block_optin", 49_152)
+        self._shared = min(_SHARED_BYTES, most)
+        kernel.set_shared_memory_config(self._shared)
+        self._prepare(kernel.func)
+        if shared is not None:
+            self._area = mapped["area"]
+            self._ping = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_ping")
+            self._beside = torch.cuda.Stream(device)
+
+    def _put(self, columns: dict[str, np.ndarray], mapped: dict[str, int]) -> None:
+        """All arrays in one piece of device memory, the struct of their addresses at its end."""
+        places, size = {}, 0
+        for name, array in columns.items():
+            places[name] = size
+            size += -(-max(1, array.nbytes) // _ALIGN) * _ALIGN
+        base = self.driver.allocate(size + _ALIGN)
+        self._arrays = {name: (base + places[name], array) for name, array in columns.items()}
+        for address, array in self._arrays.values():
+            if array.nbytes:
+                self.driver.write(address, array)
+        counts = len(columns["own"]), len(self.launches), columns["here"].shape[1], bool(mapped)
+        own = {name: address for name, (address, _) in self._arrays.items()}
+        own |= {name: mapped[name] for name in SHARED if mapped}
+        addresses = [own[name] for name in TABLE]
+        packed = np.frombuffer(struct.pack(f"{len(TABLE)}P4i", *addresses, *counts), np.uint8)
+        self._table = base + size
+        self.driver.write(self._table, packed)
+
+    def _prepare(self, function: int) -> None:
+        """Arguments that are written in place: the driver copies them at every launch."""
+        self._function = function
+        self._call = ctypes.create_string_buffer(_CALL.size)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._args = (ctypes.c_void_p * 1)(ctypes.addressof(self._call))
+        self._at = ctypes.addressof(self._config)
+
+    def arrive(self, stream: int, launch: int, iteration: int, kind: int = -1) -> None:
+        """Write down, on ``stream``, when the turn of ``launch`` has come."""
+        _CALL.pack_into(self._call, 0, self._table, *_NOTHING[:3], 0, 0, 0,
+                        launch, iteration, 0, 0, kind, 1)  # fmt: skip
+        _CONFIG.pack_into(self._config, 0, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
+        if status := self.driver.launch(self._at, self._function, self._args, None):
+            raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
+
+    def release(
+        self,
+        stream: int,
+        launch: int,
+        iteration: int,
+        first: int,
+        fresh: bool,
+        blocks: int,
+        move: Move | None = None,
+    ) -> None:
+        """Hold ``stream`` until ``launch`` ends; ``fresh``: there was no ``arrive``.
+
+        ``first`` is the first iteration whose ends are known; ``move`` what the call moves.
+        """
+        if move is None:
+            to, source, size, period, kind, scale, read, seen = _NOTHING
+        else:
+            to, source, size, period, kind, scale, read, seen, _, _ = move
+        _CALL.pack_into(self._call, 0, self._table, to, source, size, period, read, seen,
+                        launch, iteration, first, fresh, kind, scale)  # fmt: skip
+        threads = _THREADS if size or seen else _FEW
+        _CONFIG.pack_into(self._config, 0, blocks, 1, 1, threads, 1, 1, self._shared, stream, 0, 0)
+        if status := self.driver.launch(self._at, self._function, self._args, None):
+            raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
+
+    def compare_clocks(self, iteration: int) -> None:
+        """Measure how far this device's clock is from that of the first local rank's device.
+
+        On a stream of its own: nothing waits for it but the measurement of the others.
+        """
+        shared = self.shared
+        if shared is None:
+            return
+        words = _PING.pack(
+            self._table, self._area, shared.process, shared.processes, iteration + 1, _ROUNDS
+        )
+        held = ctypes.create_string_buffer(words, len(words))
+        args = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        config = _CONFIG.pack(1, 1, 1, 1, 1, 1, 0, self._beside.cuda_stream, 0, 0)
+        if status := self.driver.launch(config, self._ping.func, args, None):
+            raise PrismError(f"the CUDA driver refused a pacing kernel (status {status})")
+
+    def meet(self) -> None:
+        """Compare clocks for the first time; PrismError if that fails."""
+        if self.shared is None:
+            return
+        self.shared.meet("clocks")
+        self.compare_clocks(0)
+        if self.shared.process and not self.clock()["at"]:
+            raise PrismError(
+                f"local rank {self.shared.process} could not compare its GPU's clock with the "
+                "first one's within 5 s",
+                fix="run each rank alone, without torchrun",
+            )
+
+    def clock(self) -> dict[str, float]:
+        """The last comparison of clocks: offset, at, round_trip in ns, and rate; waits for it.
+
+        ``at`` is 0 if there was none: on the first local rank, whose clock is everybody's.
+        """
+        self._beside.synchronize()
+        clocks, which = (np.empty_like(self._arrays[name][1]) for name in ("clocks", "clock"))
+        self.driver.read(self._arrays["clocks"][0], clocks)
+        self.driver.read(self._arrays["clock"][0], which)
+        return dict(zip(clocks.dtype.names or (), clocks[which[0]].tolist(), strict=True))
+
+    def lag(self) -> tuple[int, int]:
+        """(the host's clock, ns from there to the device's when an idle one begins a launch).
+
+        Overwrites the first stamp of the first launch; waits for the device.
+        """
+        torch.cuda.synchronize(self.device)
+        stamp, found = np.zeros(1, np.int64), []
+        for _ in range(_TRIES):
+            begin = time.perf_counter_ns()
+            self.arrive(0, 0, 0, -2)
+            self.driver.synchronize(0)
+            self.driver.read(self._arrays["came"][0], stamp)
+            found.append((int(stamp[0]) - begin, begin))
+        least, begin = min(found)
+        return begin, least
+
+    def stamps(self) -> dict[str, np.ndarray]:
+        """What the last RING iterations wrote down; waits for the device.
+
+        end, tag [RING, interactions]; came, went, from, until [RING, launches]; stuck [1]
+        """
+        torch.cuda.synchronize(self.device)
+        found: dict[str, np.ndarray] = {}
+        for name in ("end", "tag", "came", "went", "from", "until", "stuck"):
+            if self.shared is not None and name in SHARED:
+                found[name] = self.shared.array(name)
+                continue
+            address, array = self._arrays[name]
+            found[name] = np.empty_like(array)
+            if array.nbytes:
+                self.driver.read(address, found[name])
+        return found
+
+
+def _columns(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+    """What the kernel reads and writes, by the names of TABLE."""
+    words = {"i": np.int32, "q": np.int64}
+    given: dict[str, tuple[str, ArrayLike]] = {
+        "part": ("i", np.concatenate(([0], np.cumsum([len(one) for one in launches])))),
+        "member": ("i", [j for one in launches for j in one]),
+        "own": ("q", table.own),
+        "start": ("i", table.start),
+        "cause": ("i", table.cause),
+        "back": ("i", table.back),
+        "weight": ("q", table.weight),
+    }
+    found: dict[str, np.ndarray] = {
+        name: np.ascontiguousarray(values, dtype=words[kind])
+        for name, (kind, values) in given.items()
+    }
+    found["end"] = np.zeros((RING, len(table)), np.int64)
+    found["tag"] = np.zeros((RING, len(table)), np.int32)
+    for name in ("came", "went", "from", "until"):
+        found[name] = np.zeros((RING, len(launches)), np.int64)
+    found["ready"] = np.zeros((RING, len(launches)), np.int32)
+    found |= seats(table, launches, process)
+    found["here"] = np.zeros((RING, len(table.of)), np.int64)
+    found["seen"] = np.zeros((RING, len(table.of)), np.int32)
+    found["clocks"] = np.zeros(2, CLOCK)
+    for name in ("gone", "stuck", "clock"):
+        found[name] = np.zeros(1, np.int32)
+    return found

@@ -1,0 +1,286 @@
+"""When do virtual peers answer?  At the time at which they would, on the device, as NCCL would.
+
+In : what this rank is expected to call in an iteration (its program) and the releases of the world
+graph.  Every call then takes the stream that ProcessGroupNCCL would take, is answered there, and
+holds that stream until the moment that the table gives (``pace_kernel``).  The program's own events
+and waits order the rest, so overlap is the job's own:
+
+* a synchronous call runs on the caller's stream (torch >= 2.8), an asynchronous one, and every
+  message, on its group's own, after what the caller's stream holds now; ``wait`` makes the caller's
+  stream wait, never the host, but for ``barrier``
+* a batch of messages is one call; unbatched messages of each pair have a stream of their own
+
+Host time counts: a rank whose host is slow is slower by all that a call takes beyond NCCL's.  So
+the pacing kernel gives most answers itself (``moves``), and streams and events are raw handles;
+where it is known how long NCCL keeps the host, the host is kept for what is left of that.
+
+A call that the program does not expect ends pacing until the next iteration, is counted and said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime.batch import Batch
+from megatron_prism.runtime.pacing.kernel_source import RING
+from megatron_prism.runtime.pacing.moves import Move, move_of
+from megatron_prism.runtime.pacing.streams import End, Streams
+from megatron_prism.runtime.work import Done
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.process_group import PrismGroup
+    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
+
+__all__ = ["Call", "Pacer", "Tally"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that the program expects.
+
+    launch : which launch of the table it belongs to, -1 if it has no virtual peer
+    blocks : thread blocks that NCCL would occupy meanwhile
+    large  : an answer of several kernels takes long enough to be told from waiting
+    host   : ns for which NCCL would keep the host, 0 if that is not known
+    """
+
+    op: str
+    group: str
+    launch: int
+    blocks: int = 1
+    large: bool = False
+    host: int = 0
+
+
+@dataclass
+class Tally:
+    """What became of the iterations."""
+
+    paced: int = 0  # iterations that went as the program says
+    strayed: list[str] = field(default_factory=list)  # why others did not
+    extra: int = 0  # calls outside iterations, or behind the program's last
+
+
+class Pacer:
+    """Follows one rank's program while it runs.
+
+    calls    : what the program expects, in order of issue
+    launcher : ``pace_kernel.Launcher``
+    cuda     : whether tensors of the job are on the device (tests have none)
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], launcher: Launcher, streams: Streams, cuda: bool = True
+    ) -> None:
+        self.calls, self.launcher, self.streams = calls, launcher, streams
+        self._cuda = cuda
+        self._shared = getattr(launcher, "shared", None)
+        self.tally = Tally()
+        self.iteration = -1
+        self.active = False
+        self.first = 0  # since which iteration all ends are known
+        self._at = 0
+        self._lanes: dict[object, _Lane] = {}
+        count = 1 + max((call.launch for call in calls), default=-1)
+        # per iteration of the ring and launch: when the host came to it
+        self.issued = [[0] * count for _ in range(RING)]
+        self.now_issued = self.issued[0]
+        self.lags: list[tuple[int, int]] = []  # of the device behind the host (pace_report)
+        self._batch: Batch | None = None
+
+    # -- iterations -------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """A train step starts."""
+        self._close()
+        self.iteration += 1
+        self._at, self.active = 0, True
+        self.now_issued = self.issued[self.iteration % RING]
+        if self._shared is not None:
+            self.launcher.compare_clocks(self.iteration + 1)
+
+    def end(self) -> None:
+        """No further train step will come."""
+        self._close()
+        self.active = False
+
+    def _close(self) -> None:
+        if not self.active:
+            return
+        if self._shared is not None and self._shared.gone[0] > self.iteration:
+            self._stray("another local rank did not do what its program says")
+        elif self._at == len(self.calls):
+            self.tally.paced += 1
+        else:
+            call = self.calls[self._at]
+            self._stray(f"ended before {call.op} of {call.group} (call {self._at})")
+
+    def _stray(self, why: str) -> None:
+        self.tally.strayed.append(f"iteration {self.iteration + 1}: {why}")
+        self.active = False
+        self.first = self.iteration + 1
+        if self._shared is not None:
+            self._shared.leave(self.iteration)
+
+    def _expected(self, group: PrismGroup, op: str) -> Call | None:
+        """The program's next call if it is this one."""
+        if self._at == len(self.calls):
+            self.tally.extra += 1
+            return None
+        call = self.calls[self._at]
+        if call.op != op or call.group != group.desc:
+            self._stray(
+                f"{op} of {group.desc} where the program has {call.op} of {call.group} "
+                f"(call {self._at})"
+            )
+            return None
+        self._at += 1
+        return call
+
+    # -- calls ------------------------------------------------------------------------------------
+    def record(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """Make ``answer(group, *args, **kwargs)`` at the time at which it would come."""
+        begin = perf_counter_ns()  # all that follows is in NCCL's own time
+        call = self._expected(group, op) if self.active else None
+        if call is None or call.launch < 0:
+            return answer(group, *args, **kwargs)
+        if self.streams.capturing():
+            raise UnsupportedError(
+                f"{op} of {call.group} goes into a CUDA graph, which would answer every "
+                "iteration as the first",
+                fix="drop the job's CUDA graph flags, or --prism-pace",
+            )
+        if self._batch is not None:
+            return self._batch.add(group, call, answer, args, kwargs)
+        self.now_issued[call.launch] = begin
+        stream = self.streams.current()
+        if op == "barrier":
+            made = self._in_order(group, stream, call, answer, args, kwargs)
+            self.streams.synchronize(stream)  # NCCL's barrier holds the host
+            return made
+        pair = op == "send" or op == "recv"
+        opts = kwargs.get("opts", args[-1] if args else None)
+        if not pair and not getattr(opts, "asyncOp", True):
+            made = self._in_order(group, stream, call, answer, args, kwargs)
+        else:
+            lane = self.lane((id(group), args[1]) if pair else id(group))
+            made = self._beside(lane, stream, group, call, answer, args, kwargs)
+        while perf_counter_ns() < begin + call.host:
+            pass
+        return made
+
+    def _beside(
+        self,
+        lane: _Lane,
+        stream: int,
+        group: PrismGroup,
+        call: Call,
+        answer: Answer,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> dist.Work | None:
+        """On a stream of its own, after what the caller's holds now."""
+        self.streams.follow(lane.stream, stream, lane.begin)
+        move = self.move(group, call.op, answer, args, kwargs)
+        if move is not None:
+            self._hold(lane.stream, call, move)
+            made: dist.Work | None = Done(move.outs)
+        else:
+            with self.streams.on(lane.stream):
+                made = self._answered(lane.stream, group, call, answer, args, kwargs)
+        lane.end = end = End(self.streams, lane.stream)
+        assert isinstance(made, Done), made
+        return made.after(end, args)
+
+    def _in_order(
+        self, group: PrismGroup, stream: int, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """On the caller's stream, but after what the communicator does on another."""
+        lane = self._lanes.get(id(group))
+        if lane is not None and lane.end is not None:
+            lane.end.wait()
+        move = self.move(group, call.op, answer, args, kwargs)
+        if move is None:
+            return self._answered(stream, group, call, answer, args, kwargs)
+        self._hold(stream, call, move)
+        return Done(move.outs)
+
+    def move(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> Move | None:
+        """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
+        find = move_of.get(answer.__name__)
+        if find is None or group.world.observer is not None:
+            return None
+        if group._mixed is not None and op != "send":  # real ranks bring data of their own
+            return None
+        move: Move | None = find(group, *args, **kwargs)
+        if move is None:
+            return None
+        tensors = args[0] if op == "send" else move.outs
+        if tensors and tensors[0].is_cuda != self._cuda:  # the kernel reaches no host's memory
+            return None
+        group.sequence += 1
+        distance = group.distance(args[1]) if op == "send" or op == "recv" else 0
+        group._count(group.desc, group._n, op, move.payload, distance)
+        return move
+
+    def _hold(self, stream: int, call: Call, move: Move | None) -> None:
+        launcher = self.launcher
+        launcher.release(stream, call.launch, self.iteration, self.first, True, call.blocks, move)
+
+    def _answered(
+        self, stream: int, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """Answer on the current ``stream`` and hold it."""
+        # with real members an answer waits for them, which is no part of coming to the call
+        early = call.large or group._mixed is not None
+        if early:
+            self.launcher.arrive(stream, call.launch, self.iteration)
+        made = answer(group, *args, **kwargs)
+        self.launcher.release(
+            stream, call.launch, self.iteration, self.first, not early, call.blocks
+        )
+        return made
+
+    def lane(self, key: object) -> _Lane:
+        """The stream of ``key``."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(*self.streams.make())
+        return lane
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What is issued inside is one call to NCCL."""
+        if not self.active or self._batch is not None:
+            yield
+            return
+        self._batch = Batch(self)
+        try:
+            yield
+        finally:
+            batch, self._batch = self._batch, None
+            batch.issue()
+
+
+@dataclass
+class _Lane:
+    """A stream of its own for the calls of a group, or the messages of a pair.
+
+    begin : the event with which it follows the callers' streams
+    end   : of the last call on it
+    """
+
+    stream: int
+    begin: int
+    end: End | None = None

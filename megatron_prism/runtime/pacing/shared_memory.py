@@ -1,0 +1,162 @@
+"""How do the local ranks of one host know of each other's calls?  Through memory that all map.
+
+A file in /dev/shm, page-locked and mapped into every device: the ends of interactions, who came to
+them when, and the words with which ``prism_ping`` compares clocks.  Its name travels through the
+processes' store, and it has no name any more once all of them have it open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, UsageError
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.replay.release import Releases
+    from megatron_prism.runtime.pacing.driver import Driver
+
+__all__ = ["AREA", "Shared", "layout", "meet", "seats"]
+
+AREA = 8  # words of each process with which clocks are compared
+_FOLDER = Path("/dev/shm")
+_ALIGN = 256
+
+
+def layout(
+    ring: int, interactions: int, seats: int, processes: int
+) -> dict[str, tuple[int, np.ndarray]]:
+    """name -> (bytes from the beginning, an empty array of what is there); ``size`` is the end."""
+    arrays: dict[str, np.ndarray] = {
+        "end": np.empty((ring, interactions), np.int64),
+        "tag": np.empty((ring, interactions), np.int32),
+        "here": np.empty((ring, seats), np.int64),
+        "seen": np.empty((ring, seats), np.int32),
+        "gone": np.empty(1, np.int32),
+        "area": np.empty((processes, AREA), np.int64),
+    }
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    size = 0
+    for name, array in arrays.items():
+        found[name] = (size, array)
+        size += -(-array.nbytes // _ALIGN) * _ALIGN
+    found["size"] = (size, np.empty(0))
+    return found
+
+
+def seats(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+    """Per member of ``launches``, one after the other: whose arrivals its interaction waits for.
+
+    A seat is a row of ``table.member``: a local rank in an interaction.  ``mine`` [members] is this
+    process's own, ``with`` [members + 1] slices ``whom``, the seats of other local ranks.
+    """
+    of: dict[int, list[int]] = {}
+    for seat, interaction in enumerate(table.of.tolist()):
+        of.setdefault(interaction, []).append(seat)
+    owner = table.member.tolist()
+    mine, start, whom = [], [0], []
+    for interaction in (j for one in launches for j in one):
+        everyone = of[interaction]
+        mine += [seat for seat in everyone if owner[seat] == process][:1]
+        whom += [seat for seat in everyone if owner[seat] != process]
+        start.append(len(whom))
+    found = {"mine": mine, "with": start, "whom": whom}
+    return {name: np.array(values, dtype=np.int32) for name, values in found.items()}
+
+
+def meet(store: dist.Store, processes: int, where: str) -> None:
+    """Go on when every local process has come here."""
+    key = f"prism/pace/{where}"
+    if store.add(key, 1) == processes:
+        store.set(f"{key}/all", "1")
+    store.wait([f"{key}/all"])
+
+
+def _made(size: int) -> tuple[int, str]:
+    """(descriptor, name) of a new file of ``size`` bytes, all of them there.
+
+    UsageError if there is no room: a file with holes would end the process when it is written to.
+    """
+    handle, name = tempfile.mkstemp(prefix="prism-", dir=_FOLDER)
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        os.close(handle)
+        os.unlink(name)
+        raise UsageError(
+            f"several paced ranks share {size:,} bytes in /dev/shm: {error.strerror}",
+            fix="make it larger (docker run --shm-size), or run each rank alone, without torchrun",
+        ) from error
+    return handle, name
+
+
+class Shared:
+    """This process's view of the memory.
+
+    process, processes : which of how many
+    places             : ``layout``
+    table              : what all must have alike, in a word
+    base               : the host's address; ``map`` has the device's
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        process: int,
+        processes: int,
+        places: dict[str, tuple[int, np.ndarray]],
+        table: str,
+    ) -> None:
+        self.process, self.processes, self.places = process, processes, places
+        self._store = store
+        size = places["size"][0]
+        if not _FOLDER.is_dir():
+            raise UsageError(
+                "several paced ranks share memory in /dev/shm, and there is none",
+                fix="run each rank alone, without torchrun",
+            )
+        if process == 0:
+            handle, name = _made(size)
+            store.set("prism/pace/file", f"{name} {table}")
+        else:
+            name = store.get("prism/pace/file").decode().split()[0]
+            handle = os.open(name, os.O_RDWR)
+        if store.add("prism/pace/open", 1) == processes:
+            os.unlink(name)
+        if store.get("prism/pace/file").decode().split()[1] != table:
+            os.close(handle)
+            raise PrismError(
+                f"local rank {process} has another table of releases than local rank 0",
+                fix="give all local ranks the same slices and the same flags",
+            )
+        self._map = mmap.mmap(handle, size)
+        os.close(handle)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.gone = np.frombuffer(self._map, np.int32, 1, places["gone"][0])
+
+    def meet(self, where: str) -> None:
+        """Go on when every local process has come here."""
+        meet(self._store, self.processes, where)
+
+    def map(self, driver: Driver) -> dict[str, int]:
+        """name -> the device's address."""
+        base = driver.map_host(self.base, self.places["size"][0])
+        return {name: base + at for name, (at, _) in self.places.items()}
+
+    def array(self, name: str) -> np.ndarray:
+        """A copy of what is there now."""
+        at, like = self.places[name]
+        found = np.frombuffer(self._map, like.dtype, like.size, at)
+        return found.reshape(like.shape).copy()
+
+    def leave(self, iteration: int) -> None:
+        """Nobody shall wait for ``iteration`` or earlier ones."""
+        self.gone[0] = max(int(self.gone[0]), iteration + 1)

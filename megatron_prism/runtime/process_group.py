@@ -1,0 +1,418 @@
+"""The ``prism`` process group: real for its local members, answered for everybody else.
+
+``torch.distributed`` calls the methods named in the table of collectives; each counts the call,
+asks ``answers`` (one local member), ``hybrid`` (several) or the real group (all local) for the
+result, and returns a finished Work.  A c10d method without a row in the table raises, by name.
+
+Why a ``ProcessGroup`` subclass: ``torch._C._distributed_c10d.Backend`` has no Python constructor,
+whereas a ProcessGroup returned by a backend's creator becomes the group itself (torch 2.13
+distributed_c10d.py:2278), with no dispatcher hop: 4 to 6 us a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import distributed as dist
+
+from megatron_prism.core.collectives import BY_METHOD, BY_NAME
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime import answers
+from megatron_prism.runtime.arguments import arguments, message_size, size_of
+from megatron_prism.runtime.exchange import Exchange, is_ring
+from megatron_prism.runtime.mixed_groups import Mixed
+from megatron_prism.runtime.partial_sums import holds_sequences
+from megatron_prism.runtime.work import Done
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.signatures import Answer
+    from megatron_prism.runtime.world import VirtualWorld
+
+__all__ = ["PrismGroup"]
+
+
+class PrismGroup(dist.ProcessGroup):
+    """A group of ``ranks`` (global, in group order) of which some have a process and most do not.
+
+    world : the VirtualWorld it belongs to (tally, values, observer)
+    desc  : Megatron's group_desc, the name used in every output
+    real  : the real group of the local members, None when this process is the only one
+    """
+
+    def __init__(
+        self,
+        world: VirtualWorld,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        desc: str,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg] # the one without a store
+        self.world = world
+        self.ranks = ranks
+        self.desc = desc
+        self._name = name
+        self._n, self._p = len(ranks), rank
+        self._values = world.values
+        self._sequence = holds_sequences(desc)
+        self._count = world.tally.add
+        self.sequence = 0
+        self.real, self._mixed = world.connect(self, backend)
+        self.all_local = self._n > 1 and self.real is not None and self._mixed is None
+        local = len(self._mixed.positions) if self._mixed is not None else 1
+        self.has_virtual = self._n > local and not self.all_local
+        self._exchange: Exchange | None = None
+
+    def owners(self) -> list[int]:
+        """For each member (group rank) the local member that it is or mirrors."""
+        if self._mixed is not None:
+            return self._mixed.owners
+        return list(range(self._n)) if self.all_local else [self._p] * self._n
+
+    # -- identity -------------------------------------------------------------------------------
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self.desc
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property  # type: ignore[misc] # torch's can be set
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.desc = desc
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's spelling
+        return "prism"
+
+    name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"<prism group {self.desc}: rank {self._p} of {self._n}, virtual peers>"
+
+    def _get_backend(self, device: torch.device) -> PrismGroup:
+        return self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def register_mem_pool(self, pool: object, symm: bool = False) -> None:
+        """NCCL user buffers need no registration where nothing is sent."""
+
+    def deregister_mem_pool(self, pool: object) -> None:
+        """See register_mem_pool."""
+
+    def shutdown(self) -> None:
+        if self.real is not None and hasattr(self.real, "shutdown"):
+            self.real.shutdown()
+
+    abort = shutdown
+
+    def new_group(self, ranks: Sequence[int], **kwargs: str | None) -> PrismGroup | None:
+        """torch >= 2.13 delegates ``dist.new_group`` to the default group (None: not a member)."""
+        return self.world.build_group(ranks, kwargs.get("group_name"), kwargs.get("group_desc"))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to open: every answer is complete when its call returns."""
+
+    def _end_coalescing(self, device: torch.device) -> Done:
+        return Done()
+
+    # -- bookkeeping ----------------------------------------------------------------------------
+    def _done(
+        self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], distance: int = 0
+    ) -> Done:
+        self.sequence += 1
+        num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
+        self._count(self.desc, self._n, op, num_bytes, distance)
+        if self.world.observer is not None:
+            self.world.observer(self, op, ins, outs)
+        return Done(outs)
+
+    def _mixed_for(self, tensor: torch.Tensor) -> Mixed | None:
+        return None if tensor.is_meta else self._mixed
+
+    # -- collectives ----------------------------------------------------------------------------
+    def allreduce(
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
+    ) -> Done:
+        op = answers.reduce_op_name(opts.reduceOp) if opts is not None else "sum"
+        for tensor in tensors:
+            if (mixed := self._mixed_for(tensor)) is not None:
+                mixed.reduced(tensor, op, self._values.parts)
+            else:
+                answers.reduced(tensor, op, self._n, self._values)
+        return self._done("all_reduce", tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions | None = None
+    ) -> Done:
+        root = opts.rootRank if opts is not None else 0
+        for tensor in tensors:
+            if (mixed := self._mixed_for(tensor)) is not None:
+                mixed.broadcast(tensor, root)
+        return self._done("broadcast", tensors, tensors)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> Done:
+        op = answers.reduce_op_name(opts.reduceOp)
+        for tensor in tensors:
+            if (mixed := self._mixed_for(tensor)) is not None:
+                mixed.reduce(tensor, op, opts.rootRank)
+            elif opts.rootRank == self._p:
+                answers.reduced(tensor, op, self._n, self._values)
+        return self._done("reduce", tensors, tensors)
+
+    def _gather_one(self, out: torch.Tensor, shard: torch.Tensor) -> None:
+        if (mixed := self._mixed_for(shard)) is not None:
+            mixed.all_gather(out, shard, self._values.parts)
+        else:
+            answers.all_gather(out, shard, self._n, self._p, self._values)
+
+    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: object = None) -> Done:
+        self._gather_one(out, shard)
+        return self._done("all_gather", (shard,), (out,))
+
+    all_gather_single: Callable[..., dist.Work] = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
+        for out, shard in zip(outs, shards, strict=True):
+            self._gather_one(out, shard)
+        return self._done("all_gather", shards, outs)
+
+    all_gather_single_coalesced: Callable[..., dist.Work] = allgather_into_tensor_coalesced
+
+    def allgather(
+        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
+        for outs, shard in zip(out_lists, shards, strict=True):
+            if (mixed := self._mixed_for(shard)) is not None:
+                mixed.gather_list(outs, shard)
+            else:
+                answers.gather(outs, shard)
+        return self._done("all_gather", shards, [out for outs in out_lists for out in outs])
+
+    def allgather_coalesced(
+        self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
+    ) -> Done:
+        # c10d hands one list per rank here, one entry per input: the transpose of allgather's
+        return self.allgather([list(outs) for outs in zip(*out_lists, strict=True)], shards, opts)
+
+    def _scatter_one(self, out: torch.Tensor, whole: torch.Tensor, op: str) -> None:
+        if (mixed := self._mixed_for(whole)) is not None:
+            mixed.reduce_scatter(out, whole, op, self._values.parts, self._sequence)
+        else:
+            values, sequence = self._values, self._sequence
+            answers.reduce_scatter(out, whole, op, self._n, self._p, values, sequence)
+
+    def _reduce_scatter_base(
+        self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
+    ) -> Done:
+        self._scatter_one(out, whole, answers.reduce_op_name(opts.reduceOp))
+        return self._done("reduce_scatter", (whole,), (out,))
+
+    reduce_scatter_single: Callable[..., dist.Work] = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
+    ) -> Done:
+        op = answers.reduce_op_name(opts.reduceOp)
+        for out, whole in zip(outs, wholes, strict=True):
+            self._scatter_one(out, whole, op)
+        return self._done("reduce_scatter", wholes, outs)
+
+    reduce_scatter_single_coalesced: Callable[..., dist.Work] = reduce_scatter_tensor_coalesced
+
+    def reduce_scatter(
+        self,
+        outs: list[torch.Tensor],
+        part_lists: list[list[torch.Tensor]],
+        opts: dist.ReduceScatterOptions,
+    ) -> Done:
+        op = answers.reduce_op_name(opts.reduceOp)
+        for out, parts in zip(outs, part_lists, strict=True):
+            if (mixed := self._mixed_for(out)) is not None:
+                mixed.reduce_scatter_list(out, parts, op)
+            else:
+                answers.fill_rows(out, parts[self._p])
+                answers.reduced(out, op, self._n, self._values)
+        return self._done("reduce_scatter", [t for parts in part_lists for t in parts], outs)
+
+    def alltoall_base(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_splits: Sequence[int],
+        in_splits: Sequence[int],
+        opts: object = None,
+    ) -> Done:
+        if (mixed := self._mixed_for(source)) is not None:
+            mixed.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
+        else:
+            answers.all_to_all(out, source, out_splits, in_splits, self._p)
+        return self._done("all_to_all", (source,), (out,))
+
+    all_to_all_single: Callable[..., dist.Work] = alltoall_base
+
+    def _split(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[torch.Tensor]:
+        rows = list(splits) or [tensor.shape[0] // self._n] * self._n
+        return tensor.detach().split(rows)
+
+    def alltoall(
+        self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: object = None
+    ) -> Done:
+        if (mixed := self._mixed_for(ins[0])) is not None:
+            mixed.all_to_all_list(outs, ins)
+        else:
+            for out, source in zip(outs, ins, strict=True):
+                answers.fill_rows(out, source)
+        return self._done("all_to_all", ins, outs)
+
+    def gather(
+        self,
+        out_lists: list[list[torch.Tensor]],
+        shards: list[torch.Tensor],
+        opts: dist.GatherOptions,
+    ) -> Done:
+        outs = out_lists[0] if out_lists else []
+        if (mixed := self._mixed_for(shards[0])) is not None:
+            mixed.gather(outs, shards[0], opts.rootRank)
+        else:
+            answers.gather(outs, shards[0])
+        return self._done("gather", shards, outs)
+
+    def scatter(
+        self,
+        outs: list[torch.Tensor],
+        part_lists: list[list[torch.Tensor]],
+        opts: dist.ScatterOptions,
+    ) -> Done:
+        parts = part_lists[0] if part_lists else []
+        if (mixed := self._mixed_for(outs[0])) is not None:
+            mixed.scatter(outs[0], parts, opts.rootRank, self._values)
+        elif parts:
+            answers.fill_rows(outs[0], parts[self._p])
+        else:
+            self._values.receive(outs[0])
+        return self._done("scatter", parts, outs)
+
+    def barrier(self, opts: object = None) -> Done:
+        if self._mixed is not None:
+            self._mixed.barrier(self.world.device)
+        return self._done("barrier", (), ())
+
+    # -- point to point -------------------------------------------------------------------------
+    def distance(self, peer: int) -> int:
+        """How many places further in the group ``peer`` is."""
+        return (peer - self._p) % self._n
+
+    def _ring(self, tensor: torch.Tensor) -> Exchange | None:
+        if self._exchange is None and is_ring(self.desc):
+            self._exchange = Exchange(self._values)
+        return None if tensor.is_meta else self._exchange
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
+        done = self._done("send", tensors, (), self.distance(peer))
+        if (ring := self._ring(tensors[0])) is not None:
+            ring.sent(tensors[0])
+        if (mixed := self._mixed_for(tensors[0])) is not None:
+            index = mixed.local_index(peer)
+            if index is not None:
+                return mixed.real.send([t.detach() for t in tensors], index, tag)
+        return done
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
+        self._done("recv", (), tensors, self.distance(peer))
+        ring, mixed = self._ring(tensors[0]), self._mixed_for(tensors[0])
+        index = mixed.local_index(peer) if mixed is not None else None
+        if ring is not None:
+            ring.received(tensors[0], invented=index is None)
+        if mixed is not None and index is not None:
+            return mixed.real.recv([t.detach() for t in tensors], index, tag)
+        for tensor in tensors if ring is None else ():
+            self._values.receive(tensor)
+        return Done(tensors, peer)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
+        if (mixed := self._mixed_for(tensors[0])) is not None:
+            if len(mixed.positions) == self._n:
+                self._done("recv", (), tensors)
+                return mixed.real.recv_anysource([t.detach() for t in tensors], tag)
+            raise UnsupportedError(
+                f"a receive from any rank on {self.desc}: some members are local and some virtual, "
+                "so whether a real message will come is not known",
+                fix="name the source rank, or make all members or just one of them local",
+            )
+        return self.recv(tensors, (self._p + 1) % self._n, tag)
+
+
+def _real_barrier(real: dist.ProcessGroup, device: torch.device) -> None:
+    """An all-reduce of one word, after which the host waits, as NCCL's own barrier does."""
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    real.allreduce([word]).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _passing_through(method: str, answer: Answer) -> Answer:
+    """Groups whose members are all local answer with the real group's own method."""
+    op = BY_METHOD[method].name
+
+    def plain(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
+        if not self.all_local or self.world.shapes_only:
+            return answer(self, *args, **kwargs)
+        if op == "barrier":  # c10d finds no device in this group and would ask for the CPU's
+            assert self.real is not None, "all members are local, and have a real group"
+            _real_barrier(self.real, self.world.device)
+            return self._done(op, (), ())
+        work = getattr(self.real, method)(*args, **kwargs)
+        if self.world.observer is None:  # as quick as it can be: this is the job's own time
+            self.sequence += 1
+            self._count(self.desc, self._n, op, message_size(args))
+            return work
+        if work is not None:
+            work.wait()  # observers read results
+        self._done(op, *arguments(op, args))
+        return work
+
+    def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
+        listener = self.world.guard or self.world.recorder
+        if listener is None:
+            return plain(self, *args, **kwargs)
+        return listener.record(self, op, plain, args, kwargs)
+
+    call.__name__, plain.__name__, call.__doc__ = method, method, answer.__doc__
+    return call
+
+
+def _without_row(method: str) -> Callable[..., NoReturn]:
+    def call(self: PrismGroup, *args: object, **kwargs: object) -> NoReturn:
+        raise UnsupportedError(
+            f"collective {method!r} on {self.desc} has no row in the table of collectives",
+            fix="add its row to core/collectives.py and its answer to runtime/process_group.py",
+        )
+
+    return call
+
+
+for _method in BY_METHOD:
+    setattr(PrismGroup, _method, _passing_through(_method, getattr(PrismGroup, _method)))
+for _method in ("monitored_barrier", "allreduce_sparse"):
+    setattr(PrismGroup, _method, _without_row(_method))

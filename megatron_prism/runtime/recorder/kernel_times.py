@@ -1,0 +1,200 @@
+"""How long do a segment's kernels take by themselves?  A traced iteration, read segment by segment.
+
+CUDA events around a segment also count the moments in which the device waits for Python.  Kineto
+(CUPTI) writes down when each kernel was launched and when it ran; a gap between two kernels that
+the host did not keep up with is replaced by the gap that kernels have when it does.  Times in ns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+
+__all__ = ["Launch", "Tracer", "busy_ns", "device_ns", "limits_of", "read"]
+
+_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_LAUNCH = frozenset(("cuda_runtime", "cuda_driver"))
+# copies between GPUs, which keep links awake (``emulate/nvlink_keepalive.py``): not the job's
+_WORDS = "PtoP"
+_LAUNCH_NS = 3_000  # from a launch to the earliest start of its kernel
+_IDLE_NS = 10_000  # within which a kernel starts if the device has nothing else to do
+_GAP_NS = 1_000  # between two kernels, where no two of the trace tell
+_STRANGE = 0.01  # of the kernels' time, of which nobody knows who launched it
+_LATE = 0.05  # a segment that takes so much longer than its kernels waits for the host
+_SURE = 0.01  # of a segment: what it may wait for the host so that its own time is its kernels'
+
+
+class Event(TypedDict, total=False):
+    """One of a trace; times in us."""
+
+    cat: str
+    name: str
+    ts: float
+    dur: float
+    args: dict[str, object]
+
+
+class Trace(TypedDict, total=False):
+    """As Kineto exports it; ``baseTimeNanoseconds`` is a number, or one as text."""
+
+    traceEvents: list[Event]
+    baseTimeNanoseconds: int | str
+
+
+class Tracer:
+    """Kineto around one iteration, unless the job's own profiler runs: there can be one."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._profile: torch.profiler.profile | None = None
+        if not torch.autograd._profiler_enabled():
+            activity = torch.profiler.ProfilerActivity.CUDA
+            self._profile = torch.profiler.profile(activities=[activity])
+            self._profile.start()
+
+    def stop(self) -> Trace | None:
+        """The trace; None, and a line that says so, if the device cannot be traced."""
+        if self._profile is None:
+            sys.stderr.write("prism: the job's profiler runs, so segments keep the host's delays\n")
+            return None
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        if any(event.get("cat") == "kernel" for event in trace.get("traceEvents", ())):
+            return trace
+        sys.stderr.write("prism: no kernel was traced, so segments keep the host's delays\n")
+        return None
+
+
+class Launch(NamedTuple):
+    """When the host called the runtime or driver, how long that took (ns), and what it called."""
+
+    at: int
+    took: int
+    name: str
+
+
+class Kernel(NamedTuple):
+    """ns of the trace, what launched it, and its name."""
+
+    begin: int
+    end: int
+    correlation: object
+    name: str
+
+
+def read(trace: Trace) -> tuple[dict[object, Launch], list[Kernel]]:
+    """(launches by correlation, what the device did), as traced; words to neighbours left out."""
+    launched, kernels = {}, []
+    for event in trace["traceEvents"]:
+        category, name = event.get("cat"), event.get("name", "")
+        if category in _LAUNCH:
+            took = _ns(event.get("dur", 0))
+            launched[event["args"].get("correlation")] = Launch(_ns(event["ts"]), took, name)
+        elif category in _DEVICE and _WORDS not in name:
+            begin = _ns(event["ts"])
+            end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
+            kernels.append(Kernel(begin, end, who, name))
+    return launched, kernels
+
+
+def limits_of(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int64 [segments, 2]: ``bounds`` (the host's clock, ``time.time_ns``) in the trace's times."""
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    return np.array(bounds, dtype=np.int64).reshape(-1, 2) - base
+
+
+def busy_ns(trace: Trace, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int64 [3, segments]: what the host launched in each segment, back to back (-1: nothing, but
+    the trace does not say who launched all kernels); how long it took the host until
+    the first launch (as long as the segment where there is none); whether the device had nothing to
+    do by then (1) or was behind (0).
+
+    trace  : as Kineto exports it; bounds: the host's clock (``time.time_ns``) around each segment
+    """
+    launched, kernels = read(trace)
+    kernels.sort(key=lambda kernel: kernel[:2])
+    rows = np.array(
+        [(b, e, launched[c].at) for b, e, c, _ in kernels if c in launched], dtype=np.int64
+    )
+    whole = sum(k.end - k.begin for k in kernels)
+    strange = whole - sum(k.end - k.begin for k in kernels if k.correlation in launched)
+    nothing = 0 if whole and strange <= _STRANGE * whole else -1
+    limits = limits_of(trace, bounds)
+    found = np.zeros((3, len(bounds)), dtype=np.int64)
+    found[1] = limits[:, 1] - limits[:, 0]
+    if not rows.size or not bounds:
+        found[0] = nothing
+        return found
+    segment = np.searchsorted(limits[:, 0], rows[:, 2], side="right") - 1
+    inside = (segment >= 0) & (rows[:, 2] < limits[segment, 1])
+    rows, segment = rows[inside], segment[inside]
+    order = np.lexsort((rows[:, 0], segment))
+    rows, segment = rows[order], segment[order]
+    begin, end = rows[:, 0], rows[:, 1]
+    # where the segment's kernels so far end; kernels of several streams may overlap
+    first = np.concatenate(([True], segment[1:] != segment[:-1]))
+    reach = end.copy()
+    for i in range(1, len(reach)):
+        if not first[i] and reach[i - 1] > reach[i]:
+            reach[i] = reach[i - 1]
+    before = np.concatenate(([0], reach[:-1]))
+    gap = np.where(first, 0, begin - before)
+    timely = ~first & (rows[:, 2] + _LAUNCH_NS <= before) & (gap > 0)
+    usual = int(np.median(gap[timely])) if timely.any() else _GAP_NS
+    taken = np.where(timely | (gap <= 0), np.maximum(gap, 0), np.minimum(gap, usual))
+    taken[first] = usual
+    added = np.where(first, end - begin, np.maximum(0, end - np.maximum(begin, before)))
+    np.add.at(found[0], segment, taken + added)
+    found[0, np.bincount(segment, minlength=len(bounds)) == 0] = nothing
+    np.minimum.at(found[1], segment, rows[:, 2] - limits[segment, 0])
+    found[2, segment[first]] = begin[first] <= rows[first, 2] + _IDLE_NS
+    return found
+
+
+def device_ns(each: np.ndarray, traced: np.ndarray, waits: np.ndarray | None = None) -> np.ndarray:
+    """int64 [segments]: what each takes if the host is always ahead.
+
+    each   : [iterations, segments] between the CUDA events around each, where nothing was traced
+    traced : by ``busy_ns``
+    waits  : [iterations, segments] of that, for which the device waited for its host; None: known
+             of no segment but where an idle device waited for its first launch
+
+    A segment that takes hardly longer than its kernels, and hardly waits, keeps its own time, which
+    is that of the clocks of an undisturbed iteration; the kernels of the others are brought to
+    those clocks.  (Behind a forward that takes its host as long, a backward of 46 ms begins with
+    waits of 0.6 ms.)  A segment without kernels takes the device nothing: what passed between its
+    events was the host's time, counted there.
+
+    Of every segment the median counts.  Clocks dip for some ten milliseconds (a GPU at its power
+    limit): no segment's median has that, but every iteration has, so all are brought to the median
+    of what those that keep up take together.
+    """
+    busy, whole = traced[0], np.median(each, axis=0)
+    if waits is None:
+        elapsed = whole - np.where(traced[2] > 0, np.minimum(traced[1], _LATE * whole), 0)
+        sure, middle = np.ones(len(busy), dtype=bool), whole
+    else:
+        each = np.maximum(each - waits, 0)
+        sure = np.median(waits, axis=0) <= _SURE * whole
+        elapsed = middle = np.where(busy < 0, whole, np.median(each, axis=0))
+    ahead = sure & (busy > 0) & (elapsed <= (1 + _LATE) * busy + _GAP_NS)
+    ratio = elapsed[ahead].sum() / busy[ahead].sum() if ahead.any() else 1.0
+    known = elapsed[ahead].sum() > _LATE * elapsed.sum()
+    late = np.minimum(whole, busy * (ratio if known else 1.0))
+    dips = np.median(each[:, ahead].sum(axis=1)) / middle[ahead].sum() if known else 1.0
+    return np.rint(np.where(ahead | (busy < 0), elapsed, late) * dips).astype(np.int64)
+
+
+def _ns(microseconds: float) -> int:
+    """Whole ns of one of the trace's times."""
+    return round(float(microseconds) * 1000)

@@ -1,0 +1,170 @@
+"""What is left of a recorded iteration, and how do several become one program with typical times?
+
+Device times are read only when the program is asked for, since that waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.program import Builder, Program
+from megatron_prism.runtime.recorder.kernel_times import device_ns
+from megatron_prism.runtime.recorder.launches import Launches
+
+__all__ = ["Recording", "stamp", "typical"]
+
+_AT_ONCE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
+
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]  # around a segment
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded iteration.
+
+    builder : its ops; None if only times were taken
+    times   : of each segment in order: ns, or the CUDA events around it; empty on the meta tier
+    trace   : names of all ops in order
+    hosts   : of each segment, when the host began to issue it, and was through (time_ns); CUDA only
+    collected: ns of full garbage collections in ``hosts``
+    busy    : ``busy.busy_ns`` of it; None unless the iteration was traced
+    launches: ``launches.launches`` of it; likewise
+    """
+
+    rank: int
+    builder: Builder | None
+    times: list[int | Span]
+    trace: list[str]
+    hosts: list[tuple[int, int]] = field(default_factory=list)
+    collected: int = 0
+    busy: np.ndarray | None = None
+    launches: Launches | None = None
+
+    def _spans(self) -> list[Span]:
+        """The events around the segments; none where times are ns."""
+        return [span for span in self.times if isinstance(span, tuple)]
+
+    def segments_ns(self) -> np.ndarray:
+        """Duration of each segment, int64 [segments]."""
+        if spans := self._spans():
+            spans[-1][1].synchronize()
+            found = [round(begin.elapsed_time(end) * 1e6) for begin, end in spans]
+            return np.array(found, dtype=np.int64)
+        return np.array(self.times, dtype=np.int64)
+
+    def behind_ns(self) -> np.ndarray:
+        """float64 [segments]: how long after its host the device came to each.  Somewhere in an
+        iteration it follows at once; without events it is as early as can be everywhere."""
+        issued = np.array([begin - self.hosts[0][0] for begin, _ in self.hosts], dtype=float)
+        if spans := self._spans():
+            spans[-1][0].synchronize()
+            first = spans[0][0]
+            came = np.array([first.elapsed_time(begin) * 1e6 for begin, _ in spans])
+            came += np.quantile(issued - came, _AT_ONCE, method="higher")
+            return np.maximum(came - issued, 0)
+        came, free = issued.copy(), 0.0
+        for i, takes in enumerate(self.segments_ns()):
+            came[i] = max(free, issued[i])
+            free = came[i] + takes
+        return came - issued
+
+    def program(self) -> Program:
+        """The program with this iteration's own times."""
+        assert self.builder is not None
+        return timed(self.builder.build(self.rank), self.segments_ns())
+
+
+def timed(program: Program, segments_ns: np.ndarray) -> Program:
+    """``program`` with these durations of its compute ops, if there are any."""
+    compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
+    if segments_ns.size:
+        program.ops["ns"][compute] = segments_ns
+    return program
+
+
+def typical(
+    recordings: Sequence[Recording], own_ns: int = 0, clocks: Sequence[int] = ()
+) -> tuple[Program, int]:
+    """(the program written down, with the median time of each segment; of how many iterations).
+
+    Times are those of the quick recordings that made the same ops: writing ops down is slower than
+    only timing them.  Without any the program keeps its own times.  Every single time stays in
+    ``Program.samples``.  If an iteration was traced, segments are what their kernels take, and the
+    host's time for each is kept apart, without ``own_ns`` of the recorder behind every call.
+    ``clocks``: ns of the host for whole iterations that were not recorded, which are as slow as the
+    job is.
+    """
+    written = next(r for r in recordings if r.builder is not None)
+    program = written.program()
+    alike = [r for r in recordings if r.builder is None and r.trace == written.trace]
+    quick = [r for r in alike if r.busy is None]
+    traced = [r for r in alike if r.busy is not None]
+    if quick:
+        times = np.stack([r.segments_ns() for r in quick])
+        timed(program, np.median(times, axis=0).round().astype(np.int64))
+        if times.size:
+            program = replace(program, samples=times.astype(np.int64))
+        if traced and times.size:
+            program = _apart(program, quick, traced[-1], own_ns, clocks)
+    return program, max(1, len(quick))
+
+
+def _apart(
+    program: Program, quick: Sequence[Recording], traced: Recording, own_ns: int,
+    clocks: Sequence[int],
+) -> Program:  # fmt: skip
+    """Keep the host's time for each segment apart from its kernels'."""
+    hosts = np.stack([r.hosts for r in quick])  # [iterations, n, 2]
+    names, busy = program.ops["name"], traced.busy
+    assert busy is not None
+    compute = np.flatnonzero(names == CODE["compute"])
+    calls = IS_COLLECTIVE[names] | IS_PAIR[names]
+    own = np.where((compute > 0) & calls[compute - 1], own_ns, 0)
+    each = np.maximum(hosts[:, :, 1] - hosts[:, :, 0] - own, 0)
+    # Delays of a host are few and long, so no segment's median has them, but every iteration has.
+    middle = _lower_median(each)
+    whole = np.maximum(each.sum(axis=1) - [r.collected for r in quick], 0)
+    usual = _lower_median(whole)
+    unrecorded = _lower_median(np.array(clocks)) / max(1.0, usual) if len(clocks) else 1.0
+    scale = unrecorded * usual / max(1.0, middle.sum())
+    issued = np.rint(middle * scale).astype(np.int64)
+    # the trace slows the host down, so of a launch only the place in its segment counts
+    length = np.diff(np.asarray(traced.hosts, dtype=np.int64), axis=1)[:, 0]
+    place = np.clip((busy[1] - own) / np.maximum(1, length - own), 0, 1)
+    found, waits = traced.launches, None
+    if found is not None:
+        behind = [recording.behind_ns() for recording in quick]
+        waits = np.stack([found.waits(own, *pair) for pair in zip(each, behind, strict=True)])
+    ns = device_ns(program.samples, busy, waits)
+    lead = place * issued  # until the first launch
+    if found is not None:
+        lead = np.maximum(lead, found.leads(own, issued, ns))
+        known = found.busy > 0
+        part = found.products[known] / found.busy[known]
+        program.ops["products"][compute[known]] = np.rint(part * ns[known])
+    program.ops["host"][compute] = issued
+    program.ops["lead"][compute] = np.rint(lead).astype(np.int64)
+    program.ops["ns"][compute] = ns
+    totals = np.rint(np.concatenate([whole * unrecorded, clocks])).astype(np.int64)
+    return replace(program, hosts=totals)
+
+
+def _lower_median(values: np.ndarray) -> Any:
+    """The middle one of the first axis, of two the smaller: what disturbs a host only adds, and a
+    process beside it once made one of two iterations take 811 ms instead of 414 (4 x H200,
+    2026-11-22)."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2].astype(float)
+
+
+def stamp() -> torch.cuda.Event:
+    """A timing event on the current stream that the watch does not hear of."""
+    event = torch.cuda.Event(enable_timing=True)
+    super(torch.cuda.Event, event).record(torch.cuda.current_stream())
+    return event

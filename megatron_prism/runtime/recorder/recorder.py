@@ -1,0 +1,324 @@
+"""What did this rank do in an iteration?  Writes down every op while Megatron's own code runs.
+
+The backend hands every communication to ``record``; ``watch`` reports streams, events and host
+waits; what runs in between becomes compute segments, timed on the device (CUDA events), on the host
+(cpu tier) or weighed (meta tier: flops, bytes, kernels).  Time spent here and in answering for
+virtual peers belongs to no segment.  ``start`` and ``stop`` enclose one iteration; once one is
+written down, ``start(quick=True)`` only times the segments of the next, which costs a quarter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import TYPE_CHECKING, TypedDict
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_prism.core.program import Builder
+from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.recorder.fields import Tracked, details
+from megatron_prism.runtime.recorder.host_clock import Collections, HostClock
+from megatron_prism.runtime.recorder.measurements import Recording, stamp
+from megatron_prism.runtime.recorder.owners import Owners
+from megatron_prism.runtime.recorder.shapes_meter import Meter
+from megatron_prism.runtime.work import Done
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+    from typing_extensions import Unpack
+
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.process_group import PrismGroup
+    from megatron_prism.runtime.recorder.fields import Fields
+    from megatron_prism.runtime.recorder.measurements import Span
+    from megatron_prism.runtime.recorder.owners import Models
+    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
+
+__all__ = ["Recorder"]
+
+
+class Labels(TypedDict, total=False):
+    """Of what part of the iteration an op is."""
+
+    phase: str
+    microbatch: int
+    chunk: int
+
+
+class Recorder:
+    """Collects the program of one rank.
+
+    rank  : global rank
+    tier  : ``cuda``, ``cpu`` or ``meta``; decides how segments are measured
+    live  : the live-byte tracker (meta only)
+    """
+
+    def __init__(self, rank: int, tier: str, live: LiveBytes | None = None) -> None:
+        self.rank, self.tier = rank, tier
+        self.meter = Meter() if live is not None else None
+        self._alive = live.alive if live is not None else list
+        self._history = live.history if live is not None else None
+        if live is not None:
+            live.meter = work.meter = self.meter
+        self.active = self._quick = False
+        self.clock = HostClock()  # of iterations that are not recorded
+        self._collections = Collections(lambda: not self._inside)  # of those that are
+        self._builder = Builder()
+        self._labels: Labels = {}
+        self._inside = 0
+        self._batch = self._num_batches = -1
+        self._batched = False  # the open batch has a message already
+        self._streams: dict[int, str] = {}
+        self._mark: torch.cuda.Event | None = None
+        self._since = 0  # where the open segment began
+        self._times: list[int | Span] = []  # of each segment: ns, or the events around it
+        self._hosts: list[tuple[int, int]] = []  # when the host began with each, and was through
+        self._began = 0
+        self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
+        self.owners = Owners()
+        self._events: dict[int, int] = {}
+
+    # -- an iteration -----------------------------------------------------------------------------
+    def start(self, quick: bool = False) -> None:
+        """Forget what came before and record from here on; ``quick``: only times of segments."""
+        self._builder, self._times, self._trace, self._events = Builder(), [], [], {}
+        self._collections.start()
+        self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
+        if self.meter is not None:
+            self.meter.take()
+            standing = self.owners.standing()
+            for storage, num_bytes, key, note in self._alive():
+                self._builder.memory(storage, num_bytes, standing.get(key, note))
+            self.meter.memory = self._memory
+        self._open()
+
+    def own_ns(self, probes: int = 200) -> int:
+        """What recording adds to the host's time for a segment behind a call; CUDA only."""
+        done = Done()
+        self.start(quick=True)
+        for _ in range(probes):
+            self.record(None, "barrier", lambda group: done, (), {})
+        hosts = self.stop().hosts[1:-1]
+        return round(statistics.median(end - begin for begin, end in hosts))
+
+    def _memory(self, storage: int, num_bytes: int, note: str) -> None:
+        stream = self._stream()
+        self._builder.memory(storage, num_bytes, note, 0 if stream == "main" else int(stream[1:]))
+
+    def owned_by(self, models: Models, optimizer: object) -> None:
+        """Whose memory it is; from here on also of what an iteration leaves to the next."""
+        self.owners.remove()
+        self.owners = Owners(models, optimizer)
+        if self.meter is not None:
+            self.owners.install()
+            self.meter.note = self.owners.note
+
+    def stop(self) -> Recording:
+        """What was recorded since ``start``."""
+        self._close()
+        self.active = False
+        if self.meter is not None:
+            self.meter.memory = self.meter.note = None
+            self.owners.remove()
+        builder = None if self._quick else self._builder
+        if builder is not None and self._history is not None:
+            builder.history = self._history.rows()
+        collected = self._collections.stop()
+        return Recording(self.rank, builder, self._times, self._trace, self._hosts, collected)
+
+    @contextlib.contextmanager
+    def scope(self, **labels: Unpack[Labels]) -> Iterator[None]:
+        """Label what runs inside: phase, microbatch, chunk."""
+        self.cut()
+        self.clock.settle()
+        before, self._labels = self._labels, {**self._labels, **labels}
+        try:
+            yield
+        finally:
+            self.cut()
+            self._labels = before
+
+    # -- compute segments -------------------------------------------------------------------------
+    def _open(self) -> None:
+        if self.tier == "cuda":
+            self._mark = stamp()
+            self._began = time.time_ns()
+        else:
+            self._since = time.perf_counter_ns()
+
+    def _close(self) -> None:
+        """End the open segment; it is an op if anything ran in it, unless a batch is being issued:
+        nothing runs between its messages."""
+        if self._batch >= 0 and self._batched:
+            return
+        if self.tier == "meta":
+            assert self.meter is not None
+            done = self.meter.take()
+            if done.kernels:
+                self._add(
+                    "compute",
+                    flops=done.flops,
+                    traffic=done.traffic,
+                    kernels=done.kernels,
+                    note=done.text(),
+                )
+            return
+        if self.tier == "cuda":
+            self._hosts.append((self._began, time.time_ns()))
+            assert self._mark is not None
+            self._times.append((self._mark, stamp()))
+        else:
+            self._times.append(time.perf_counter_ns() - self._since)
+        self._add("compute", ns=0)
+
+    def cut(self, change: Callable[[], object] = lambda: None) -> None:
+        """End a segment, ``change`` the stream or a label, and begin another."""
+        heard = self.active and not self._inside
+        if heard:
+            self._close()
+        change()
+        if heard:
+            self._open()
+
+    def _add(self, name: str, on: object = None, **fields: Unpack[Fields]) -> None:
+        self._trace.append(name)
+        if self._quick:
+            return
+        self._builder.add(
+            name,
+            stream=self._stream(on),
+            phase=self._labels.get("phase", ""),
+            microbatch=self._labels.get("microbatch", -1),
+            chunk=self._labels.get("chunk", -1),
+            **fields,
+        )
+
+    def _stream(self, stream: object = None) -> str:
+        """``main`` for the default stream, ``s1``, ``s2`` … for the others, by first use."""
+        stream = torch.cuda.current_stream() if stream is None else stream
+        number = getattr(stream, "cuda_stream", 0)
+        if number == 0:
+            return "main"
+        return self._streams.setdefault(number, f"s{len(self._streams) + 1}")
+
+    def _enter(self) -> None:
+        """What happens until ``_leave`` belongs to no segment."""
+        self._close()
+        self._inside += 1
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        if self.meter is not None:
+            self.meter.take()
+        self._open()
+
+    # -- communication ----------------------------------------------------------------------------
+    def record(
+        self, group: PrismGroup | None, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """Make the call ``answer(group, *args, **kwargs)`` and write it down."""
+        if not self.active or self._inside:
+            return self.clock.call(answer, group, args, kwargs)
+        self._enter()
+        try:
+            handle = len(self._builder)
+            self._batched = self._batch >= 0
+            if self._quick:
+                self._trace.append(op)
+            else:
+                assert group is not None, "only a quick probe is of no group"
+                fields = details(group, op, args, kwargs)
+                fields |= {"group": group.desc, "handle": handle, "batch": self._batch}
+                fields["site"] = self._site()
+                self._add(op, **fields)
+            made = answer(group, *args, **kwargs)
+        finally:
+            self._leave()
+        return made if made is None else Tracked(self, handle, made)
+
+    def aside(self, answer: Callable[[], None]) -> None:
+        """Do what stands for a virtual rank and is no call: it belongs to no segment either."""
+        if not self.active or self._inside:
+            self.clock.call(lambda group: answer(), None, (), {})
+            return
+        self._enter()
+        try:
+            answer()
+        finally:
+            self._leave()
+
+    def waited(self, handle: int, code: CodeType) -> None:
+        """The current stream waits for ``handle``; torch's own wait ends a call in order."""
+        if not self.active or self._inside:
+            return
+        if code.co_filename == c10d.__file__ and code.co_name != "wait":
+            if not self._quick:
+                self._builder.settle(handle)
+            return
+        self._note("wait", handle=handle)
+
+    def wait_issued(self) -> None:
+        """The device now waits for what ``waited`` told of, which peers answer at once here."""
+
+    def _note(self, name: str, stream: object = None, **fields: Unpack[Fields]) -> None:
+        """An op that takes no time itself."""
+        self._enter()
+        self._add(name, on=stream, **fields)
+        self._leave()
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What is issued inside is one call to NCCL."""
+        if self._batch >= 0:
+            yield
+            return
+        self._num_batches += 1
+        self._batch, self._batched = self._num_batches, False
+        try:
+            yield
+        finally:
+            self._batch = -1
+
+    def _site(self) -> str:
+        """``core/tensor_parallel/mappings.py:31``: the innermost Megatron or TE frame."""
+        return self.owners.sites.find(sys._getframe(3))
+
+    # -- what the watch reports -------------------------------------------------------------------
+    def event_recorded(self, event: int, stream: object) -> bool:
+        """Event ``event`` is recorded on ``stream`` (None: the current one)."""
+        heard = self.active and not self._inside
+        if heard:
+            self._enter()
+            self._events[event] = len(self._builder)
+            self._add("record", on=stream, handle=self._events[event])
+            self._leave()
+        return heard
+
+    def event_waited(self, event: int, stream: object) -> bool:
+        """``stream`` (None: the current one) waits for ``event``."""
+        heard = self.active and not self._inside and event in self._events
+        if heard:
+            self._note("wait", stream, handle=self._events[event])
+        return heard
+
+    def host_waited(self, note: str) -> bool:
+        """The host is about to wait for the device; True if anybody wants to know of its end."""
+        if self.clock.running:
+            return self.clock.wait()
+        heard = self.active and not self._inside
+        if heard:
+            self._note("host_wait", note=note, site="" if self._quick else self._site())
+        return heard
+
+    def host_resumed(self) -> None:
+        """The host goes on: until now it waited, which is not its time for the segment."""
+        if self.clock.running:
+            self.clock.resume()
+        elif self.active and not self._inside:
+            self._open()

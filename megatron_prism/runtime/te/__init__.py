@@ -1,0 +1,242 @@
+"""How does Megatron's Transformer Engine code run where Transformer Engine is not installed?
+
+``install()`` puts modules named ``transformer_engine…`` into ``sys.modules``; Megatron's own
+core/extensions/transformer_engine.py then runs unmodified, with real values on the CPU and with
+shapes on ``meta``.  Each layer saves for backward what TE's layer saves and takes no memory that
+TE's kernels do not take; the module's docstring says where that stands in TE's source.
+
+FP8 is shapes alone: ``recipes`` and ``fp8`` (is it on), ``quantized`` (what a tensor is made of),
+``layer_fp8`` (what a layer keeps), ``linear_fp8``, ``layernorm_linear_fp8``, ``grouped_fp8`` with
+``padding``, ``gather_fp8`` (what travels), ``parameters_fp8``.
+
+What is missing raises UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, the
+fused operations (te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip),
+sliding windows and softmax offsets under context parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from megatron_prism.runtime.te import (
+    attention,
+    base,
+    comm,
+    cross_entropy,
+    fp8,
+    optimizers,
+    padding,
+    parameters_fp8,
+    permutation,
+    recipes,
+    rng,
+    rope,
+    router,
+)
+from megatron_prism.runtime.te.gemm import general_gemm
+from megatron_prism.runtime.te.grouped_linear import GroupedLinear
+from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
+from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
+from megatron_prism.runtime.te.unsupported import Lazy, absent_class, absent_function, refuse
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["VERSION", "install"]
+
+# of the sources that the modules follow, but for FP8: 2.20.2's.  Both tested Megatrons accept it
+VERSION = "2.9.0"
+
+_PADDING = {"Fp8Padding": padding.Fp8Padding, "Fp8Unpadding": padding.Fp8Unpadding}
+_LAYERS = {
+    "Linear": Linear,
+    "LayerNormLinear": LayerNormLinear,
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+    "GroupedLinear": GroupedLinear,
+}
+_CLASSES = (
+    "LayerNormMLP",
+    "TransformerLayer",
+    "MultiheadAttention",
+    "InferenceParams",
+    "RotaryPositionEmbedding",
+)
+_QUANTIZERS = (
+    "Quantizer",
+    "Float8Quantizer",
+    "Float8CurrentScalingQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "Float8BlockQuantizer",
+    "QuantizedTensorStorage",
+    "Float8TensorStorage",
+    "MXFP8TensorStorage",
+    "NVFP4TensorStorage",
+)
+
+
+def _get_cpu_offload_context(
+    enabled: bool = False, *args: object, **kwargs: object
+) -> tuple[AbstractContextManager[None], Callable[[torch.Tensor], torch.Tensor]]:
+    """(context, function for each output) that do nothing (pytorch/cpu_offload.py @v2.9)."""
+    if enabled:
+        refuse("activation offloading", fix="leave --cpu-offloading out")
+    return contextlib.nullcontext(), lambda output: output
+
+
+def _public(module: types.ModuleType) -> dict[str, object]:
+    return {
+        k: v
+        for k, v in vars(module).items()
+        if not k.startswith("_")
+        and getattr(v, "__module__", module.__name__) == module.__name__
+        and not isinstance(v, types.ModuleType)
+    }
+
+
+def _refusing(*names: str) -> dict[str, object]:
+    return {n: absent_function(f"transformer_engine.pytorch.{n}") for n in names}
+
+
+_ABSENT = {n: absent_class(f"transformer_engine.pytorch.{n}") for n in _CLASSES}
+_USERBUFFERS = {
+    **{
+        name: absent_function(f"userbuffers ({name})", fix="leave --tp-comm-overlap out")
+        for name in ("initialize_ub", "destroy_ub")
+    },
+    "UserBufferQuantizationMode": types.SimpleNamespace(NONE="none", FP8="fp8"),
+}
+_MOE = {
+    **_public(permutation),
+    "moe_permute_and_pad_with_probs": permutation.moe_permute_and_pad_with_probs,
+}
+_OFFLOAD = {"get_cpu_offload_context": _get_cpu_offload_context, "CPUOffloadEnabled": False}
+_LOSS: dict[str, object] = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
+_QUANTIZED = {
+    **{n: v for n, v in _public(parameters_fp8).items() if isinstance(v, type)},
+    **{n: absent_class(f"transformer_engine.pytorch.tensor.{n}") for n in _QUANTIZERS},
+}
+_CASTS = {
+    **dict.fromkeys(("fp8_autocast", "autocast"), fp8.autocast),
+    **dict.fromkeys(("fp8_model_init", "quantized_model_init"), fp8.fp8_model_init),
+    **{
+        f"is_{kind}_available": getattr(fp8.FP8GlobalStateManager, f"is_{kind}_available")
+        for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
+    },
+    "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
+    "get_default_recipe": recipes.DelayedScaling,
+}
+
+
+def _top() -> dict[str, dict[str, object]]:
+    """``transformer_engine`` down to what ``transformer_engine.pytorch`` offers itself."""
+    return {
+        "": {"__version__": VERSION, "__prism_stand_in__": True},
+        ".common": {},
+        ".common.recipe": _public(recipes),
+        ".pytorch": {
+            **_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
+            **_QUANTIZED,
+            "DotProductAttention": attention.DotProductAttention,
+            "checkpoint": rng.checkpoint,
+            "CudaRNGStatesTracker": rng.CudaRNGStatesTracker,
+            **_refusing("make_graphed_callables", "onnx_export"),
+        },
+    }  # fmt: skip
+
+
+def _layer_modules() -> dict[str, dict[str, object]]:
+    """``transformer_engine.pytorch.module`` and the operators beside it."""
+    rotary: dict[str, object] = {
+        "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
+        "apply_fused_qkv_rotary_pos_emb": rope.apply_fused_qkv_rotary_pos_emb,
+    }
+    files = {
+        "linear": "Linear", "layernorm_linear": "LayerNormLinear", "layernorm": "LayerNorm",
+        "rmsnorm": "RMSNorm", "grouped_linear": "GroupedLinear",
+    }  # fmt: skip
+    return {
+        ".module": {**_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS},
+        ".module.base": {
+            "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
+            "get_dummy_wgrad": base.get_dummy_wgrad,
+            "get_workspace": base.get_workspace,
+            **_USERBUFFERS,
+        },
+        **{f".module.{file}": {name: _LAYERS[name]} for file, name in files.items()},
+        ".attention": {
+            **_ABSENT,
+            "DotProductAttention": attention.DotProductAttention,
+            "_SplitAlongDim": attention.SplitAlongDim,
+            **rotary,
+        },
+        ".attention.rope": rotary,
+        ".permutation": _MOE,
+        ".cross_entropy": _LOSS,
+        ".transformer": {"TransformerLayer": _ABSENT["TransformerLayer"]},
+        ".ops": {},
+    }
+
+
+def _other_modules() -> dict[str, dict[str, object]]:
+    """The rest of ``transformer_engine.pytorch``."""
+    tensors = ("", ".float8_tensor", ".mxfp8_tensor", ".nvfp4_tensor", ".float8_blockwise_tensor")
+    return {
+        ".fp8": _CASTS,
+        ".quantization": _CASTS,
+        ".distributed": {**_public(rng), **_public(comm)},
+        ".optimizers": {
+            **_public(optimizers), "multi_tensor_applier": optimizers.multi_tensor_applier
+        },
+        ".cpp_extensions": {
+            "general_gemm": general_gemm,
+            **_refusing("general_grouped_gemm", "cast_to_fp8"),
+        },
+        ".cpu_offload": _OFFLOAD,
+        **{f".tensor{name}": _QUANTIZED for name in tensors},
+        ".float8_tensor": _QUANTIZED,
+        ".tensor.utils": {
+            **{n: v for n, v in _public(parameters_fp8).items() if not isinstance(v, type)},
+            "quantize_master_weights": parameters_fp8.cast_master_weights_to_fp8,
+        },
+        ".graph": {
+            n: absent_function(f"CUDA graphs ({n})")
+            for n in ("make_graphed_callables", "save_fp8_tensors", "restore_fp8_tensors",
+                      "set_capture_start", "set_capture_end")
+        },
+        ".utils": {
+            "cast_if_needed": base.cast_if_needed,
+            **_refusing("make_weak_ref", "get_cudnn_version"),
+        },
+        ".router": _public(router),
+    }  # fmt: skip
+
+
+def _contents() -> dict[str, dict[str, object]]:
+    """What each module below ``transformer_engine`` holds, parents first."""
+    below = {**_layer_modules(), **_other_modules()}
+    return {**_top(), **{f".pytorch{name}": held for name, held in below.items()}}
+
+
+def install() -> None:
+    """Put the stand-ins into ``sys.modules``; harmless a second time."""
+    if getattr(sys.modules.get("transformer_engine"), "__prism_stand_in__", False):
+        return
+    for suffix, contents in _contents().items():
+        name = f"transformer_engine{suffix}"
+        module = (Lazy if suffix == ".pytorch.ops" else types.ModuleType)(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__dict__.update(contents)
+        sys.modules[name] = module
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)

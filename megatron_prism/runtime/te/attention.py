@@ -1,0 +1,256 @@
+"""DotProductAttention as one flash-like kernel.
+
+Saved: q, k, v, out, cu_seqlens, softmax statistics in fp32 (pytorch/attention/
+dot_product_attention/backends.py:1306-1318 @v2.9, FusedAttnFunc).  q, k, v become contiguous unless
+they are slices of one packed tensor (dot_product_attention/utils.py, get_qkv_layout).  On the CPU
+the values come from torch's attention, run again in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_prism.runtime.te.announce import announce_attention
+from megatron_prism.runtime.te.attention_values import attention_values
+from megatron_prism.runtime.te.base import TransformerEngineBaseModule
+from megatron_prism.runtime.te.context_parallel import COMM_TYPES, context_attention, context_size
+from megatron_prism.runtime.te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups, Trackers
+
+__all__ = ["DotProductAttention", "SplitAlongDim"]
+
+_DEVICE = "cuda"  # what the tier has in its place
+_SOFTMAX = ("vanilla", "off-by-one", "learnable")
+_MASKS = {
+    "no_mask",
+    "causal",
+    "arbitrary",
+    "padding",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+}
+
+
+def _packed(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Are these q, k, v of one tensor, interleaved per head?"""
+    first = tensors[0]
+    storage = first.untyped_storage()._cdata
+    size = first.shape[-1]
+    return all(
+        t.untyped_storage()._cdata == storage
+        and t.shape == first.shape
+        and t.stride() == first.stride()
+        and t.storage_offset() in (i * size, i * size * t.shape[-2])
+        for i, t in enumerate(tensors)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        o: SimpleNamespace,
+        sink: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        ctx.packed = _packed((q, k, v))
+        if not ctx.packed:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        # the fused kernel reads cu_seqlens; the mask itself lives no longer than forward
+        ctx.o, ctx.mask, ctx.rng = o, None if q.is_meta else mask, None
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        tokens = q.shape[0] if o.form == "thd" else q.shape[0] * q.shape[1]
+        statistics = q.new_empty(tokens * q.shape[-2], dtype=torch.float32)
+        if not q.is_meta:
+            if o.dropout:
+                ctx.rng = torch.get_rng_state()
+            out.copy_(attention_values(q, k, v, mask, o, sink))
+        else:
+            announce_attention("attention", 2, q, k, v, out, o)
+        ctx.sinks, ctx.learned = sink is not None, sink is not None and sink.requires_grad
+        more = (*o.seqlens, sink) if ctx.sinks else o.seqlens
+        ctx.save_for_backward(q, k, v, out, statistics, *more)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        q, k, v, *_, last = ctx.saved_tensors
+        sink = last if ctx.sinks else None
+        grad = grad.contiguous()
+        if q.is_meta:
+            announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
+            of_sink = sink.new_empty(sink.shape) if sink is not None and ctx.learned else None
+            if ctx.packed:
+                *rows, heads, size = q.shape
+                dqkv = q.new_empty(*rows, heads, 3 * size)
+                return (*dqkv.split(size, dim=-1), None, None, of_sink)
+            return (*(t.new_empty(t.shape) for t in (q, k, v)), None, None, of_sink)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        leaf = sink if sink is None else sink.detach().requires_grad_()
+        state = torch.get_rng_state()
+        if ctx.rng is not None:
+            torch.set_rng_state(ctx.rng)
+        with torch.enable_grad():
+            out = attention_values(leaves[0], leaves[1], leaves[2], ctx.mask, ctx.o, leaf)
+        torch.set_rng_state(state)
+        if leaf is not None and ctx.learned:
+            leaves.append(leaf)
+        found = torch.autograd.grad(out, leaves, grad)
+        return (*found[:3], None, None, found[3] if ctx.learned else None)
+
+
+class SplitAlongDim(torch.autograd.Function):
+    """Views in forward, one concatenation in backward (attention/.../utils.py, SplitAlongDim)."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, mixed: torch.Tensor, dim: int, sizes: list[int], squeeze: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.dim, ctx.squeeze = dim, squeeze
+        parts = torch.split(mixed, sizes, dim=dim)
+        return tuple(p.squeeze(dim) for p in parts) if squeeze else parts
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
+        parts = [g.unsqueeze(ctx.dim) for g in grads] if ctx.squeeze else list(grads)
+        return torch.cat(parts, dim=ctx.dim), None, None, None
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """pytorch/attention/dot_product_attention/dot_product_attention.py:154 @v2.9."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Trackers | None = None,
+        tp_group: Group = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Groups = None,
+        cp_global_ranks: Sequence[int] | None = None,
+        cp_stream: torch.cuda.Stream | None = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        **rest: object,
+    ) -> None:
+        super().__init__()
+        if softmax_type not in _SOFTMAX:
+            refuse(f"attention with softmax_type {softmax_type!r}")
+        if return_max_logit:
+            refuse(
+                "attention that returns the largest logit (qk-clip)",
+                fix="leave --qk-clip and --log-max-attention-logit out",
+            )
+        self.window_size = (-1, -1) if window_size is None else tuple(window_size)
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.attention_dropout, self.get_rng_state_tracker = (
+            attention_dropout,
+            get_rng_state_tracker,
+        )
+        self.layer_number, self.attention_type = layer_number, attention_type
+        size = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(size)
+        self._make_sink(softmax_type, num_attention_heads // max(1, tp_size), get_rng_state_tracker)
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _make_sink(self, softmax_type: str, heads: int, tracker: Trackers | None) -> None:
+        """One more logit a head: none, 0, or learned (dot_product_attention.py:464 @v2.9)."""
+        self.softmax_type, self.softmax_offset = softmax_type, None
+        if softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(heads, device=_DEVICE)
+        elif softmax_type == "learnable":
+            del self.softmax_offset
+            with tracker().fork() if tracker is not None else nullcontext():
+                values = torch.empty(heads, device=_DEVICE).normal_(mean=0.0, std=0.023)
+            self.register_parameter("softmax_offset", torch.nn.Parameter(values))
+
+    def set_context_parallel_group(
+        self,
+        cp_group: Groups,
+        cp_global_ranks: Sequence[int] | None,
+        cp_stream: torch.cuda.Stream | None,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """Whose keys and values belong to the same sequence, and how they come here."""
+        if cp_comm_type not in COMM_TYPES and cp_group is not None:
+            refuse(
+                f"context parallelism of type {cp_comm_type!r}",
+                fix=f"--cp-comm-type {', '.join(COMM_TYPES[:-1])} or {COMM_TYPES[-1]}",
+            )
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: object = None,
+        **rest: object,
+    ) -> torch.Tensor:
+        """[s, b, h·d] (``sbhd``), [b, s, h·d] (``bshd``) or [t, h·d] (``thd``)."""
+        if core_attention_bias is not None or alibi_slopes is not None:
+            refuse("attention with a bias")
+        if inference_params is not None:
+            refuse("attention with a key-value cache")
+        form = qkv_format or self.qkv_format
+        mask_type = (attn_mask_type or self.attn_mask_type).replace(
+            "causal,padding", "padding_causal"
+        )
+        if mask_type not in _MASKS:
+            refuse(f"attention mask {mask_type!r}")
+        bottom = "bottom_right" in mask_type
+        parallel = context_size(self.cp_group) > 1
+        windowed = self.window_size[0] >= 0 or self.window_size[1] > 0
+        if parallel and (windowed or self.softmax_offset is not None):
+            refuse(
+                "a sliding window or a softmax offset under context parallelism",
+                fix="drop --context-parallel-size, or the window and the offset",
+            )
+        o = SimpleNamespace(
+            form=form,
+            mask_type=mask_type,
+            scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            seqlens=() if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_kv),
+            shift=lambda q, k: k.shape[2] - q.shape[2] if bottom else 0,
+            window=self.window_size if windowed else (-1, -1),
+        )
+        qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
+        with tracker().fork() if o.dropout and tracker is not None else nullcontext():
+            if parallel:
+                where = (self.cp_group, self.cp_global_ranks, self.cp_comm_type)
+                out = context_attention(qkv, o, *where, whole=_Attention.apply)
+            else:
+                out = _Attention.apply(*qkv, attention_mask, o, self.softmax_offset)
+        return out.view(*out.shape[:-2], -1)

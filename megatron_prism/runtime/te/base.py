@@ -1,0 +1,327 @@
+"""What have all of Transformer Engine's modules in common (pytorch/module/base.py @v2.9)?
+
+Parameters are made on ``device``, marked for tensor parallelism as Megatron expects, and
+initialised under the caller's random tracker.  ``now_or_later`` is the end of every backward:
+into ``main_grad`` or as a tensor of its own.  The cuBLAS workspace (base.py:71-103) is real memory
+that the allocator counts, so it exists on ``meta`` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_prism.runtime.devices.work import fused
+from megatron_prism.runtime.te.comm import gather_along_first_dim, group_size
+from megatron_prism.runtime.te.layer_fp8 import begin_parameters
+from megatron_prism.runtime.te.parameters_fp8 import quantize_parameter
+from megatron_prism.runtime.te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import Device, Group, Init, Trackers, Weight
+    from megatron_prism.runtime.te.layer_fp8 import LayerState
+    from megatron_prism.runtime.te.quantized import Quantized
+
+__all__ = [
+    "TransformerEngineBaseModule",
+    "cast_if_needed",
+    "check_no_userbuffers",
+    "clear",
+    "get_dummy_wgrad",
+    "get_workspace",
+    "now_or_later",
+    "rows_back",
+    "rows_times",
+    "set_tp_attributes",
+    "fused_gradient",
+    "weight_product",
+]
+
+Products = Callable[[], list[torch.Tensor | None]]
+WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
+GROUPED_WORKSPACES = 4  # one per compute stream (common/util/multi_stream.cpp:50 @v2.9)
+workspaces: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+_dummies: dict[tuple[object, ...], torch.Tensor] = {}
+
+
+def get_workspace(like: torch.Tensor | None = None, grouped: bool = False) -> torch.Tensor | None:
+    """Touch the cuBLAS workspace; it takes memory on ``meta`` only.
+
+    ``grouped`` products have workspaces of their own, one per stream (base.py:95 @v2.9).
+    """
+    held = workspaces[grouped]
+    if not held and like is not None and like.is_meta:
+        for _ in range(GROUPED_WORKSPACES if grouped else 1):
+            held.append(like.new_empty(WORKSPACE_BYTES, dtype=torch.uint8))
+    return held[0] if held else None
+
+
+def rows_times(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x W^T + b``; on ``meta`` only its memory."""
+    if x.is_meta:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        fused("gemm", 2 * x.numel() * weight.shape[0], x, weight, out)
+        return out
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def rows_back(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``dy W``; on ``meta`` only its memory."""
+    if not grad.is_meta:
+        return grad @ weight
+    out = grad.new_empty(grad.shape[0], weight.shape[1])
+    fused("gemm", 2 * grad.numel() * weight.shape[1], grad, weight, out)
+    return out
+
+
+def clear(*tensors: torch.Tensor | None) -> None:
+    """Give the memory back before autograd would (clear_tensor_data, pytorch/utils.py:37 @v2.9)."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.data = tensor.new_empty(0)
+
+
+def get_dummy_wgrad(
+    shape: Sequence[int], dtype: torch.dtype, zero: bool = False, device: Device = None
+) -> torch.Tensor:
+    """The shared tensor returned where the gradient went into ``main_grad`` (base.py:161 @v2.9)."""
+    key = (*shape, dtype, str(device))
+    if key not in _dummies:
+        _dummies[key] = torch.empty(
+            tuple(shape), dtype=dtype, device=device or "cuda", requires_grad=False
+        )
+    if zero:
+        _dummies[key].fill_(0)
+    return _dummies[key].detach()
+
+
+def cast_if_needed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def set_tp_attributes(tensor: Weight, parallel: bool, dim: int, stride: int = 1) -> None:
+    """The attributes that Megatron reads (pytorch/distributed.py:144 @v2.9)."""
+    tensor.tensor_model_parallel = parallel
+    tensor.partition_dim = dim
+    tensor.partition_stride = stride
+
+
+def _divide(features: int, parts: int) -> int:
+    if features % parts:
+        raise ValueError(f"{features} features do not divide by {parts} ranks")
+    return features // parts
+
+
+def check_no_userbuffers(kwargs: Mapping[str, object]) -> None:
+    """Overlap through userbuffers and other options that change what the layer does."""
+    for name, value in kwargs.items():
+        if name.startswith("ub_") and name != "ub_name" and value:
+            refuse(f"userbuffers ({name})", fix="leave --tp-comm-overlap out")
+        if name == "symmetric_ar_type" and value is not None:
+            refuse("symmetric-memory all-reduce")
+
+
+def now_or_later(
+    weights: Sequence[Weight],
+    opts: SimpleNamespace,
+    products: Products,
+    shared_dummy: bool = True,
+) -> list[torch.Tensor | None]:
+    """What autograd gets for ``weights``: gradients that ``products`` computes now, or leaves to
+    ``backward_dw`` (base.py:1442 @v2.9)."""
+    found: list[torch.Tensor | None] = [None] * len(weights)
+    if opts.delayed is None:
+        found = products()
+    else:
+        opts.delayed.append(_postponed(weights, opts, products))
+    if not opts.fuse_wgrad:
+        return found
+    return [fused_gradient(weight, weight.main_grad, shared_dummy) for weight in weights]
+
+
+def _postponed(
+    weights: Sequence[Weight], opts: SimpleNamespace, products: Products
+) -> Callable[[], None]:
+    def compute() -> None:
+        for weight, dweight in zip(weights, products(), strict=True):
+            if not opts.fuse_wgrad:
+                weight.grad = dweight
+
+    return compute
+
+
+def weight_product(
+    weight: Weight,
+    inputs: torch.Tensor | None,
+    grad: torch.Tensor,
+    opts: SimpleNamespace,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The product alone, also where the backward has postponed it; None if it was added."""
+    assert inputs is not None, "a weight's gradient without its input"
+    if grad.is_meta:
+        fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, weight)
+    if not opts.fuse_wgrad:
+        shape = (grad.shape[1], inputs.shape[1])
+        return grad.new_empty(shape) if grad.is_meta else grad.t() @ inputs
+    overwrite = opts.first_microbatch or getattr(weight, "overwrite_main_grad", False)
+    assert main_grad is not None
+    if not main_grad.is_meta:  # the fused kernel writes in place and takes nothing
+        product = (grad.t() @ inputs).to(main_grad.dtype)
+        main_grad.copy_(product) if overwrite else main_grad.add_(product)
+    return None
+
+
+def fused_gradient(
+    weight: Weight, main_grad: torch.Tensor, shared_dummy: bool = True
+) -> torch.Tensor | None:
+    """What autograd gets where the gradient goes into ``main_grad``, now or later: Megatron's DDP
+    wants one to be there."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = getattr(weight, "zero_out_wgrad", False)
+    if shared_dummy:
+        return get_dummy_wgrad(main_grad.shape, weight.dtype, zero, weight.device)
+    return (torch.zeros_like if zero else torch.empty_like)(weight, requires_grad=False)
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """Parameters, tracker, groups and the checkpoint's extra state."""
+
+    weight: Weight
+    bias: Weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name: str | None = None
+        self.activation_dtype: torch.dtype | None = None
+        self.fp8 = self.fp8_initialized = self.fp8_calibration = self.fp8_parameters = False
+        self.fp8_meta: dict[str, object] = {"recipe": None, "fp8_checkpoint": False}
+        self.fp8_state: LayerState | None = None
+        self.fp8_weights: dict[str, Quantized] = {}
+        self.tp_group: Group = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.param_init: dict[str, Init | None] = {}
+        self.get_rng_state_tracker: Trackers | None = None
+        self.rng_tracker_name: str | None = None
+        self.delayed: list[Callable[[], None]] = []
+        self.delay_wgrad_compute = False
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    def fast_setattr(self, name: str, value: object) -> None:
+        self.__dict__[name] = value
+
+    def set_parallel(self, tp_group: Group, tp_size: int, sequence_parallel: bool) -> None:
+        """Group, size (of the group where there is one) and whether activations are sharded."""
+        self.tp_group = tp_group
+        self.tp_size = group_size(tp_group) if tp_group is not None else tp_size
+        self.sequence_parallel = self.tp_size > 1 and sequence_parallel
+
+    def set_linear(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel_mode: str | None,
+        *,
+        bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+    ) -> None:
+        """Features of this rank's shard (after ``set_parallel``); where bias and gradients go."""
+        self.parallel_mode = parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = _divide(out_features, self.tp_size)
+        elif parallel_mode == "row":
+            self.in_features = _divide(in_features, self.tp_size)
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        self.tp_group = tp_group
+        self.tp_group_initialized = True
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None,
+        device: Device,
+        init: Init | None,
+    ) -> Weight:
+        """A parameter that ``reset_parameters`` initialises with ``init``."""
+        data = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
+        self.register_parameter(name, torch.nn.Parameter(data))
+        self.param_init[name] = init
+        return getattr(self, name)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if defer_init:
+            return
+        for name, init in self.param_init.items():
+            param = getattr(self, name)
+            if init is None:
+                continue
+            if self.get_rng_state_tracker is None:
+                init(param)
+                continue
+            names = (self.rng_tracker_name,) if self.rng_tracker_name else ()
+            with self.get_rng_state_tracker().fork(*names):
+                init(param)
+        self.quantize_parameters()
+
+    def quantize_parameters(self) -> None:
+        """Weights become FP8 where fp8_model_init says so (``parameters_fp8``)."""
+        linear = hasattr(self, "in_features")  # a norm's weight stays as it is
+        names = [name for name in self.param_init if linear and name.startswith("weight")]
+        state = begin_parameters(self, len(names))
+        if state is not None:
+            for name, quantizer in zip(names, state.weights, strict=True):
+                quantize_parameter(self, name, quantizer)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Made when a layer first runs in FP8 (``layer_fp8.begin``)."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Empty without state for FP8 (base.py:827 @v2.9)."""
+        if self.fp8_state is None or not self.fp8_meta["fp8_checkpoint"]:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        held: torch.Tensor = self.fp8_state.saved()
+        return held
+
+    def set_extra_state(self, state: object) -> None:
+        """Restores nothing: there are no values, and FP8's state is made anew."""
+
+    def gather_grad(self, grad: torch.Tensor, row: bool) -> torch.Tensor:
+        """[tokens, features] of the output's gradient, gathered if it is sharded."""
+        return gather_grad(grad, row and self.sequence_parallel, self.tp_group)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def need_backward_dw(self) -> bool:
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the backward postponed."""
+        with torch.no_grad():  # TE's kernels know no autograd; nobody's backward runs around this
+            while self.delayed:
+                self.delayed.pop(0)()
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+
+def gather_grad(grad: torch.Tensor, sharded: bool, group: Group) -> torch.Tensor:
+    """[tokens, features] of the output's gradient, gathered if it is sharded (base.py:1103)."""
+    grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+    return gather_along_first_dim(grad, group)[0] if sharded else grad

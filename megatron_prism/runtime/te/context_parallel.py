@@ -1,0 +1,291 @@
+"""Attention over a sequence that is spread over ranks.
+
+Line numbers are of pytorch/attention/dot_product_attention/context_parallel.py @v2.9.
+
+``p2p``        keys and values go round a ring (1060): n-1 messages of k and v in forward, n in
+               backward: k and v, then both with their gradients, at last the gradients alone
+               (2149-2178).  Saved: q, the k and v received last, out, fp32 softmax statistics
+               (1785-1795).  All n received buffers live through forward.
+``all_gather`` k and v are gathered (2587) and only the own ones saved, with a copy of each half of
+               the output (2837-2848).
+``a2a``        heads are spread instead of rows (3094), and attention is that of one rank.
+``a2a+p2p``    heads over the first group, rows over the ring of the second (1106).  In backward out
+               and its gradient are spread anew (2113); releases after v2.9 keep out spread.
+
+A causal sequence is dealt in 2n chunks, rank r holding chunks r and 2n-1-r.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from megatron_prism.runtime.te.announce import announce_attention
+from megatron_prism.runtime.te.comm import (
+    gather_along_first_dim,
+    group_rank,
+    group_size,
+    reduce_scatter_along_first_dim,
+)
+from megatron_prism.runtime.te.context_a2a import FromHeads, ToHeads, to_heads, to_rows
+from megatron_prism.runtime.te.context_values import (
+    Pair,
+    block_gradients,
+    dropout_seed,
+    forward_values,
+)
+from megatron_prism.runtime.te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups
+
+__all__ = ["COMM_TYPES", "context_attention", "context_size"]
+
+COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def context_size(group: Groups) -> int:
+    """Ranks over which a sequence is spread; ``group`` is one group or a list of two."""
+    size = 1
+    for one in group if isinstance(group, (list, tuple)) else [group]:
+        size *= group_size(one)
+    return size
+
+
+def _rows_first(t: torch.Tensor, form: str) -> torch.Tensor:
+    """[s, b, h, d], for either layout."""
+    return t.transpose(0, 1) if form == "bshd" else t
+
+
+def _in_batches(size: int) -> bool:
+    """Whether a step's two messages are one batch (1112): a ring of two before Blackwell."""
+    old = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0)
+    return bool(int(os.getenv("NVTE_BATCH_MHA_P2P_COMM", "0"))) or (old and size == 2)
+
+
+class _Neighbours:
+    """The ring as one rank sees it: ``step`` starts both messages, even ranks send first (59)."""
+
+    def __init__(self, group: Group, ranks: Sequence[int], heads: Group) -> None:
+        self.group, self.ranks = group, ranks
+        self.size, self.me = group_size(group), group_rank(group)
+        self.spread, self.offset = group_size(heads), group_rank(heads)
+        self.batched = _in_batches(self.size)
+
+    def _at(self, place: int) -> int:
+        return self.ranks[place % self.size * self.spread + self.offset]
+
+    def step(self, send: torch.Tensor, recv: torch.Tensor, way: int) -> list[dist.Work]:
+        """Handles of: ``send`` to the neighbour ``way`` (1 or -1) along, ``recv`` from the other"""
+        calls = [
+            (dist.isend, send, self._at(self.me + way)),
+            (dist.irecv, recv, self._at(self.me - way)),
+        ]
+        if self.me % 2:
+            calls.reverse()
+        if self.batched:
+            return dist.batch_isend_irecv([dist.P2POp(*call, self.group) for call in calls])
+        works = [call(tensor, peer, self.group) for call, tensor, peer in calls]
+        return [work for work in works if work is not None]  # all: this rank is a member
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _pair(
+    buffer: torch.Tensor, shapes: Sequence[torch.Size], form: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = buffer.split([s.numel() for s in shapes])
+    return _rows_first(k.view(shapes[0]), form), _rows_first(v.view(shapes[1]), form)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: SimpleNamespace,
+        ring: _Neighbours,
+        heads: Group,
+    ) -> torch.Tensor:
+        if heads is not None:
+            q, k, v = to_heads([q, k, v], o.form, heads)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        ctx.shapes, ctx.seed = (k.shape, v.shape), None
+        buffers, works = [torch.cat([k.view(-1), v.view(-1)])], list[dist.Work]()
+        for _ in range(ring.size - 1):
+            _wait(works)
+            buffers.append(torch.empty_like(buffers[-1]))
+            works = ring.step(buffers[-2], buffers[-1], 1)
+            announce_attention("attention", 2, q, k, v, q, o)
+        _wait(works)
+        announce_attention("attention", 2, q, k, v, q, o)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
+        if not q.is_meta:
+            ctx.seed = dropout_seed(o)
+            blocks: list[Pair] = [(q, q)] * ring.size  # each is set below
+            for step, buffer in enumerate(buffers):
+                blocks[(ring.me - step) % ring.size] = _pair(buffer, ctx.shapes, o.form)
+            rows_out, lse = forward_values(_rows_first(q, o.form), blocks, o, ring.me, ctx.seed)
+            out.copy_(_rows_first(rows_out, o.form))
+        if heads is not None:
+            (out,) = to_rows([out], o.form, heads)
+        ctx.save_for_backward(q, buffers[-1], out, lse)
+        ctx.o, ctx.ring, ctx.heads = o, ring, heads
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        q, kv, out, lse = ctx.saved_tensors
+        o, ring, heads = ctx.o, ctx.ring, ctx.heads
+        grad, dq = grad.contiguous(), torch.empty_like(q)
+        buffers = [kv.new_empty(2, *kv.shape) for _ in range(2)]  # [k and v, their gradients]
+        buffers[0][0].copy_(kv)
+        if heads is not None:
+            out, grad = to_heads([out, grad], o.form, heads)
+        rows_q, *rows = (_rows_first(t, o.form) for t in (q, out, grad))
+        total: torch.Tensor | float = 0.0
+        for step in range(ring.size):
+            held, other = buffers[step % 2], buffers[(step + 1) % 2]
+            # gradients of k and v travel one step behind them
+            parts = slice(1 if step == ring.size - 1 else 0, 1 if step == 0 else 2)
+            works = ring.step(*_same(held[parts], other[parts]), -1)
+            mine: Sequence[torch.Tensor] | None = None
+            k, v = (kv.new_empty(shape) for shape in ctx.shapes) if q.is_meta else (None, None)
+            announce_attention("attention_backward", 5, q, k, v, grad, o)
+            if not q.is_meta:
+                origin = (ring.me + 1 + step) % ring.size
+                kv_here, places = _pair(held[0], ctx.shapes, o.form), (ring.me, origin, ring.size)
+                part, *mine = block_gradients(
+                    rows_q, kv_here, rows[0], rows[1], lse, o, places, ctx.seed
+                )
+                total = total + part
+            _wait(works)
+            if mine is not None:
+                flat = torch.cat([_rows_first(t, o.form).reshape(-1) for t in mine])
+                other[1].copy_(flat if step == 0 else other[1] + flat)
+        if isinstance(total, torch.Tensor):
+            dq.copy_(_rows_first(total, o.form))
+        sizes = [s.numel() for s in ctx.shapes]
+        dkv = buffers[ring.size % 2][1].split(sizes)
+        grads = [dq, *(t.view(s) for t, s in zip(dkv, ctx.shapes, strict=True))]
+        if heads is not None:
+            grads = to_rows(grads, o.form, heads)
+        return (*grads, None, None, None)
+
+
+def _same(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """A message of one part has no leading dimension (2160)."""
+    return [t[0] if t.shape[0] == 1 else t for t in tensors]
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: SimpleNamespace,
+        group: Group,
+    ) -> torch.Tensor:
+        q = q.contiguous()
+        k, v = (_rows_first(t, o.form).contiguous() for t in (k, v))
+        ctx.o, ctx.group, ctx.seed = o, group, None
+        everyone = _gather(k, v, group)
+        for _ in everyone:
+            announce_attention("attention", 2, q, k, v, q, o)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.numel() // q.shape[-1], dtype=torch.float32)
+        if not q.is_meta:
+            ctx.seed, rows = dropout_seed(o), _rows_first(q, o.form)
+            rows_out, lse = forward_values(rows, everyone, o, group_rank(group), ctx.seed)
+            out.copy_(_rows_first(rows_out, o.form))
+        halves = [t.clone() for t in out.chunk(2, o.form.index("s"))]
+        ctx.save_for_backward(q, k, v, *halves, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        q, k, v, *halves, lse = ctx.saved_tensors
+        o, group = ctx.o, ctx.group
+        me, size = group_rank(group), group_size(group)
+        grad, dq = grad.contiguous(), q.new_empty(q.shape)
+        dk, dv = (t.new_empty(size * t.shape[0], *t.shape[1:]) for t in (k, v))
+        everyone = _gather(k, v, group)
+        for _ in everyone:
+            announce_attention("attention_backward", 5, q, k, v, grad, o)
+        if not q.is_meta:
+            out = torch.cat(halves, o.form.index("s"))
+            rows = [_rows_first(t, o.form) for t in (q, out, grad)]
+            total = torch.zeros_like(rows[0], dtype=torch.float32)
+            for i, block in enumerate(everyone):
+                part, part_k, part_v = block_gradients(
+                    rows[0], block, rows[1], rows[2], lse, o, (me, i, size), ctx.seed
+                )
+                total = total + part
+                dk.chunk(size)[i].copy_(part_k)
+                dv.chunk(size)[i].copy_(part_v)
+            dq.copy_(_rows_first(total, o.form))
+        dk, dv = (
+            _rows_first(reduce_scatter_along_first_dim(t, group)[0], o.form).contiguous()
+            for t in (dk, dv)
+        )
+        return dq, dk, dv, None, None
+
+
+def _gather(k: torch.Tensor, v: torch.Tensor, group: Group) -> list[Pair]:
+    size = group_size(group)
+    all_k, all_v = (gather_along_first_dim(t, group)[0] for t in (k, v))
+    return list(zip(all_k.chunk(size), all_v.chunk(size), strict=True))
+
+
+def _check(o: SimpleNamespace, q: torch.Tensor, kind: str) -> None:
+    if o.form == "thd" and kind != "p2p":
+        refuse(f"packed sequences with context parallelism of type {kind!r}", "--cp-comm-type p2p")
+    if o.form == "thd" and not q.is_meta:
+        refuse("packed sequences with context parallelism on real values", "use --prism-tier meta")
+    if "padding" in o.mask_type and not q.is_meta:
+        refuse("a padding mask with context parallelism on real values", "use --prism-tier meta")
+    if o.mask_type == "arbitrary":
+        refuse("an arbitrary mask with context parallelism")
+
+
+def context_attention(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    o: SimpleNamespace,
+    group: Groups,
+    ranks: Sequence[int] | None,
+    kind: str,
+    whole: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attention of rows that are spread over ``group``, in the layout of q.
+
+    group : a process group; for ``a2a+p2p`` the group of heads and the group of rows
+    ranks : global ranks of all members, in the order of the sequence
+    whole : attention of one rank that has all rows, ``whole(q, k, v, mask, o)``
+    """
+    heads: Group = None
+    if isinstance(group, (list, tuple)):  # kind "a2a+p2p"
+        heads, group = group
+        if group_size(heads) == 1:
+            heads, kind = None, "p2p"
+        elif group_size(group) == 1:
+            heads, group, kind = None, heads, "a2a"
+    _check(o, qkv[0], kind)
+    if kind == "all_gather":
+        return _Gathered.apply(*qkv, o, group)
+    if kind == "a2a":
+        return FromHeads.apply(whole(*ToHeads.apply(*qkv, o.form, group), None, o), o.form, group)
+    ranks = ranks if ranks is not None else dist.get_process_group_ranks(group)
+    return _Ring.apply(*qkv, o, _Neighbours(group, ranks, heads), heads)

@@ -1,0 +1,178 @@
+"""GroupedLinear: one product per local expert.
+
+Saved: the split input, the weights twice and the biases (pytorch/module/grouped_linear.py:224-231
+@v2.9); the splits are views of one tensor, so that they cost it once.  On ``meta`` the counts in
+``m_splits`` need not be known: rows in are rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_prism.runtime.devices.work import fused
+from megatron_prism.runtime.te.base import (
+    TransformerEngineBaseModule,
+    check_no_userbuffers,
+    get_workspace,
+    now_or_later,
+    weight_product,
+)
+from megatron_prism.runtime.te.grouped_fp8 import GroupedLinearFP8
+from megatron_prism.runtime.te.layer_fp8 import begin
+from megatron_prism.runtime.te.linear import add_linear_parameters, options, options_fp8
+from megatron_prism.runtime.te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import (
+        Context,
+        Device,
+        Grads,
+        Group,
+        Init,
+        Trackers,
+        Weight,
+    )
+
+__all__ = ["GroupedLinear"]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, inp: torch.Tensor, splits: list[int], opts: SimpleNamespace, *params: Weight
+    ) -> torch.Tensor:
+        x = inp.reshape(-1, inp.shape[-1])
+        weights, biases = params[: opts.count], params[opts.count :]
+        get_workspace(x, grouped=True)
+        out = x.new_empty(x.shape[0], weights[0].shape[0])
+        parts = list(torch.split(x, splits)) if sum(splits) == x.shape[0] else [x]
+        if not x.is_meta:
+            for i, (rows, to) in enumerate(zip(parts, torch.split(out, splits), strict=True)):
+                to.copy_(
+                    torch.nn.functional.linear(rows, weights[i], biases[i] if biases else None)
+                )
+        else:
+            fused("grouped_gemm", 2 * x.numel() * out.shape[1], x, *weights, out)
+        keep = parts if weights[0].requires_grad else []
+        ctx.save_for_backward(*keep, *weights, *weights, *biases)
+        ctx.num_parts, ctx.splits, ctx.opts, ctx.shape = len(keep), splits, opts, inp.shape
+        ctx.weights, ctx.has_bias = weights, bool(biases)
+        return out.view(*inp.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        parts = ctx.saved_tensors[: ctx.num_parts]
+        opts, weights = ctx.opts, ctx.weights
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grad.new_empty(grad.shape[0], weights[0].shape[1])
+            if not grad.is_meta:
+                for to, part, w in zip(
+                    torch.split(dx, ctx.splits), torch.split(grad, ctx.splits), weights, strict=True
+                ):
+                    to.copy_(part @ w)
+            else:
+                fused("grouped_gemm", 2 * grad.numel() * dx.shape[1], grad, *weights, dx)
+            dx = dx.view(ctx.shape)
+        dweights: list[torch.Tensor | None] = [None] * opts.count
+        if ctx.needs_input_grad[3]:
+            grads = torch.split(grad, ctx.splits) if len(parts) == opts.count else [grad]
+            pairs = [
+                (parts[i], grads[i]) if len(parts) == opts.count else (parts[0], grad)
+                for i in range(opts.count)
+            ]
+            dweights = _weight_gradients(weights, pairs, opts)
+        dbiases = []
+        if ctx.has_bias:
+            dbiases = [
+                weights[0].new_empty(weights[0].shape[0]) if grad.is_meta else part.sum(0)
+                for part in (weights if grad.is_meta else torch.split(grad, ctx.splits))
+            ]
+        return dx, None, None, *dweights, *dbiases
+
+
+def _weight_gradients(
+    weights: Sequence[Weight],
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    opts: SimpleNamespace,
+) -> list[torch.Tensor | None]:
+    mains = [weight.main_grad if opts.fuse_wgrad else None for weight in weights]
+
+    def products() -> list[torch.Tensor | None]:
+        return [
+            weight_product(weight, x, grad, opts, main)
+            for weight, main, (x, grad) in zip(weights, mains, pairs, strict=True)
+        ]
+
+    # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
+    return now_or_later(weights, opts, products, shared_dummy=False)
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """pytorch/module/grouped_linear.py:505 @v2.9."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Group = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Trackers | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Device = "cuda",
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        **rest: object,
+    ) -> None:
+        super().__init__()
+        check_no_userbuffers(rest)
+        if rest.get("single_grouped_weight") or rest.get("single_grouped_bias"):
+            refuse("GroupedLinear with one grouped parameter")
+        self.set_parallel(tp_group, tp_size, sequence_parallel)
+        self.set_linear(
+            in_features,
+            out_features,
+            parallel_mode,
+            bias=bias,
+            return_bias=return_bias,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
+        self.num_gemms, self.name = num_gemms, name
+        self.save_original_input = save_original_input
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        for i in range(num_gemms):
+            add_linear_parameters(self, bias, init_method, params_dtype, device, suffix=str(i))
+        self.reset_parameters(defer_init=device == "meta")
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Rows of expert i are the i-th of ``m_splits``."""
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        if len(splits) != self.num_gemms:
+            raise ValueError(f"{len(splits)} splits for {self.num_gemms} products")
+        state, run = begin(self, self.num_gemms), _GroupedLinear.apply
+        opts = options(self, is_first_microbatch, inp)
+        opts.count = self.num_gemms
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else []
+        if state is not None:
+            opts = options_fp8(opts, state, is_first_microbatch, inp, weights[0])
+            run = GroupedLinearFP8.apply
+        out = run(inp, splits, opts, *weights, *(biases if self.apply_bias else []))
+        return (out, biases) if self.return_bias else out

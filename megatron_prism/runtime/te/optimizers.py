@@ -1,0 +1,251 @@
+"""FusedAdam and the multi-tensor kernels (pytorch/optimizers/ @v2.9).
+
+State: exp_avg and exp_avg_sq per parameter, fp32 unless asked otherwise (fused_adam.py:379), and a
+master copy if ``master_weights``, or its 16 low bits if ``store_param_remainders``.  On ``meta`` a
+step allocates nothing but the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from megatron_prism.runtime.devices.work import fused
+from megatron_prism.runtime.te.unsupported import refuse
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+    "multi_tensor_unscale_l2norm",
+]
+
+_R = TypeVar("_R")
+Lists = Sequence[Sequence[torch.Tensor]]
+_STATES = ("exp_avg", "exp_avg_sq", "master_param")
+
+
+class MultiTensorApply:
+    """Calls a multi-tensor kernel (multi_tensor_apply.py:15 @v2.9)."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self, op: Callable[..., _R], flag: torch.Tensor, lists: Lists, *args: object
+    ) -> _R:
+        return op(self.chunk_size, flag, lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def multi_tensor_scale(
+    chunk: int, flag: torch.Tensor, lists: Lists, scale: float | torch.Tensor
+) -> None:
+    """``lists[1] = lists[0] * scale``; ``flag`` is set where something is not finite."""
+    for source, to in zip(*lists, strict=True):
+        if source.is_meta or to.is_meta:
+            fused("multi_tensor_scale", 0, source, to)
+            continue
+        if source is not to or not isinstance(scale, float) or scale != 1.0:
+            to.copy_(source * scale)
+        if not torch.isfinite(to).all():
+            flag.fill_(1)
+
+
+multi_tensor_scale_tensor = multi_tensor_scale
+
+
+def multi_tensor_l2norm(
+    chunk: int, flag: torch.Tensor, lists: Lists, per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(norm of all of ``lists[0]``, norm of each or None)."""
+    tensors = lists[0]
+    if tensors and tensors[0].is_meta:
+        fused("multi_tensor_l2norm", 0, *tensors)
+        one = tensors[0].new_empty(1, dtype=torch.float32)
+        each = tensors[0].new_empty(len(tensors), dtype=torch.float32) if per_tensor else None
+        return one, each
+    norms = [torch.linalg.vector_norm(t.detach(), dtype=torch.float32) for t in tensors]
+    each = torch.stack(norms) if norms else torch.zeros(0, device=flag.device)
+    return torch.linalg.vector_norm(each).reshape(1), each if per_tensor else None
+
+
+def multi_tensor_unscale_l2norm(
+    chunk: int, flag: torch.Tensor, lists: Lists, inv_scale: torch.Tensor, per_tensor: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The norms after multiplication by ``inv_scale``."""
+    total, each = multi_tensor_l2norm(chunk, flag, lists, per_tensor)
+    if total.is_meta:
+        return total, each
+    return total * inv_scale, None if each is None else each * inv_scale
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam or AdamW (fused_adam.py:33 @v2.9)."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad or capturable:
+            refuse("FusedAdam with amsgrad or capturable")
+        dtypes = (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)
+        self.name_to_dtype_map = dict(zip(_STATES, dtypes, strict=True))
+        if any(d not in (torch.float32, torch.bfloat16) for d in dtypes):
+            refuse("FusedAdam with fp16 or fp8 state", fix="keep the state in fp32 or bf16")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
+        self.adam_w_mode, self.capturable = int(adam_w_mode), capturable
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.store_param_remainders = store_param_remainders and master_weights
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none=set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                if set_to_none:
+                    p.decoupled_grad = None
+                else:
+                    p.decoupled_grad.zero_()
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Zero moments, and the master copy if there is one."""
+        state = self.state[param]
+        for name in _STATES[:2]:
+            state[name] = torch.zeros_like(param, dtype=self.name_to_dtype_map[name])
+        if self.master_weights and store_param_remainders:
+            state["master_param"] = torch.zeros_like(param, dtype=torch.int16)
+        elif self.master_weights:
+            dtype = self.name_to_dtype_map["master_param"]
+            state["master_param"] = param.detach().to(dtype, copy=True)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """The state as fp32 (remainders stay int16)."""
+        value = self.state[param][state_name]
+        return value if value.dtype == torch.int16 else value.float()
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, value: torch.Tensor) -> None:
+        """Set one state, made first if there is none."""
+        state = self.state[param]
+        if state_name not in state:
+            dtype = (
+                value.dtype if value.dtype == torch.int16 else (self.name_to_dtype_map[state_name])
+            )
+            state[state_name] = torch.empty_like(param, dtype=dtype)
+        state[state_name].copy_(value)
+
+    def step(  # type: ignore[override] # torch has it as two overloads, of which this is both
+        self, closure: Callable[[], float] | None = None, grad_scaler: object = None
+    ) -> float | None:
+        """One update, in place."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                remainders = self.store_param_remainders and p.dtype == torch.bfloat16
+                if not self.state[p]:
+                    self.initialize_state(p, remainders)
+                grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
+                if grad is not None and p.is_meta:  # reads four, writes three of them
+                    fused("adam", 0, p, p, grad, *(2 * [*self.state[p].values()]))
+                elif grad is not None:
+                    with torch.no_grad():
+                        self._update(p, grad, group, remainders)
+        return loss
+
+    def _update(
+        self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any], remainders: bool
+    ) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        master = state.get("master_param")
+        x = p if master is None else _joined(p, master) if remainders else master
+        wide, decay = x.float(), group["weight_decay"]
+        g = grad.float()
+        if not self.adam_w_mode:
+            g = g + decay * wide
+        m = state["exp_avg"].float().lerp(g, 1 - beta1)
+        v = state["exp_avg_sq"].float() * beta2 + (1 - beta2) * g * g
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
+        correct = group["bias_correction"]
+        c1 = 1 - beta1 ** group["step"] if correct else 1.0
+        c2 = 1 - beta2 ** group["step"] if correct else 1.0
+        change = (m / c1) / ((v / c2).sqrt() + group["eps"])
+        if self.adam_w_mode:
+            change = change + decay * wide
+        wide = wide - group["lr"] * change
+        if remainders:
+            _split_into(wide, p, master)
+            return
+        if master is not None:
+            master.copy_(wide)
+        p.copy_(wide)
+
+
+def _joined(p: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """fp32 from bf16 and its 16 low bits."""
+    high = p.detach().contiguous().view(torch.int16).to(torch.int32) << 16
+    return (high + low.to(torch.int32)).view(torch.float32)
+
+
+def _split_into(wide: torch.Tensor, p: torch.Tensor, low: torch.Tensor) -> None:
+    """Write bf16 and remainder so that ``_joined`` gives ``wide`` again."""
+    bits = wide.contiguous().view(torch.int32)
+    rest = ((bits + 0x8000) & 0xFFFF) - 0x8000
+    low.copy_(rest)
+    p.copy_(((bits - rest) >> 16).to(torch.int16).view(torch.bfloat16))
+
+
+class FusedSGD(torch.optim.SGD):
+    """SGD with momentum; torch's own."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **rest: object,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)

@@ -1,0 +1,187 @@
+"""What do ranks that do not exist hold?  The policies behind every virtual answer.
+
+``mirror`` (default)  every virtual member holds what the local member holds.  Sums are n times the
+                      local tensor, gathers are copies; counts stay consistent (MoE), losses finite.
+``noise``             as mirror for integers; floating-point answers carry independent noise of the
+                      local tensor's own scale, so that reductions do not grow n-fold.
+``recorded:PATH``     control values (integers, small tensors) and MoE routing come from a recording
+                      made by ``--prism-record PATH``; what was not recorded is mirrored.
+
+Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
+(equal router logits send every token to the same experts, and matrix products run measurably faster
+on zeros than on data), and where their tokens are known, vectors of these (``token_vectors``).
+Gradients among them carry the job's loss scale.  What comes round a ring has a counterpart, see
+``exchange``; so has a lookup in a table whose rows are dealt out over a group, see ``parts``.
+Noise comes from generators of our own: the job's random streams never move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.runtime.partial_sums import Parts
+from megatron_prism.runtime.token_vectors import TokenVectors
+
+__all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
+
+POLICIES = ("mirror", "noise", "recorded")
+ACTIVATION = "activation"
+GRADIENT = "gradient"
+_CHUNK = 1 << 20  # elements of noise added at a time: bounds the temporary to a few MiB
+
+
+def rms(tensor: torch.Tensor) -> torch.Tensor:
+    """Root mean square in fp32 (0-dim, same device), without a copy of the tensor."""
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32) / tensor.numel() ** 0.5
+
+
+class Values:
+    """Policy plus the private random generators that make it reproducible.
+
+    loss_scale : answers the factor (one element, on the device) that the job multiplies its loss
+                 by now, so that half-precision gradients do not vanish; None if it does not
+    parts      : what virtual members give to the calls made now, if no mirrors; mostly None
+
+    Raises UsageError for an unknown policy.
+    """
+
+    def __init__(self, policy: str = "mirror", seed: int = 1234, rank: int = 0) -> None:
+        name, _, path = policy.partition(":")
+        if name not in POLICIES:
+            raise UsageError(
+                f"--prism-values {policy!r} is no policy",
+                fix=f"choose one of {', '.join(POLICIES[:2])}, recorded:PATH",
+            )
+        if (name == "recorded") != bool(path):
+            raise UsageError(
+                f"--prism-values {policy!r}: only 'recorded' takes a path, and it needs one",
+                fix="write --prism-values recorded:PATH with a path from --prism-record PATH",
+            )
+        self.policy = name
+        self.path = path or None
+        self.loss_scale: Callable[[], torch.Tensor] | None = None
+        self.parts: Parts | None = None
+        self._seed = seed * 1_000_003 + rank
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._expected: dict[int, str] = {}
+        self._noise: dict[int, weakref.ref[torch.Tensor]] = {}  # activations, by id
+        self._vectors = TokenVectors()
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Our own generator for ``device``; never the default one of the job."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = torch.Generator(device=device)
+            generator.manual_seed(self._seed)
+            self._generators[device] = generator
+        return generator
+
+    @contextlib.contextmanager
+    def expecting(self, **kinds: torch.Tensor | None) -> Iterator[None]:
+        """Declare what receives inside the block carry: ``expecting(activation=a, gradient=g)``."""
+        mine = {id(tensor): kind for kind, tensor in kinds.items() if tensor is not None}
+        self._expected.update(mine)
+        try:
+            yield
+        finally:
+            for key in mine:
+                self._expected.pop(key, None)
+
+    def mirrors(self, tensor: torch.Tensor) -> bool:
+        """Whether peers hold payloads (floating point) like ``tensor``'s, not noise or integers."""
+        return self.policy != "noise" and tensor.is_floating_point()
+
+    @contextlib.contextmanager
+    def of_parts(self, parts: Parts) -> Iterator[None]:
+        """Sums and gathers inside the block are of ``parts``, under any policy."""
+        self.parts = parts
+        try:
+            yield
+        finally:
+            self.parts = None
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor that a virtual rank sent; shape ``[tokens, micro-batch, hidden]`` or any.
+
+        Activations are N(0, 1), the scale a normalised residual stream has.  Gradients of a mean
+        loss over t tokens are of the order 1 / (t * sqrt(hidden)), times the loss scale: one factor
+        in fp32, since either alone may leave the range of fp16.
+        """
+        if tensor.is_meta or not tensor.numel():
+            return
+        target = tensor.detach()
+        if not target.is_floating_point():
+            target.zero_()
+            return
+        if target.element_size() == 1:  # float8 has no random numbers and needs no gradient scale
+            wide = torch.empty_like(target, dtype=torch.float32)
+            target.copy_(wide.normal_(generator=self.generator(target.device)))
+            return
+        target.normal_(generator=self.generator(target.device))
+        kind = self._expected.get(id(tensor))
+        if kind == ACTIVATION:
+            self._noise = {key: one for key, one in self._noise.items() if one() is not None}
+            self._noise[id(tensor)] = weakref.ref(tensor)
+            self._vectors.row(target)  # made now, not in the middle of a forward
+        if kind == GRADIENT:
+            hidden = target.shape[-1] if target.dim() else 1
+            tokens = max(1, target.numel() // max(1, hidden))
+            factor: float | torch.Tensor = 1.0 / (tokens * hidden**0.5)
+            if self.loss_scale is not None:
+                factor = self.loss_scale().reshape(()) * factor
+            target.mul_(factor)
+
+    def is_noise(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an activation that ``receive`` has filled."""
+        found = self._noise.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def told(self, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
+        """``tensor`` [s, b, h], which is noise, is of ``tokens`` [s, b]: give it their vectors."""
+        self._noise.pop(id(tensor), None)
+        self._vectors.fill(tensor, tokens)
+
+    def like(self, tensor: torch.Tensor, sent: torch.Tensor) -> None:
+        """Fill a tensor that a virtual equal sent: what we sent it, or noise of the same scale.
+
+        ``[parts, elements]`` or flat; under ``noise`` each part (keys and values, their gradients)
+        keeps its own scale.
+        """
+        target, source = tensor.detach(), sent.detach()
+        if self.policy != "noise" or not target.is_floating_point() or target.element_size() == 1:
+            target.copy_(source)
+            return
+        target.normal_(generator=self.generator(target.device))
+        parts = zip(target, source, strict=True) if target.dim() > 1 else [(target, source)]
+        for part, given in parts:
+            part.mul_(rms(given))
+
+    def add_peers(self, tensor: torch.Tensor, num_virtual: int) -> None:
+        """``noise`` policy: add the sum of ``num_virtual`` independent tensors like this one.
+
+        A tensor without a negative element stays so: sums of squares (gradient norm) and of
+        exponentials (vocabulary-parallel loss) feed roots and logarithms.  Decided on the device.
+        """
+        if not tensor.numel():
+            return
+        if not tensor.is_contiguous():
+            whole = tensor.detach().contiguous()
+            self.add_peers(whole, num_virtual)
+            tensor.detach().copy_(whole)
+            return
+        flat = tensor.detach().view(-1)
+        scale = rms(flat) * num_virtual**0.5
+        positive = flat.min() >= 0
+        generator = self.generator(flat.device)
+        for start in range(0, flat.numel(), _CHUNK):
+            part = flat[start : start + _CHUNK]
+            noise = torch.randn(
+                part.shape, device=part.device, dtype=torch.float32, generator=generator
+            )
+            part.add_((noise * scale).to(part.dtype))
+            part.copy_(torch.where(positive, part.abs(), part))

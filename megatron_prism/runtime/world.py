@@ -1,0 +1,231 @@
+"""Which world does this process play a rank of, and how do its groups come to be?
+
+``start(...)`` brings ``torch.distributed`` up with the ``prism`` backend as global rank ``rank`` of
+``size``; from then on every ``dist.new_group`` makes a PrismGroup, at no cost for groups that this
+rank is not in.  ``stop()`` undoes it.  One virtual world per process, as for torch.distributed.
+
+With k processes (torchrun) the k ranks in ``local_ranks`` are local: groups with several of them
+get a real c10d group (NCCL on GPUs, gloo elsewhere) over a store that the processes share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import GroupName
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime.mixed_groups import Mixed
+from megatron_prism.runtime.process_group import PrismGroup
+from megatron_prism.runtime.traffic import Tally
+from megatron_prism.runtime.values import Values
+
+__all__ = ["VirtualWorld", "current", "start", "stop", "values_of"]
+
+_TIMEOUT = timedelta(minutes=10)
+_world: VirtualWorld | None = None
+
+Observer = Callable[[PrismGroup, str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+class VirtualWorld:
+    """A world of ``size`` ranks seen from global rank ``rank``.
+
+    local_ranks : global ranks that have a process, ascending; the i-th process runs the i-th
+    store       : c10d store shared by the local processes; None if there is one process only
+    device      : where the local tensors live (``cuda``, ``cpu`` or ``meta``)
+    backend     : backend of real groups, ``nccl`` or ``gloo``
+    tally       : counts every call
+    recorder    : makes every call itself, or None: a slicer.Recorder writes it down while a slice
+                  is captured, a pacing.Pacer lets it take as long as it would
+    observer    : called as ``observer(group, op, inputs, outputs)`` after each answer, or None
+    """
+
+    def __init__(
+        self,
+        size: int,
+        rank: int,
+        local_ranks: Sequence[int],
+        values: Values,
+        device: torch.device,
+        store: dist.Store | None = None,
+        backend: str = "gloo",
+        tally: Tally | None = None,
+    ) -> None:
+        self.size, self.rank = size, rank
+        self.local_ranks = tuple(sorted(local_ranks))
+        self.values = values
+        self.device = device
+        self.shapes_only = device.type == "meta"
+        self.store = store
+        self.backend = backend
+        self.tally = Tally() if tally is None else tally
+        self.observer: Observer | None = None
+        self.recorder: Any = None  # a slicer.Recorder or a pacing.Pacer
+        self.guard: Any = None  # a plugin.guard.Guard that injects faults or checks calls
+        self._num_real: dict[str, int] = {}
+        self._num_groups = 0
+
+    def aside(self, answer: Callable[[], None]) -> None:
+        """Do what stands for virtual ranks and is no call; a recorder leaves it out."""
+        record = getattr(self.recorder, "aside", None)
+        answer() if record is None else record(answer)
+
+    def __repr__(self) -> str:
+        return f"<virtual world: rank {self.rank} of {self.size}, local {self.local_ranks}>"
+
+    def build_group(
+        self,
+        ranks: Sequence[int] | None,
+        name: str | None,
+        desc: str | None,
+        backend: str | None = None,
+    ) -> PrismGroup | None:
+        """The group of global ``ranks`` (None: all), or None if this rank is not one of them.
+
+        ``backend`` is what the caller asked for; ``gloo`` groups carry host tensors on every tier.
+        """
+        if ranks is None:
+            ranks = range(self.size)
+        elif self.rank not in ranks:
+            return None
+        self._num_groups += 1
+        name = name or f"prism_{self._num_groups}"
+        ranks = _compact(ranks)
+        desc = desc or "undefined"
+        return PrismGroup(self, ranks, ranks.index(self.rank), name, desc, backend)
+
+    def connect(
+        self, group: PrismGroup, backend: str | None = None
+    ) -> tuple[dist.ProcessGroup | None, Mixed | None]:
+        """(real group of the local members or None, answers for a mixed group or None)."""
+        if len(self.local_ranks) < 2 or self.shapes_only:
+            return None, None
+        # in group order, which is not ascending under new_group(sort_ranks=False)
+        local = sorted(set(self.local_ranks) & set(group.ranks), key=group.ranks.index)
+        if len(local) < 2:
+            return None, None
+        nccl = self.backend == "nccl" and backend != "gloo"
+        real = self._real_group(local, group.desc, nccl)
+        # gloo lacks averages, bools and lists (all-to-all), so its groups answer through Mixed too
+        if len(local) == len(group.ranks) and nccl:
+            return real, None
+        positions = [group.ranks.index(rank) for rank in local]
+        return real, Mixed(real, positions, len(group.ranks), group.ranks.index(self.rank))
+
+    def _real_group(self, local: Sequence[int], desc: str, nccl: bool) -> dist.ProcessGroup:
+        """A c10d group of the processes that run ``local``.
+
+        The store prefix is made of the members, the description and how many such groups this
+        process made: every member makes its groups in Megatron's order, so the prefixes agree.
+        """
+        if self.store is None:
+            raise UsageError(
+                f"{len(self.local_ranks)} local ranks need a store to find each other",
+                fix=f"start with torchrun --nproc-per-node {len(self.local_ranks)}",
+            )
+        key = f"{desc}:{','.join(map(str, local))}"
+        count = self._num_real[key] = self._num_real.get(key, 0) + 1
+        tag = hashlib.sha1(f"{key}:{count}".encode()).hexdigest()[:16]
+        store = dist.PrefixStore(f"prism/{tag}/", self.store)
+        index = local.index(self.rank)
+        pg = dist.ProcessGroup(store, index, len(local))
+        if nccl:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _TIMEOUT
+            kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+            backend: Any = dist.ProcessGroupNCCL(store, index, len(local), options)
+        else:
+            kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+            backend = dist.ProcessGroupGloo(store, index, len(local), timeout=_TIMEOUT)
+        backend._set_sequence_number_for_group()
+        pg._set_default_backend(kind)
+        pg._register_backend(device, kind, backend)
+        pg._set_group_name(GroupName(f"prism_real_{tag}"))
+        return pg
+
+
+def _compact(ranks: Sequence[int]) -> Sequence[int]:
+    """The same ranks as a range if they are evenly spaced: a list of 65,536 takes 2.6 MB."""
+    if isinstance(ranks, range) or len(ranks) < 3:
+        return ranks
+    even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+    return even if len(even) == len(ranks) and list(even) == list(ranks) else ranks
+
+
+def current() -> VirtualWorld | None:
+    """The virtual world of this process, or None if it has none."""
+    return _world
+
+
+def values_of(group: Any) -> Values | None:
+    """What virtual members of ``group`` hold; None if it has none, or is somebody else's."""
+    ours = isinstance(group, PrismGroup) and group.has_virtual
+    return group.world.values if ours else None
+
+
+def start(world: VirtualWorld) -> VirtualWorld:
+    """Bring torch.distributed up as ``world.rank`` of ``world.size`` without touching a store.
+
+    Raises UsageError if torch.distributed is up already, or the rank is not in the world.
+    """
+    global _world
+    if dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is already initialised, so this world cannot be virtual",
+            fix="start the virtual world before anything calls init_process_group",
+        )
+    if not 0 <= world.rank < world.size or world.rank not in world.local_ranks:
+        raise UsageError(
+            f"rank {world.rank} is not a local rank of a world of {world.size}",
+            fix=f"choose ranks between 0 and {world.size - 1}",
+        )
+    if not hasattr(dist.Backend, "PRISM"):
+        dist.Backend.register_backend(
+            "prism", lambda options, _: _create_default(options), True, ["cpu", "cuda"]
+        )
+    _world = world
+    torch_patches.install(world)
+    barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # it would wait for all ranks
+    try:
+        # HashStore: init_process_group wants a store, and nothing ever reads it
+        dist.init_process_group(
+            "prism", store=dist.HashStore(), rank=world.rank, world_size=world.size
+        )
+    except BaseException:
+        stop()
+        raise
+    finally:
+        if barrier is not None:
+            os.environ["TORCH_DIST_INIT_BARRIER"] = barrier
+    default = dist.group.WORLD
+    assert isinstance(default, PrismGroup), default
+    # Megatron asks get_backend() by name (straggler detector, signal handler): answer as the real
+    # job would.  The group itself still says that it is prism.
+    torch_patches.describe(default, world.backend)
+    return world
+
+
+def _create_default(options: Any) -> PrismGroup:
+    assert _world is not None
+    group = _world.build_group(None, options.group_id, "default_pg")
+    assert group is not None
+    return group
+
+
+def stop() -> None:
+    """Take torch.distributed down and undo the patches; harmless if there is no virtual world."""
+    global _world
+    if _world is None:
+        return
+    if dist.is_initialized() and isinstance(dist.group.WORLD, PrismGroup):
+        dist.destroy_process_group()
+    torch_patches.remove()
+    _world = None
