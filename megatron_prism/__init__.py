@@ -2,7 +2,7 @@
 
 Ten packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
-    core/      world, groups, collectives, ops, programs and their text form, slices, recipes, errors
+    core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     ranks that cannot be told apart, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, baselines
