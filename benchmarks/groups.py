@@ -22,7 +22,8 @@ CHILD = """
 import gc, json, resource, sys, time
 import torch
 from megatron_prism.emulate import import_hooks as hooks
-from megatron_prism.emulate.patches import startup as seams
+from megatron_prism.emulate import patch
+from megatron_prism.emulate.patches import startup
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 
@@ -30,9 +31,9 @@ size, with_seams = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8
 world = session.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
 if with_seams:
-    context = seams.Context(start=None, proof=None, meta=False, local_ranks=(rank,), rank=rank)
-    wanted = [seam for seam in seams.SEAMS if seam.name == "fast-groups"]
-    seams.apply(tuple(wanted), context)
+    context = patch.Context(start=None, proof=None, meta=False, local_ranks=(rank,), rank=rank)
+    wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
+    patch.apply(tuple(wanted), context)
 from megatron.core import parallel_state
 
 def resident():

@@ -53,8 +53,9 @@ def paced() -> Any:
             return Call(op, "TP", 0, 4)
 
     launcher = Launcher(table, [[0]], device)
-    world.recorder = Always([], launcher, Streams(launcher.driver, device))
-    world.recorder.begin()
+    pacer = Always([], launcher, Streams(launcher.driver, device))
+    world.listen(pacer)
+    pacer.begin()
     return group
 
 

@@ -31,15 +31,17 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
     """(the rank's job, its virtual world), after one iteration to warm up."""
     from megatron_prism.core import recipe
     from megatron_prism.emulate import recipe_rank
-    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate.session import Session
     from megatron_prism.runtime import devices as tiers
 
     settings = recipe.load("tiny-gpt_1cpu", [*SETTINGS.split(), *overrides])
-    tier, proof = tiers.install("cpu"), Proof()
-    world = recipe_rank._start_world(settings, 0, tier, proof)
+    session = Session()
+    tier = tiers.prepare("cpu", session.changes)
+    run = recipe_rank.run_of(settings, 0, tier)
+    world = recipe_rank.start_world(run, settings, session)
     from megatron_prism.emulate.recipe_training import RankJob
 
-    job = RankJob(settings, proof, tier, lambda kind, **fields: None)
+    job = RankJob(settings, run.monitor, tier, lambda kind, **fields: None)
     for number in range(2):
         job.iterate(number)
     return job, world
@@ -47,20 +49,24 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
 
 def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
     """(kind -> seconds of each iteration, ops of a recorded one)."""
+    from megatron_prism.core.process_changes import ProcessChanges
     from megatron_prism.runtime.recorder import events
     from megatron_prism.runtime.recorder.recorder import Recorder
 
-    recorder = Recorder(world.rank, "cpu")
+    recorder, watched = Recorder(world.rank, "cpu"), ProcessChanges()
     start = recorder.start
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     number, ops = 2, 0
     for turn in range(ROUNDS):
         for kind in KINDS[turn % 3 :] + KINDS[: turn % 3]:  # nobody is always first
             used = None if kind == "plain" else recorder
-            world.recorder = job.proof.recorder = used
-            events.remove()
+            job.recorder = used
+            listeners = () if used is None else (used,)
+            world.listen(*listeners)
+            job.monitor.listen(*listeners)
+            watched.undo()
             if used is not None:
-                events.install(recorder)
+                events.report_to(recorder, watched)
                 recorder.start = lambda quick=kind == "only timed": start(quick=quick)
                 stop = _stop(recorder, kind)
                 recorder.stop = stop

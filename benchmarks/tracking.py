@@ -24,6 +24,7 @@ from megatron_prism.core import recipe
 from megatron_prism.emulate import recipe_rank as rank_job
 from megatron_prism.runtime.devices import live_bytes as live
 from megatron_prism.runtime.devices import shapes
+from megatron_prism.emulate.session import Session
 
 known = {}
 
@@ -40,7 +41,7 @@ elif sys.argv[1] == "answers":
     live.LiveBytes.__torch_dispatch__ = answers
 made = recipe.load("llama3-70b_1024gpu_tp8pp4vp5_h200",
                    ["train.iterations=8", "train.global_batch_size=128"])
-found = rank_job.run(made, 0, lambda *_, **__: None, None)
+found = rank_job.run(Session(), made, 0, lambda *_, **__: None, None)
 print(json.dumps(found["iteration_s"]))
 """
 

@@ -39,4 +39,4 @@ attach = autoload  # the name for scripts that attach by hand (patches/)
 def _install() -> None:
     from megatron_prism.emulate import launch
 
-    launch.install_from_command_line()
+    launch.attach_from_command_line()

@@ -10,7 +10,7 @@ from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.emulate import memory_watch, nccl_reserve
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.memory_watch import MemoryWatch
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.nccl_reserve import Ballast
 from megatron_prism.emulate.summary import Reporter
 from megatron_prism.memory.communicators import Calibration
@@ -158,7 +158,7 @@ def fail(file, line):
 
 
 def test_running_out_names_rank_step_and_line():
-    proof = Proof()
+    proof = TrainingMonitor()
     proof.who, proof.held = "rank 517 (pp=2 tp=5)", lambda: 4096
     with pytest.raises(NotTrainedError) as caught, proof.training(None):  # noqa: PT012, SIM117
         with proof.iteration(None, [torch.nn.Linear(2, 2)]):
@@ -177,7 +177,7 @@ def test_running_out_names_rank_step_and_line():
 
 
 def test_running_out_before_the_first_iteration():
-    proof = Proof()
+    proof = TrainingMonitor()
     says = "this rank ran out of device memory in no phase\n"
     with pytest.raises(PrismError, match=says), proof.training(None):
         fail("/home/me/train.py", 3)
@@ -206,8 +206,9 @@ class FakeCuda:
 
 def test_peaks_by_phase_and_a_snapshot(tmp_path):
     cuda = FakeCuda()
-    proof = Proof()
-    proof.memory = watch = MemoryWatch(tmp_path / "m" / "rank-000003.pickle", cuda=cuda)
+    proof = TrainingMonitor()
+    watch = MemoryWatch(tmp_path / "m" / "rank-000003.pickle", cuda=cuda)
+    proof.listen(watch)
     cuda.peak = 900  # building the model
     for number in (1, 2):
         with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=2):
@@ -222,7 +223,7 @@ def test_peaks_by_phase_and_a_snapshot(tmp_path):
         {"between": 5, "forward": 30, "optimizer": 40},
         {"between": 5, "forward": 60, "optimizer": 40},
     ]
-    watch.finish()
+    watch.finished()
     assert (watch.allocated, watch.reserved) == (900, 1800)
     with open(watch.path, "rb") as file:
         assert pickle.load(file)["device_traces"] == [[{"action": "alloc"}]]
@@ -235,8 +236,9 @@ def test_peaks_by_phase_and_a_snapshot(tmp_path):
 def test_parts_of_a_job_have_peaks_of_their_own(tmp_path):
     """Evaluation counts in no train step; the optimizer step counts in its own too."""
     cuda = FakeCuda()
-    proof = Proof()
-    proof.memory = watch = MemoryWatch(tmp_path / "x.pickle", cuda=cuda)
+    proof = TrainingMonitor()
+    watch = MemoryWatch(tmp_path / "x.pickle", cuda=cuda)
+    proof.listen(watch)
     for number in (1, 2, 3):
         which = "first iteration" if number == 1 else "steady iteration"
         with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=3), proof.part(which):
@@ -252,8 +254,9 @@ def test_parts_of_a_job_have_peaks_of_their_own(tmp_path):
 
 
 def test_a_snapshot_is_written_when_memory_runs_out(tmp_path):
-    proof = Proof()
-    proof.memory = watch = MemoryWatch(tmp_path / "x.pickle", cuda=FakeCuda())
+    proof = TrainingMonitor()
+    watch = MemoryWatch(tmp_path / "x.pickle", cuda=FakeCuda())
+    proof.listen(watch)
     with pytest.raises(PrismError, match="ran out"):  # noqa: SIM117
         with proof.iteration(None, [torch.nn.Linear(2, 2)]):
             fail("/x/megatron/core/a.py", 1)

@@ -8,8 +8,9 @@ import pytest
 CODE = """
 import torch
 from torch.nn import functional
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
-live = tiers.install("meta").live
+live = tiers.prepare("meta", ProcessChanges()).live
 device = torch.device("meta")
 MIB = 1 << 20
 {body}

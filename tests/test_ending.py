@@ -8,7 +8,8 @@ import pytest
 
 from megatron_prism.core.errors import NotTrainedError
 from megatron_prism.emulate import exit_status, launch
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.emulate.session import Session
 
 ATTACH = "import os, sys, types, megatron_prism\nmegatron_prism.attach()\n"
 SAYS = "nothing trained: the script never imported megatron"
@@ -77,9 +78,9 @@ def test_a_command_line_that_is_no_script_is_no_job(tmp_path):
 @pytest.fixture
 def verdict(monkeypatch):
     """(proof, what is asked at a good end)."""
-    checks, proof = [], Proof()
-    monkeypatch.setattr(exit_status, "at_good_end", checks.append)
-    launch._arrange_verdict(proof)
+    checks, proof = [], TrainingMonitor()
+    monkeypatch.setattr(exit_status, "at_good_end", lambda check, changes: checks.append(check))
+    launch._arrange_verdict(proof, Session())
     return proof, checks[0]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_prism.core.errors import RecipeError, UsageError, WorldError
 from megatron_prism.emulate import flag_world, launch
 from megatron_prism.emulate.options import FLAGS, TIERS, add_flags, from_command_line, with_tier
+from megatron_prism.emulate.session import Session
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
@@ -333,11 +334,11 @@ def test_the_tier_is_settled_later():
 
 
 def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
-    monkeypatch.setattr(launch.install_from_command_line, "done", False, raising=False)
+    monkeypatch.setattr(launch, "_attached", False)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--prism-emulate", "--prism-ranks", "9"])
     monkeypatch.delenv("PRISM_ARGS", raising=False)
     with pytest.raises(SystemExit) as caught:
-        launch.install_from_command_line()
+        launch.attach_from_command_line()
     assert caught.value.code == 2
     out, err = capsys.readouterr()
     assert not out
@@ -346,7 +347,7 @@ def test_a_usage_error_ends_the_process_with_exit_code_2(monkeypatch, capsys):
 
 def test_an_unknown_policy_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match="'echo' is no policy"):
-        launch.install(read("--prism-values echo"))
+        launch.attach(read("--prism-values echo"), Session())
 
 
 def test_two_local_ranks_on_one_nccl_device(monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program_parse import parse
 from megatron_prism.emulate.pace_calls import expected
 from megatron_prism.graph import world_graph
@@ -437,15 +438,15 @@ def test_only_reads_of_device_tensors_reset_the_hosts_clock():
 
     from megatron_prism.runtime.recorder import events as watch
 
-    heard = Heard()
-    watch.install(heard)
+    heard, changes = Heard(), ProcessChanges()
+    watch.report_to(heard, changes)
     try:
         assert torch.ones(3).sum().item() == 3
         assert not heard.told
         with pytest.raises((AssertionError, RuntimeError)):  # there is no such device
             torch.cuda.synchronize("cuda:99")
     finally:
-        watch.remove()
+        changes.undo()
     assert heard.told == ["device"]
 
 

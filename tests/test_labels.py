@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("torch")
 import patching
 
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patches.labels import _label_combined
 
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
     """combined_1f1b.py: a forward alone, then one's forward beside another's backward."""
-    proof, seen = Proof(), []
+    proof, seen = TrainingMonitor(), []
     monkeypatch.setattr(proof, "phase", lambda phase, **labels: _kept(seen, phase, labels))
     module = ModuleType("combined_1f1b")
 

@@ -63,7 +63,7 @@ def talk():
 
 
 def recorded(world, recorder):
-    world.recorder = recorder
+    world.listen(recorder)
     recorder.start()
     talk()
     return recorder.stop()
@@ -87,7 +87,8 @@ def untimed(program):
 
 def test_calls_are_paced_while_nothing_is_recorded(world):
     pacer = Pacer()
-    world.recorder = recorder = PacedRecorder(RANK, "cpu", pacer)
+    recorder = PacedRecorder(RANK, "cpu", pacer)
+    world.listen(recorder)
     talk()
     recorder.clock.running = True
     recorder.clock._aside = True  # no device to wait for here

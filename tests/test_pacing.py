@@ -177,7 +177,7 @@ def test_the_kernel_gives_the_answers_that_it_can(device):
     group = SimpleNamespace(
         desc="TP", _n=4, _p=1, _mixed=None, sequence=0,
         _values=SimpleNamespace(policy="mirror", parts=None),
-        world=SimpleNamespace(observer=None), _count=lambda *words: counted.append(words),
+        world=SimpleNamespace(observers=()), _count=lambda *words: counted.append(words),
     )  # fmt: skip
     answer = answering(device)
     answer.__name__ = "_allgather_base"
@@ -243,7 +243,7 @@ def test_the_kernel_reads_no_memory_of_the_host(device):
     """Calls of gloo groups have their tensors there."""
     group = SimpleNamespace(
         desc="PP", _n=4, _p=1, _mixed=None, sequence=0, _ring=lambda tensor: None,
-        world=SimpleNamespace(observer=None), _count=lambda *words: None,
+        world=SimpleNamespace(observers=()), _count=lambda *words: None,
     )  # fmt: skip
     answer = answering(device)
     answer.__name__ = "send"
@@ -560,7 +560,7 @@ def test_a_rank_that_strays_is_told_to_the_others(device):
 
 
 def test_real_members_are_no_part_of_coming_to_a_call(device):
-    mixed = SimpleNamespace(desc="TP", _mixed=object(), world=SimpleNamespace(observer=None))
+    mixed = SimpleNamespace(desc="TP", _mixed=object(), world=SimpleNamespace(observers=()))
     pacer = pacer_of(device, Call("all_reduce", "TP", 0))
     answer = answering(device)
     answer.__name__ = "allreduce"

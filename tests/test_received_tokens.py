@@ -150,20 +150,21 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
     monkeypatch.setattr(host_clock, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    world = SimpleNamespace(recorder=recorder.Recorder(0, "cpu"))
+    heard = recorder.Recorder(0, "cpu")
+    world = VirtualWorld(1, 0, (0,), Values(), torch.device("cpu"), listeners=(heard,))
 
     def iteration():
         now[0] += 3
-        VirtualWorld.aside(world, lambda: now.__setitem__(0, now[0] + 1000))
+        world.aside(lambda: now.__setitem__(0, now[0] + 1000))
         now[0] += 4
 
-    world.recorder.start(quick=True)
+    heard.start(quick=True)
     iteration()
-    assert world.recorder.stop().segments_ns().tolist() == [3, 4]
-    world.recorder.clock.start()
+    assert heard.stop().segments_ns().tolist() == [3, 4]
+    heard.clock.start()
     iteration()
-    assert world.recorder.clock.stop() == 7
-    world.recorder = None  # nobody listens
+    assert heard.clock.stop() == 7
+    world.listen()  # nobody listens
     iteration()
     assert now == [3 * 1007]
 
@@ -171,8 +172,9 @@ def test_what_fills_them_belongs_to_no_segment(monkeypatch):
 BATCH = """
 import sys
 import torch
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
-here = tiers.install(sys.argv[1])
+here = tiers.prepare(sys.argv[1], ProcessChanges())
 from megatron.core.tensor_parallel import data
 from megatron_prism.emulate.patches import received as seams_received
 from megatron_prism.emulate.patch import Context

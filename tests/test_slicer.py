@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.runtime import world as session
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import Recorder
 from megatron_prism.runtime.values import Values
 
@@ -29,9 +30,20 @@ def world(monkeypatch):
 
 @pytest.fixture
 def recorder(world):
-    world.recorder = Recorder(RANK, "cpu")
-    world.recorder.start()
-    return world.recorder
+    recorder = Recorder(RANK, "cpu")
+    world.listen(recorder)
+    recorder.start()
+    return recorder
+
+
+class Seen(CallListener):
+    """Calls ``see`` after each answer."""
+
+    def __init__(self, see):
+        self.see = see
+
+    def observe(self, group, op, inputs, outputs):
+        self.see(group, op, inputs, outputs)
 
 
 def talk(recorder):
@@ -222,7 +234,7 @@ def test_a_segment_ends_where_its_label_does(recorder):
 
 
 def test_a_segment_excludes_the_time_of_answering(world, recorder):
-    world.observer = lambda *args: time.sleep(0.05)  # part of the answer
+    world.listen(recorder, Seen(lambda *args: time.sleep(0.05)))  # part of the answer
     recorder.stop()
     start = time.perf_counter_ns()  # around all that is recorded: a busy host may stop us anywhere
     recorder.start()
@@ -237,7 +249,8 @@ def test_a_segment_excludes_the_time_of_answering(world, recorder):
 
 
 def test_nothing_is_recorded_before_the_start_and_after_the_stop(world):
-    world.recorder = recorder = Recorder(RANK, "cpu")
+    recorder = Recorder(RANK, "cpu")
+    world.listen(recorder)
     dist.barrier()
     recorder.start()
     dist.barrier()
@@ -257,12 +270,13 @@ def test_without_a_recorder_a_call_answers_the_same(world):
         return out.tolist(), work.result()[0].tolist(), world.tally.rows()[-1].calls
 
     plain = run()
-    world.recorder = Recorder(RANK, "cpu")
+    recorder = Recorder(RANK, "cpu")
+    world.listen(recorder)
     inactive = run()
-    world.recorder.start()
+    recorder.start()
     recorded = run()
     assert plain[:2] == inactive[:2] == recorded[:2]
-    world.recorder = None
+    world.listen()
     assert type(dist.all_reduce(torch.ones(1), async_op=True)).__name__ == "Done"
 
 
@@ -270,12 +284,12 @@ def test_an_error_inside_a_call_leaves_the_recorder_usable(world, recorder):
     def broken(*args):
         raise RuntimeError("inside")
 
-    world.observer = broken
+    world.listen(recorder, Seen(broken))
     with pytest.raises(RuntimeError, match="inside"), recorder.scope(phase="forward"):
         dist.barrier()
     with pytest.raises(RuntimeError, match="inside"):
         dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 4)])
-    world.observer = None
+    world.listen(recorder)
     dist.all_reduce(torch.ones(4), async_op=True).wait()
     last = talk(recorder)[-2:]
     assert [(op.name, op.label, op.batch) for op in last] == [
@@ -299,7 +313,8 @@ def test_the_site_is_the_innermost_megatron_frame(world, recorder):
 def test_times_of_quick_recordings_replace_those_of_the_written_one(world):
     from megatron_prism.runtime.recorder.measurements import typical
 
-    recorder = world.recorder = Recorder(RANK, "cpu")
+    recorder = Recorder(RANK, "cpu")
+    world.listen(recorder)
 
     def iteration(seconds, quick, more=False):
         recorder.start(quick=quick)
@@ -326,15 +341,18 @@ def test_times_of_quick_recordings_replace_those_of_the_written_one(world):
 START = """
 import torch, gc
 from torch import distributed as dist
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
-tier = tiers.install({tier!r})
+tier = tiers.prepare({tier!r}, ProcessChanges())
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 from megatron_prism.runtime.recorder import events as watch
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import Recorder
 world = session.start(session.VirtualWorld(8, 3, (3,), Values(), tier.device))
-recorder = world.recorder = Recorder(3, tier.name, tier.live)
-watch.install(recorder)
+recorder, watched = Recorder(3, tier.name, tier.live), ProcessChanges()
+world.listen(recorder)
+watch.report_to(recorder, watched)
 def talk(): return [op for op in recorder.stop().program() if op.name != "compute"]
 """
 
@@ -364,7 +382,7 @@ try:
 except ValueError: pass
 dist.barrier()
 assert [o.stream for o in talk()] == ["main"]
-watch.remove()
+watched.undo()
 recorder.start(); torch.cuda.synchronize(); event.record()
 assert talk() == []
 """

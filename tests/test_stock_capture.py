@@ -26,19 +26,19 @@ def options(folder, force=False):
 def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
     store = SliceStore(tmp_path, World(8), {"arguments": "old"})
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
-    StockCapture(options(tmp_path), TIER, {"arguments": "old"})
+    StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
     with pytest.raises(UsageError, match="slice-000000.*arguments old, not new") as caught:
-        StockCapture(options(tmp_path), TIER, {"arguments": "new"})
+        StockCapture(options(tmp_path), TIER, {"arguments": "new"}, None)
     assert "--prism-force" in caught.value.fix
-    StockCapture(options(tmp_path, force=True), TIER, {"arguments": "new"})
+    StockCapture(options(tmp_path, force=True), TIER, {"arguments": "new"}, None)
     store.path(0).write_bytes(b"PK")
     with pytest.raises(UsageError, match="slice-000000.*damaged"):
-        StockCapture(options(tmp_path), TIER, {"arguments": "old"})
+        StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
 
 
 def test_places_that_are_free_or_not(tmp_path):
     check_free(tmp_path / "new", 4, False)
-    StockCapture(options(tmp_path / "new"), TIER, {})
+    StockCapture(options(tmp_path / "new"), TIER, {}, None)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
         check_free(tmp_path / "file", 4, True)
@@ -83,7 +83,7 @@ def simulated(tmp_path, monkeypatch):
         options = SimpleNamespace(
             capture=tmp_path / "d", world=World(2, tp=2), rank=0, force=False, num_processes=1
         )
-        capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {})
+        capture = StockCapture(options, SimpleNamespace(name=tier, live=None), {}, None)
         log = []
 
         class Clock:
@@ -120,17 +120,17 @@ def simulated(tmp_path, monkeypatch):
                 log.append((number - 1, "traced"))
                 return "trace"
 
-        monkeypatch.setattr(StockCapture, "_remove", lambda self, proof: None)
+        monkeypatch.setattr(StockCapture, "_remove", lambda self: None)
         monkeypatch.setattr(
-            StockCapture, "_install", lambda self, proof: setattr(self, "_recorder", Recorder())
+            StockCapture, "_install", lambda self: setattr(self, "_recorder", Recorder())
         )
         monkeypatch.setattr(stock_capture, "Tracer", Tracer)
         for number in range(1, wanted + 1):
             if tier == "meta" and capture._recordings:
                 break
-            capture.before(number, wanted, None)
+            capture.iteration_started(number, wanted, [], None)
             if number in evaluated and number < wanted:
-                capture.beside(gathered)
+                capture.outside_step(gathered)
         return capture, log
 
     return run
@@ -233,7 +233,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
     store = SliceStore(tmp_path, World(8), before)
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
     with pytest.raises(UsageError, match="another release of ours, whose times mean"):
-        StockCapture(options(tmp_path), TIER, now)
+        StockCapture(options(tmp_path), TIER, now, None)
     for first, second in ((before, now), (now, before)):  # --prism-force replaces one by one
         for rank, source in enumerate((first, second)):
             program = Program.from_ops(rank, [Op("compute", ns=1)])
@@ -248,7 +248,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
         (tmp_path / folder).mkdir()
         SliceStore(tmp_path / folder, World(8), first).put(Program.from_ops(0, [Op("compute")]))
         with pytest.raises(UsageError, match=said):
-            StockCapture(options(tmp_path / folder), TIER, second)
+            StockCapture(options(tmp_path / folder), TIER, second, None)
     assert "timing" not in slice_source.source_of("--seq 1", "0.19.2", "meta", "")
 
 
@@ -264,7 +264,9 @@ def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated,
     assert not {5, 10, 15, 20, 25} & {ns - 1_000 for ns in capture._clocks}
     heard = []
     monkeypatch.setattr(
-        stock_capture, "_running", [SimpleNamespace(beside=lambda gathered: heard.append(gathered))]
+        stock_capture,
+        "_running",
+        [SimpleNamespace(outside_step=lambda gathered: heard.append(gathered))],
     )
     stock_capture.disturbed()
     assert heard == [False]
@@ -277,17 +279,18 @@ def test_an_evaluation_itself_is_not_recorded(simulated, monkeypatch, wanted):
     before = len(log)
     assert capture._recorder.active == (wanted <= 2)
     for _ in range(2):  # of validation, of the test set
-        capture.beside(False, begun=True)
+        capture.outside_step(False, begun=True)
         assert not capture._recorder.active
     assert len(capture.kept()) == {1: 1, 2: 1, 4: 2}[wanted]
     assert len(log) == before
-    capture.before(wanted + 1, wanted + 9, None)
+    capture.iteration_started(wanted + 1, wanted + 9, [], None)
     assert not capture._beside
 
 
 def test_a_job_that_ends_before_anything_is_recorded_is_told_so(tmp_path):
     """--skip-train, or --exit-duration-in-mins: Megatron says in nothing how many steps that is."""
-    capture = StockCapture(options(tmp_path / "new"), TIER, {})
+    monitor = SimpleNamespace(iterations=[1, 2])
+    capture = StockCapture(options(tmp_path / "new"), TIER, {}, monitor)
     with pytest.raises(UsageError, match="nothing was recorded, the job ended after 2 train steps"):
-        capture.finish(SimpleNamespace(iterations=[1, 2]))
+        capture.finish()
     assert not (tmp_path / "new").exists()

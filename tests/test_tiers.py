@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 START = """import torch
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
-tier = tiers.install({name!r})
+tier = tiers.prepare({name!r}, ProcessChanges())
 """
 
 
@@ -195,7 +196,11 @@ def test_a_device_less_tier_answers_like_cuda(name, code):
 
 
 def test_a_second_tier_in_one_process_is_refused():
-    out = run("cpu", "tiers.install('auto')\ntiers.install('meta')", expect=1)
+    out = run(
+        "cpu",
+        "tiers.prepare('auto', ProcessChanges())\ntiers.prepare('meta', ProcessChanges())",
+        expect=1,
+    )
     assert "already runs tier cpu" in out
 
 

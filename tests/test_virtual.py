@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.runtime import answers
 from megatron_prism.runtime import world as session
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.mixed_groups import Mixed
 from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
 from megatron_prism.runtime.traffic import Row, Tally
@@ -701,7 +702,12 @@ def test_tally_does_not_depend_on_the_order(calls, random):
 
 def test_an_observer_sees_every_answer(world):
     seen = []
-    world.observer = lambda group, op, ins, outs: seen.append((group.desc, op, len(ins), len(outs)))
+
+    class Seen(CallListener):
+        def observe(self, group, op, inputs, outputs):
+            seen.append((group.desc, op, len(inputs), len(outputs)))
+
+    world.listen(Seen())
     dist.all_reduce(numbers(2))
     dist.all_gather([torch.zeros(2) for _ in range(16)], numbers(2))
     dist.send(numbers(2), 6)

@@ -512,8 +512,9 @@ _JOB = """
 import sys
 import torch
 tier, recipe = sys.argv[1:]
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
-here = tiers.install(tier)
+here = tiers.prepare(tier, ProcessChanges())
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 session.start(session.VirtualWorld(size=4, rank=1, local_ranks=[1], values=Values("mirror", rank=1),

@@ -1,7 +1,7 @@
 """What stands between a local rank and its groups?  Faults on purpose, then the rendezvous.
 
-``VirtualWorld.guard`` gets every call before the recorder does; without one of the flags there is
-no guard, and the calls do not know of it.
+The guard is the first of the world's listeners and gets every call before a recorder does; without
+one of the flags there is no guard, and the calls do not know of it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from megatron_prism.emulate.hang_flags import HangOptions
 from megatron_prism.hang.fault_plan import Call
 from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
 from megatron_prism.runtime.frames import frames
+from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.recorder.fields import details
 from megatron_prism.runtime.recorder.owners import Sites
 
-__all__ = ["Guard", "install"]
+__all__ = ["Guard", "make_guard"]
 
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
-def install(options: Any, tier: Any, store: Any, proof: Any, arguments: str) -> None:
-    """Make the guard that ``options.hang`` asks for, tell the proof of it, and say so."""
-    proof.guard = guard = Guard(options, options.hang, tier, store)
-    guard.steps = lambda: proof.iterations
-    proof.on_finish.append(guard.check_fired)
+def make_guard(options: Any, tier: Any, store: Any, monitor: Any, arguments: str) -> Guard:
+    """The guard that ``options.hang`` asks for; prints what is wrong on purpose."""
+    guard = Guard(options, options.hang, tier, store)
+    guard.steps = lambda: monitor.iterations
     sys.stderr.write(guard.banner())
     guard.compare_arguments(arguments)
+    return guard
 
 
-class Guard:
-    """Makes the calls of one rank: ``record`` as a Recorder does, ``scope`` and ``before`` as told
-    by the proof of training."""
+class Guard(CallListener, TrainingListener):
+    """Makes the calls of one rank, and follows in which train step and phase they are made."""
+
+    hands_on = True
 
     def __init__(self, options: Any, asked: HangOptions, tier: Any, store: Any) -> None:
         self.rank, self.asked, self.local = options.rank, asked, options.ranks
@@ -51,7 +53,7 @@ class Guard:
         if asked.truth is not None and self.rank == self.local[0]:
             asked.truth.write_text("", encoding="utf-8")
         self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
-        self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the proof has them
+        self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the monitor has them
         self.strict = None
         self.rendezvous: Rendezvous | None = None
         if asked.strict and asked.programs is not None:
@@ -94,7 +96,7 @@ class Guard:
             self._other = [f"{self.asked.programs} was captured with other arguments than this job"]
             sys.stderr.write(f"prism: warning: {self._other[0]}\n")
 
-    # -- what the proof says ----------------------------------------------------------------------
+    # -- training ---------------------------------------------------------------------------------
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:
         """Label what runs inside: phase, microbatch, chunk."""
@@ -104,7 +106,9 @@ class Guard:
         finally:
             self._labels = before
 
-    def before(self, number: int, wanted: int, model: Any = None) -> None:
+    def iteration_started(
+        self, number: int, wanted: int, model: Any = None, optimizer: Any = None
+    ) -> None:
         """Train step ``number`` (from 1) of ``wanted`` starts.
 
         Programs are of a steady iteration: the first and the last of a long job are not compared.
@@ -122,12 +126,15 @@ class Guard:
         self.iteration = number
         self.injector.begin(model, lambda: self._call("forward", "", ""))
 
-    def beside(self, gathered: bool) -> None:
+    def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows, which programs need not have: nothing is compared until the next
         train step; nor in that one if its parameters are gathered before it."""
         if self.rendezvous is not None:
             self.rendezvous.open = False
             self._skip = gathered
+
+    def finished(self) -> None:
+        self.check_fired()
 
     def check_fired(self) -> None:
         """A fault that never fired is an error, also a virtual rank's, and one that the real job
@@ -216,10 +223,10 @@ class Guard:
     def _through(
         self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
-        recorder = group.world.recorder
-        if recorder is None:
+        caller = group.world.after(self)
+        if caller is None:
             return answer(group, *args, **kwargs)
-        return recorder.record(group, op, answer, args, kwargs)
+        return caller.record(group, op, answer, args, kwargs)
 
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         if self.rendezvous is None and self.neighbours is None:

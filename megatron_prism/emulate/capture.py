@@ -15,6 +15,7 @@ them: the iteration that follows is left out.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ import numpy as np
 from megatron_prism.core import programs
 from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.subgroups import subgroups
 from megatron_prism.emulate import model_flops, nvlink_keepalive
+from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns
 from megatron_prism.runtime.recorder.launches import launches
 
@@ -69,16 +72,20 @@ def disturbed() -> None:
     """For whoever made this process wait: the iteration that is recorded now is left out, as one
     with an evaluation is, as long as there are others."""
     for capture in _running:
-        capture.beside(gathered=False)
+        capture.outside_step(gathered=False)
 
 
-class StockCapture:
+class StockCapture(TrainingListener):
     """Starts and stops the recorder around one iteration of a stock job.
 
-    source : what must be alike in all slices of a folder (versions, tier, arguments)
+    source  : what must be alike in all slices of a folder (versions, tier, arguments)
+    monitor : tells the recorder of phases while there is one
+    pace    : of a rank that is recorded at pace
     """
 
-    def __init__(self, options: Any, tier: Any, source: dict[str, str]) -> None:
+    def __init__(
+        self, options: Any, tier: Any, source: dict[str, str], monitor: Any, pace: Any = None
+    ) -> None:
         self.store = SliceStore(options.capture, options.world, source)
         self.rank, self.tier = options.rank, tier
         self._num_processes = options.num_processes
@@ -87,7 +94,8 @@ class StockCapture:
         self.num_iterations = 0  # that the slice is the median of
         self.links: nvlink_keepalive.Links | None = None  # of a GPU
         self._recorder: Any = None
-        self._pacer: Any = None  # of a rank that is recorded at pace
+        self._monitor, self._pace = monitor, pace
+        self.changes = ProcessChanges()  # while something is recorded
         self._recordings: list[Any] = []
         self._others: list[Any] = []  # of iterations with an evaluation
         # whether the iteration that is recorded has one, the next one will, some had
@@ -99,7 +107,6 @@ class StockCapture:
         self._cool = False  # the device is, behind one
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
-        self.owners: tuple[Any, Any] = ((), None)  # model chunks and optimizer: whose memory it is
 
     def _check_others(self, force: bool) -> None:
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
@@ -111,18 +118,18 @@ class StockCapture:
                 fix = "--prism-force replaces them rank by rank, or name another folder"
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
 
-    def before(self, number: int, wanted: int, proof: Any) -> None:
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""
         if self._recorder is not None:
             self._keep()
         meta = self.tier.name == "meta"  # has no times: once is enough
         if wanted > 2 and number >= wanted or meta and self._recordings:
             if self._recorder is not None:
-                self._remove(proof)
+                self._remove()
         elif number >= first_recorded(wanted):
             if self._recorder is None:
-                self._install(proof)
-            self._recorder.owned_by(*self.owners)
+                self._install()
+            self._recorder.owned_by(model, optimizer)
             left = wanted - 1 - number  # where some are evaluated, the last may be
             self._start(left - (2 if self._evaluates else 0), left)
 
@@ -151,30 +158,37 @@ class StockCapture:
         pairs, second = divmod(len(self._clocks), 2)
         return (second > 0 or timed >= 2 + 4 * pairs) and left > (1 if self._cool else 3)
 
-    def _install(self, proof: Any) -> None:
+    @property
+    def _pacer(self) -> Any:
+        return None if self._pace is None else self._pace.pacer
+
+    def _install(self) -> None:
         import torch
 
-        from megatron_prism.runtime.recorder import events as watch
+        from megatron_prism.runtime.recorder import events
         from megatron_prism.runtime.recorder.paced import PacedRecorder
         from megatron_prism.runtime.recorder.recorder import Recorder
         from megatron_prism.runtime.world import current
 
         world = current()
         assert world is not None
-        self._pacer = proof.pacer
-        if proof.pacer is not None:
-            self._recorder = PacedRecorder(self.rank, self.tier.name, proof.pacer)
+        if (pacer := self._pacer) is not None:
+            self._recorder = PacedRecorder(self.rank, self.tier.name, pacer)
         else:
             self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
-        if self.tier.name == "cuda" and proof.pacer is None:  # pacing has its own
+        if self.tier.name == "cuda" and pacer is None:  # pacing has its own
             self.links = nvlink_keepalive.awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
-        watch.install(self._recorder)
+        events.report_to(self._recorder, self.changes)
         _running.append(self)
-        world.recorder = proof.recorder = self._recorder
+        self.changes.on_undo(_running.clear)
+        self.changes.on_undo(lambda: self._recorder.owners.remove())
+        others = tuple(one for one in world.listeners if one is not pacer)  # recorded through it
+        world.listen(*others, self._recorder)
+        self._monitor.listen(self._recorder, *self._monitor.listeners)
 
-    def beside(self, gathered: bool, begun: bool = False) -> None:
+    def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows (``begun``: is here, and not recorded): iterations without one are
         preferred, and without one before that took something off them."""
         self._beside = self._recorder is not None
@@ -213,35 +227,44 @@ class StockCapture:
             recording, busy=busy_ns(trace, hosts), launches=launches(trace, hosts)
         )
 
-    def _remove(self, proof: Any) -> None:
-        from megatron_prism.runtime.recorder import events as watch
+    def _remove(self) -> None:
         from megatron_prism.runtime.world import current
 
-        watch.remove()
-        _running.clear()
-        self._recorder = proof.recorder = None
+        recorder, pacer = self._recorder, self._pacer
+        self.changes.undo()
+        self._recorder = None
+        self._monitor.listen(*(one for one in self._monitor.listeners if one is not recorder))
         if self.tier.live is not None:
             self.tier.live.history = None  # a long job would fill memory
         if (world := current()) is not None:
-            world.recorder = proof.pacer
+            others = tuple(one for one in world.listeners if one is not recorder)
+            world.listen(*others, *([pacer] if pacer is not None else ()))
 
     def kept(self) -> list[Any]:
         """The recordings that count, of which one at least was written down."""
         return self._recordings if self._written else [*self._others, *self._recordings]
 
-    def finish(self, proof: Any) -> Path:
+    def finished(self) -> None:
+        """Write the slice, and say so."""
+        path = self.finish()
+        assert self.program is not None
+        what = f"{len(self.program):,} ops of an iteration (median of {self.num_iterations})"
+        print(f"prism: {what} in {path}{self.said()}", file=sys.stderr)
+
+    def finish(self) -> Path:
         """Write the slice; returns where."""
         from megatron_prism.runtime.recorder.measurements import typical
 
         if self._recorder is not None:
             self._keep()
-            self._remove(proof)
+            self._remove()
         if self.links is not None:
             self.links.stop()
+        steps = len(self._monitor.iterations)
         if not any(recording.builder is not None for recording in self.kept()):
             raise UsageError(
                 "--prism-capture: nothing was recorded, the job ended after "
-                f"{len(proof.iterations)} train steps (the first ones of a long job warm it up)",
+                f"{steps} train steps (the first ones of a long job warm it up)",
                 fix="a --train-iters that it reaches, no --skip-train, or no --prism-capture",
             )
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate.monitor import TrainingMonitor
 
 __all__ = ["weigh"]
 
@@ -21,7 +21,7 @@ class _Complete(Exception):
     """The state dict is there."""
 
 
-def weigh(module: ModuleType, proof: Proof, save: Callable[[], object]) -> None:
+def weigh(module: ModuleType, proof: TrainingMonitor, save: Callable[[], object]) -> None:
     """The part ``checkpoint`` of the rank's memory; ``save`` is Megatron's save_checkpoint with all
     its arguments, ``module`` its module.  Stays unknown, and says so, where a stand-in lacks what
     only checkpoints ask for.

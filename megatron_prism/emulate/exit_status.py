@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
+from megatron_prism.core.process_changes import ProcessChanges
 
 __all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report"]
 
@@ -34,11 +35,15 @@ def report(error: PrismError) -> None:
     print(f"prism: error: {error}", file=sys.stderr, flush=True)
 
 
-def at_good_end(check: Check) -> None:
-    """Call ``check`` where this process would exit 0; the error that it returns decides instead."""
+def at_good_end(check: Check, changes: ProcessChanges) -> None:
+    """Call ``check`` where this process would exit 0; the error that it returns decides instead.
+
+    Undoing ``changes`` takes the check back, and with the first one what sees the exit status.
+    """
     if not _checks:
-        _watch()
+        _watch(changes)
     _checks.append(check)
+    changes.on_undo(lambda: _checks.remove(check))
 
 
 def expect_megatron() -> None:
@@ -49,7 +54,7 @@ def expect_megatron() -> None:
     # asked now: at its end Python takes __file__ away
     main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     if main.endswith(".py"):
-        at_good_end(_never_attached)
+        at_good_end(_never_attached, ProcessChanges())  # no session is open yet
 
 
 def _never_attached() -> NotTrainedError | None:
@@ -58,7 +63,7 @@ def _never_attached() -> NotTrainedError | None:
     """
     children = os.times()
     if (
-        "megatron_prism.emulate.launch" in sys.modules  # attached: the proof has the verdict
+        "megatron_prism.emulate.launch" in sys.modules  # attached: the monitor has the verdict
         or {"torch.distributed.run", "pytest"} & sys.modules.keys()
         or children.children_user + children.children_system > LAUNCHED_S
         or is_worker()
@@ -76,7 +81,7 @@ def is_worker() -> bool:
     return process is not None and process.parent_process() is not None
 
 
-def _watch() -> None:
+def _watch(changes: ProcessChanges) -> None:
     original_exit, original_hook, pid = sys.exit, sys.excepthook, os.getpid()
 
     def note_exit(status: Status = None) -> None:
@@ -100,5 +105,8 @@ def _watch() -> None:
             sys.stdout.flush()
             os._exit(error.exit_code)
 
-    sys.exit, sys.excepthook = note_exit, note_exception  # type: ignore[assignment]
+    changes.on_undo(_ended.clear)
+    changes.set(sys, "exit", note_exit)
+    changes.set(sys, "excepthook", note_exception)
+    changes.on_undo(lambda: atexit.unregister(verdict))
     atexit.register(verdict)

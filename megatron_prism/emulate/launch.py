@@ -1,6 +1,6 @@
 """How does a job become an emulated one?
 
-``install_from_command_line`` runs before the first ``import megatron`` (zero-edit attach);
+``attach_from_command_line`` runs before the first ``import megatron`` (zero-edit attach);
 ``run_script`` is ``prism run -- pretrain_gpt.py …``.  Both settle the options, give Megatron the
 virtual RANK and WORLD_SIZE, prepare the tier, register the seams and arrange for the verdict.
 """
@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
@@ -21,9 +21,24 @@ from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.emulate import exit_status
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.flag_world import queues, without_engine
+from megatron_prism.emulate.session import Session
 
-__all__ = ["TESTED", "install", "install_from_command_line", "run_script", "start_world"]
+if TYPE_CHECKING:
+    from megatron_prism.emulate.capture import StockCapture
+    from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate.run import Run
+    from megatron_prism.runtime.world import VirtualWorld
 
+__all__ = [
+    "TESTED",
+    "attach",
+    "attach_from_command_line",
+    "build_run",
+    "run_script",
+    "start_world",
+]
+
+_attached = False
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
 
 
@@ -43,9 +58,11 @@ def run_script(argv: Sequence[str]) -> int:
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
     emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]
-    sys.argv = [script, *emulate, *ours, *rest]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    install_from_command_line()
+    session, place = Session(), str(Path(script).resolve().parent)  # open until the process ends
+    session.changes.set(sys, "argv", [script, *emulate, *ours, *rest])
+    sys.path.insert(0, place)
+    session.changes.on_undo(lambda: sys.path.remove(place))
+    attach_from_command_line(session)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:  # also one that was raised without sys.exit
@@ -57,18 +74,29 @@ def run_script(argv: Sequence[str]) -> int:
     return 0
 
 
-def install_from_command_line() -> None:
-    """Install what ``sys.argv`` and ``PRISM_ARGS`` ask for; bad usage ends the process (exit 2)."""
-    if getattr(install_from_command_line, "done", False):
+def attach_from_command_line(session: Session | None = None) -> None:
+    """Do once what ``sys.argv`` and ``PRISM_ARGS`` ask for; bad usage ends the process (exit 2).
+
+    Without a ``session`` what is changed stays until the process ends.
+    """
+    global _attached
+    if _attached:
         return
-    install_from_command_line.done = True  # type: ignore[attr-defined]
+    _attached = True
+    session = session or Session()
+    session.changes.on_undo(_detach)
     try:
         options = flags.from_command_line(sys.argv[1:])
         if options is not None:
-            install(options)
+            attach(options, session)
     except PrismError as error:
         exit_status.report(error)
         raise SystemExit(error.exit_code) from None
+
+
+def _detach() -> None:
+    global _attached
+    _attached = False
 
 
 def _check_version() -> str:
@@ -83,16 +111,40 @@ def _check_version() -> str:
     return release
 
 
-def install(options: flags.Options) -> Any:
+def attach(options: flags.Options, session: Session) -> Any:
     """Prepare this process for ``options``; returns the seams' Context.
 
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
     """
-    from megatron_prism.emulate import call_guard, nccl_reserve, patch, summary
-    from megatron_prism.emulate import capture as stock_capture
-    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate import patch, summary
     from megatron_prism.emulate.patches import moe, without_cuda
+
+    run = build_run(options, session)
+    context = patch.Context(
+        start=lambda: start_world(run, session),
+        proof=run.monitor,
+        meta=run.tier.name == "meta",
+        local_ranks=tuple(sorted(run.options.ranks)),
+        rank=run.options.rank,
+        changes=session.changes,
+    )
+    patch.apply(without_cuda.patches_for(run.tier.name), context)
+    if run.recording is not None:
+        patch.apply(moe.patches_for_recording(run.recording), context)
+    report = summary.Reporter(run)
+    run.monitor.listen(*run.training, report)
+    report.banner()
+    _arrange_verdict(run.monitor, session)
+    return context
+
+
+def build_run(options: flags.Options, session: Session) -> Run:
+    """Prepare tier, environment and listeners for ``options``; raises as ``attach``."""
+    from megatron_prism.emulate import capture as stock_capture
+    from megatron_prism.emulate import summary
+    from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate.run import Run
     from megatron_prism.runtime import devices as tiers
     from megatron_prism.runtime.values import Values
 
@@ -103,62 +155,65 @@ def install(options: flags.Options) -> Any:
     if options.capture is not None:
         stock_capture.check_free(options.capture, options.rank, options.force)
     engine = not (options.tier == "meta" and without_engine())
-    tier = tiers.install(options.tier, engine, queues(), history=options.capture is not None)
+    tier = tiers.prepare(
+        options.tier, session.changes, engine, queues(), history=options.capture is not None
+    )
     options = flags.with_tier(options, tier.name)
     _check_devices(options)
     store = _shared_store(options)
     pace = _pace(options, version, store) if options.pace or options.slow else None
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(options.rank), str(options.world.size)
+    variables = {"RANK": str(options.rank), "WORLD_SIZE": str(options.world.size)}
     defaults = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    os.environ.update({name: os.environ.get(name, text) for name, text in defaults.items()})
+    variables |= {name: text for name, text in defaults.items() if name not in os.environ}
+    for name, text in variables.items():
+        session.changes.set_item(os.environ, name, text)
+    monitor = TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
+    run = Run(options, tier, monitor, version=version, store=store, pace=pace)
+    _add_listeners(run, session)
+    return run
 
-    proof = Proof(tier.live, shapes_only=tier.name == "meta")
+
+def _add_listeners(run: Run, session: Session) -> None:
+    """What ``run.options`` ask for beside the training itself, in the order of being told."""
+    from megatron_prism.emulate import call_guard, memory_watch, nccl_reserve, summary
+
+    options, monitor = run.options, run.monitor
+    if run.pace is not None:
+        run.training += (run.pace,)
+    guards: tuple[call_guard.Guard, ...] = ()
     if options.hang is not None:
-        call_guard.install(options, tier, store, proof, _job_arguments())
-    held = nccl_reserve.follow_memory(options, proof, summary.coordinates(options))
-    recording = _recording(options)
-    observer = recording.observe if recording else None
-    context = patch.Context(
-        start=lambda: start_world(options, tier.device, store, observer, pace, proof, held),
-        proof=proof,
-        meta=tier.name == "meta",
-        local_ranks=tuple(sorted(options.ranks)),
-        rank=options.rank,
-    )
-    patch.apply(without_cuda.patches_for(tier.name), context)
-    _capture(options, tier, version, proof)
-    if recording is not None:
-        patch.apply(moe.patches_for_recording(recording), context)
-        if options.record is not None:
-            proof.on_finish.append(recording.save)
-    report = summary.Reporter(options, tier, proof, version, store)
-    report.recording, report.pace = recording, pace
-    proof.on_finish.append(report.finish)
-    report.banner()
-    _arrange_verdict(proof)
-    return context
+        made = call_guard.make_guard(options, run.tier, run.store, monitor, _job_arguments())
+        guards = (made,)
+    monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
+    run.memory = memory_watch.from_options(options)
+    held = run.tally = nccl_reserve.from_options(options)
+    if held is not None:
+        monitor.held = lambda: held.held
+    run.recording = _recording(options)
+    observers = () if run.recording is None else (run.recording,)
+    run.calls = (*guards, *observers)
+    memory = () if run.memory is None else (run.memory,)
+    run.training += (*guards, *memory, *_capture(run, session))
+    if options.record is not None:
+        run.training += (run.recording,)
 
 
-def _capture(options: flags.Options, tier: Any, version: str, proof: Any) -> None:
-    """Record an iteration of this rank and keep it when the job has trained, if asked."""
+def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
+    """Who records an iteration of this rank and keeps it when the job has trained, if asked."""
+    options, tier = run.options, run.tier
     if options.capture is None:
-        return
+        return ()
     import torch
 
     from megatron_prism.emulate import capture as stock_capture
     from megatron_prism.emulate import slice_source
 
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = slice_source.source_of(_job_arguments(), version, tier.name, device, options.pace)
-    proof.capture = capture = stock_capture.StockCapture(options, tier, source)
-
-    def keep() -> None:
-        path = capture.finish(proof)
-        assert capture.program is not None
-        what = f"{len(capture.program):,} ops of an iteration (median of {capture.num_iterations})"
-        print(f"prism: {what} in {path}{capture.said()}", file=sys.stderr)
-
-    proof.on_finish.append(keep)
+    arguments = _job_arguments()
+    source = slice_source.source_of(arguments, run.version, tier.name, device, options.pace)
+    capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
+    session.changes.on_undo(capture.changes.undo)
+    return (capture,)
 
 
 def _recording(options: flags.Options) -> Any:
@@ -214,38 +269,33 @@ def _pace(options: flags.Options, version: str, store: Any) -> Any:
     return pace.Pace(options, _job_arguments(), version)
 
 
-def start_world(
-    options: flags.Options,
-    device: Any,
-    store: Any = None,
-    observer: Any = None,
-    pace: Any = None,
-    proof: Any = None,
-    tally: Any = None,
-) -> Any:
-    """Bring the virtual world of ``options`` up in this process."""
+def start_world(run: Run, session: Session) -> VirtualWorld:
+    """Bring the virtual world of ``run`` up in this process."""
     import torch
 
-    from megatron_prism.runtime import world as session
     from megatron_prism.runtime.values import Values
+    from megatron_prism.runtime.world import VirtualWorld, start, stop
 
+    options, device = run.options, run.tier.device
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world = session.start(
-        session.VirtualWorld(
+    session.changes.on_undo(stop)
+    world = start(
+        VirtualWorld(
             size=options.world.size,
             rank=options.rank,
             local_ranks=options.ranks,
             values=Values(options.values, rank=options.rank),
             device=device,
-            store=store,
+            store=run.store,
             backend="nccl" if device.type == "cuda" else "gloo",
-            tally=tally,
+            tally=run.tally,
+            listeners=run.calls,
         )
     )
-    world.observer, world.guard = observer, proof and proof.guard
-    if pace is not None:
-        world.recorder = proof.pacer = pace.start(world, store)
+    if run.pace is not None:
+        world.listen(*run.calls, run.pace.start(world, run.store))
+        session.changes.on_undo(run.pace.links.stop)
     return world
 
 
@@ -275,15 +325,14 @@ def _shared_store(options: flags.Options) -> Any:
     return next(iterator)[0]
 
 
-def _arrange_verdict(proof: Any) -> None:
+def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:
     """A script that ends well without ever training must not exit 0."""
 
-    def untrained() -> NotTrainedError | None:
-        if (
-            proof.finished or exit_status.is_worker()
-        ):  # of a checkpoint, with the job's command line
-            return proof.failure
-        if proof.started:
+    def untrained() -> PrismError | None:
+        # a worker of a checkpoint has the job's command line
+        if monitor.finished or exit_status.is_worker():
+            return monitor.failure
+        if monitor.started:
             return NotTrainedError(
                 "Megatron's pretrain() failed, and the script ended as if it had not",
                 fix="let the exception through: what went wrong is in the log above",
@@ -293,4 +342,4 @@ def _arrange_verdict(proof: Any) -> None:
             fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
         )
 
-    exit_status.at_good_end(untrained)
+    exit_status.at_good_end(untrained, session.changes)

@@ -20,6 +20,7 @@ import torch
 
 from megatron_prism.core.artefact import whole_file
 from megatron_prism.core.errors import NotTrainedError, UsageError
+from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.owners import Sites
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ __all__ = ["MemoryWatch", "explain", "from_options"]
 _ENTRIES = 1_000_000  # of torch's history; older ones go first
 
 
-class MemoryWatch:
-    """Follows one rank's memory; a source of labels like the recorder.
+class MemoryWatch(TrainingListener):
+    """Follows one rank's memory.
 
     path       : where the snapshot goes
     iterations : phase -> peak of allocated bytes, of every train step
@@ -47,7 +48,9 @@ class MemoryWatch:
         self._inside: list[str] = []  # parts that run now, the innermost last
         self.allocated = self.reserved = 0
 
-    def iteration(self, number: int, wanted: int) -> None:
+    def iteration_started(
+        self, number: int, wanted: int, model: object = None, optimizer: object = None
+    ) -> None:
         """Train step ``number`` (from 1) of ``wanted`` starts."""
         self._note("between")
         self.iterations.append({})
@@ -89,7 +92,11 @@ class MemoryWatch:
         """Whether a train step runs."""
         return any("iteration" in name for name in self._inside)
 
-    def finish(self) -> None:
+    def out_of_memory(self) -> None:
+        """What is alive now is what the snapshot is for."""
+        self.finished()
+
+    def finished(self) -> None:
         """Write the snapshot."""
         self._note("between")
         with whole_file(self.path, force=self.force) as file:

@@ -1,7 +1,8 @@
 """Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the
 verdict.
 
-``Proof.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each train step;
+``TrainingMonitor.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each
+train step;
 ``step`` each forward or backward of a microbatch.  A run that ends without the optimizer steps it
 was asked for raises NotTrainedError (exit 1), whatever the job's own exit code would have been.
 """
@@ -19,8 +20,9 @@ import torch
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.emulate.memory_watch import explain
+from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
 
-__all__ = ["PARTS", "Iteration", "Proof"]
+__all__ = ["PARTS", "Iteration", "TrainingMonitor"]
 
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
@@ -41,20 +43,17 @@ class Iteration:
     skipped: bool = False
 
 
-class Proof:
-    """What happened in this process.
+class TrainingMonitor:
+    """What happened in this process, and who is told of it while it happens.
 
-    peak_source : object with ``labels`` and ``scope(**labels)`` (the live-byte tracker) or None
+    peak_source : object with ``parts``, ``scope(**labels)`` and ``part(name)`` (the live-byte
+                  tracker) or None
     """
 
     def __init__(self, peak_source: Any = None, shapes_only: bool = False) -> None:
         self.peak_source = peak_source
         self.shapes_only = shapes_only
-        self.capture: Any = None  # told of every train step before it starts
-        self.pacer: Any = None  # told the same
-        self.recorder: Any = None  # a slicer.Recorder; learns the same labels
-        self.memory: Any = None  # a MemoryWatch; the same
-        self.guard: Any = None  # a Guard; the same, and told when a step starts
+        self.listen()
         self.who = "this rank"
         self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
         self.held: Callable[[], int] = lambda: 0  # bytes of ballast
@@ -72,9 +71,24 @@ class Proof:
         self._outputs: dict[int, dict[str, Any]] = {}
         self._schedule: dict[str, Any] = {}
         self._before: tuple[torch.Tensor, float] | None = None
-        self.on_finish: list[Callable[[], None]] = []
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
         self._done = 0
+
+    def listen(self, *listeners: TrainingListener) -> None:
+        """Tell ``listeners`` from here on, in this order, instead of those before."""
+        self.listeners: tuple[TrainingListener, ...] = tuple(listeners)
+        sources = (*([self.peak_source] if self.peak_source is not None else ()), *listeners)
+        # found once: every forward and backward has a scope
+        self._scopes = tuple(one.scope for one in overriding(sources, TrainingListener, "scope"))
+        self._parts = tuple(one.part for one in overriding(sources, TrainingListener, "part"))
+
+    def _hearing(self, name: str) -> tuple[Any, ...]:
+        return overriding(self.listeners, TrainingListener, name)
+
+    @property
+    def hears_calls(self) -> bool:
+        """Whether a listener follows the rank's communication calls, too."""
+        return bool(overriding(self.listeners, CallListener, "record"))
 
     # -- phases -----------------------------------------------------------------------------------
     def new_schedule(self, settings: dict[str, Any]) -> None:
@@ -121,28 +135,23 @@ class Proof:
         """Label what runs inside for whoever keeps labels: the memory tracker, the recorder."""
         before, self.labels = self.labels, {**self.labels, "phase": phase, **labels}
         with contextlib.ExitStack() as scopes:
-            for source in (self.peak_source, self.recorder, self.memory, self.guard):
-                if source is not None:
-                    scopes.enter_context(source.scope(phase=phase, **labels))
+            for scope in self._scopes:
+                scopes.enter_context(scope(phase=phase, **labels))
             yield
         self.labels = before  # not after an error, which these labels then explain
 
-    def beside(self, gathered: bool, begun: bool) -> None:
-        """What comes until the next train step is an evaluation, or another thing that not every
-        iteration has.  ``gathered``: it gathers the parameters that the next step would;
-        ``begun``: it is here."""
-        if self.capture is not None:
-            self.capture.beside(gathered, begun)
-        if self.guard is not None:
-            self.guard.beside(gathered)
+    def outside_step(self, gathered: bool, begun: bool) -> None:
+        """Mark everything until the next train step as not part of a steady iteration (evaluation,
+        checkpointing); arguments as ``TrainingListener.outside_step``."""
+        for listener in self._hearing("outside_step"):
+            listener.outside_step(gathered, begun)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is one of PARTS: those who follow memory keep its peak apart."""
         with contextlib.ExitStack() as followers:
-            for source in (self.peak_source, self.memory):
-                if source is not None:
-                    followers.enter_context(source.part(name))
+            for part in self._parts:
+                followers.enter_context(part(name))
             yield
 
     def tokens_per_iteration(self) -> int:
@@ -159,15 +168,8 @@ class Proof:
             if not self.shapes_only:
                 self._before = _fingerprint(optimizer)
         self.iterations.append(Iteration(len(self.iterations) + 1, time.perf_counter_ns()))
-        if self.pacer is not None:
-            self.pacer.begin()
-        if self.capture is not None:
-            self.capture.owners = (model, optimizer)
-            self.capture.before(len(self.iterations), wanted, self)
-        if self.memory is not None:
-            self.memory.iteration(len(self.iterations), wanted)
-        if self.guard is not None:
-            self.guard.before(len(self.iterations), wanted, model)
+        for listener in self._hearing("iteration_started"):
+            listener.iteration_started(len(self.iterations), wanted, model, optimizer)
         start = time.perf_counter_ns()
         with self.device_memory():
             yield
@@ -179,8 +181,8 @@ class Proof:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self.memory is not None:
-                self.memory.finish()
+            for listener in self._hearing("out_of_memory"):
+                listener.out_of_memory()
             labels = {"iteration": len(self.iterations) or None, **self.labels}
             raise explain(error, self.who, labels, self.held()) from error
 
@@ -231,14 +233,12 @@ class Proof:
             getattr(args, name, None) for name in ("exit_duration_in_mins", "exit_signal_handler")
         )
         self.expected = wanted
-        if self.pacer is not None:
-            self.pacer.end()
         self.moved = self.has_moved()
         if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
             self.check(1 if early else max(1, wanted))
-        for callback in self.on_finish:
+        for listener in self._hearing("finished"):
             try:
-                callback()
+                listener.finished()
             except PrismError as error:
                 self.failure = error  # kept: scripts catch what pretrain raises
                 raise

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate import memory_watch
 from megatron_prism.memory import communicators, connected
 from megatron_prism.memory.communicators import Calibration, Communicator
 from megatron_prism.runtime.traffic import Tally
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.monitor import Proof
     from megatron_prism.emulate.options import Options
 
-__all__ = ["Ballast", "connected_by", "follow_memory", "from_options", "take_device_memory"]
+__all__ = ["Ballast", "connected_by", "from_options", "take_device_memory"]
 
 
 def take_device_memory(num_bytes: int) -> None:
@@ -114,18 +112,3 @@ def from_options(options: Options) -> Ballast | None:
             fix="measure them: python benchmarks/device_memory.py -o FILE.json",
         )
     return Ballast(calibration)
-
-
-def follow_memory(options: Options, proof: Proof, place: str) -> Ballast | None:
-    """Have ``proof`` watch and explain this rank's device memory; returns the ballast, if any.
-
-    place : the rank's coordinates in words
-    """
-    proof.who = f"rank {options.rank} ({place})"
-    proof.memory = memory_watch.from_options(options)
-    if proof.memory is not None:
-        proof.on_finish.append(proof.memory.finish)
-    held = from_options(options)
-    if held is not None:
-        proof.held = lambda: held.held
-    return held

@@ -66,6 +66,7 @@ class Links:
     def stop(self) -> None:
         """No word is sent any more when this returns."""
         self._stop.set()
+        atexit.unregister(self.stop)
         if self._thread.is_alive():
             self._thread.join(10)
 

@@ -27,13 +27,14 @@ from megatron_prism.replay.costs.collectives import Calibration, read_calibratio
 from megatron_prism.replay.costs.machine import machines, named_in
 from megatron_prism.replay.priced_graph import WhatIf, price
 from megatron_prism.replay.release import Releases, kept
+from megatron_prism.runtime.listeners import TrainingListener
 
 __all__ = ["CALIBRATION", "Pace"]
 
 CALIBRATION = "calibration.json"
 
 
-class Pace:
+class Pace(TrainingListener):
     """What pacing was made from, and what it says afterwards.
 
     arguments, version : the job's own arguments, and megatron-core's version
@@ -98,6 +99,14 @@ class Pace:
         self.pacer.lags.append(launcher.lag())
         self.links = nvlink_keepalive.awake(index, world.tally.calls_to_others, processes)
         return self.pacer
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        self.pacer.begin()
+
+    def finished(self) -> None:
+        """No further train step will come."""
+        if self.pacer is not None:
+            self.pacer.end()
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""

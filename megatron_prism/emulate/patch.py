@@ -29,7 +29,7 @@ from megatron_prism.core.megatron_source import (
 )
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime.world import VirtualWorld
 
 __all__ = ["ENABLES", "PROTECTS", "SPEEDS_UP", "STATES", "Context", "Patch", "Status", "apply",
@@ -100,7 +100,7 @@ class Context:
     """
 
     start: Callable[[], VirtualWorld]
-    proof: Proof
+    proof: TrainingMonitor
     meta: bool
     local_ranks: tuple[int, ...]
     rank: int

@@ -22,18 +22,19 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import PrismError, UnsupportedError
 from megatron_prism.core.recipe_schema import Recipe
+from megatron_prism.emulate.session import Session
 
 if TYPE_CHECKING:
     from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.monitor import Proof
     from megatron_prism.emulate.recipe_training import RankJob
+    from megatron_prism.emulate.run import Run
     from megatron_prism.emulate.signatures import Summary
     from megatron_prism.emulate.witness import Watch
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.recorder.recorder import Recorder
     from megatron_prism.runtime.world import VirtualWorld
 
-__all__ = ["main"]
+__all__ = ["main", "run", "run_of", "start_world"]
 
 Emit = Callable[..., None]
 
@@ -47,7 +48,8 @@ def main(fd: int) -> int:
         out.write(json.dumps({"kind": kind, **fields}) + "\n")
 
     try:
-        emit("result", result=run(recipe, rank, emit, slices, watch))
+        # never closed: the process ends behind this, and all that it changed with it
+        emit("result", result=run(Session(), recipe, rank, emit, slices, watch))
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -58,6 +60,7 @@ def main(fd: int) -> int:
 
 
 def run(
+    session: Session,
     recipe: Recipe,
     rank: int,
     emit: Emit,
@@ -66,48 +69,55 @@ def run(
 ) -> Summary:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
-    With ``slices`` (a SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
+    What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
+    SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
     ``witness.Watch``) every call is held against the programs of the world.
     """
     start = time.perf_counter()
-    gc.disable()  # what is imported and built stays: looking through it takes a second of five
-    warnings.filterwarnings("ignore")
-    from megatron_prism.emulate.monitor import Proof
+    _collect_no_garbage(session)
+    _no_warnings(session)
     from megatron_prism.emulate.recipe_training import RankJob
     from megatron_prism.runtime import devices as tiers
 
     name = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
-    tier = tiers.install(name, history=slices is not None)
+    tier = tiers.prepare(name, session.changes, history=slices is not None)
     if recipe.prism.transformer_impl == "transformer_engine" and not _has_te():
         raise UnsupportedError(
             "prism.transformer_impl=transformer_engine needs Transformer Engine, absent here",
             fix="install it, or use prism.transformer_impl=local_flash",
         )
-    proof = Proof(tier.live, shapes_only=tier.name == "meta")
-    proof.who = "it"  # the parent names the rank
-    world = _start_world(recipe, rank, tier, proof)
+    made = run_of(recipe, rank, tier)
+    witness = None
     if watch is not None:
         from megatron_prism.emulate.witness import Witness
 
-        proof.guard = world.guard = Witness(recipe.world, rank, tier, watch)
+        witness = Witness(recipe.world, rank, tier, watch)
+        made.calls = made.training = (witness,)
+    monitor = made.monitor
+    monitor.listen(*made.training)
+    session.changes.set_item(os.environ, "RANK", str(rank))
+    session.changes.set_item(os.environ, "WORLD_SIZE", str(recipe.world.size))
+    world = start_world(made, recipe, session)
     emit("phase", text="importing megatron-core")
-    with proof.device_memory():
-        job = RankJob(recipe, proof, tier, emit)
+    with monitor.device_memory():
+        job = RankJob(recipe, monitor, tier, emit)
     gc.collect()
     gc.freeze()
     gc.enable()
     built = time.perf_counter()
     before = None
-    recorder = _recorder(rank, tier, job) if slices is not None else None
+    recorder = _recorder(rank, tier, job, session) if slices is not None else None
     for iteration in range(recipe.train.iterations):
         before = world.tally.copy()
         if recorder is not None and iteration == recipe.train.iterations - 1:
-            world.recorder = proof.recorder = recorder
+            world.listen(*world.listeners, recorder)
+            monitor.listen(recorder, *monitor.listeners)
+            job.recorder = recorder
         job.iterate(iteration)
-    proof.check(recipe.train.iterations)
+    monitor.check(recipe.train.iterations)
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
-    if watch is not None:
-        summary["witness"] = proof.guard.said()
+    if witness is not None:
+        summary["witness"] = witness.said()
     if slices is not None and job.program is not None:
         slices.put(job.program)
         summary["recording"] = {
@@ -118,21 +128,37 @@ def run(
     return summary
 
 
-def _recorder(rank: int, tier: Tier, job: RankJob) -> Recorder:
+def _collect_no_garbage(session: Session) -> None:
+    """What is imported and built stays: looking through it takes a second of five."""
+    if gc.isenabled():
+        session.changes.on_undo(gc.enable)
+    session.changes.on_undo(gc.unfreeze)  # all of it, or the model would stay in memory for good
+    gc.disable()
+
+
+def _no_warnings(session: Session) -> None:
+    before = warnings.catch_warnings()
+    before.__enter__()
+    session.changes.on_undo(lambda: before.__exit__(None, None, None))
+    warnings.filterwarnings("ignore")
+
+
+def _recorder(rank: int, tier: Tier, job: RankJob, session: Session) -> Recorder:
     from megatron_prism.runtime.recorder import events as watch
     from megatron_prism.runtime.recorder.recorder import Recorder
 
     recorder = Recorder(rank, tier.name, tier.live)
     recorder.owned_by(job.model, job.optimizer)
-    watch.install(recorder)
+    watch.report_to(recorder, session.changes)
+    session.changes.on_undo(lambda: recorder.owners.remove())
     return recorder
 
 
-def _start_world(recipe: Recipe, rank: int, tier: Tier, proof: Proof) -> VirtualWorld:
-    """Register the seams and bring the virtual world up, before Megatron is imported."""
-    from megatron_prism.emulate import launch, patch
+def run_of(recipe: Recipe, rank: int, tier: Tier) -> Run:
+    """The Run of ``rank`` alone in the recipe's world; nobody listens yet."""
+    from megatron_prism.emulate import monitor
     from megatron_prism.emulate import options as flags
-    from megatron_prism.emulate.patches import without_cuda
+    from megatron_prism.emulate.run import Run
 
     options = flags.Options(
         world=recipe.world,
@@ -145,16 +171,27 @@ def _start_world(recipe: Recipe, rank: int, tier: Tier, proof: Proof) -> Virtual
         force=False,
         record=None,
     )
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(recipe.world.size)
+    follows = monitor.TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
+    follows.who = "it"  # the parent names the rank
+    return Run(options, tier, follows)
+
+
+def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
+    """Apply the patches and bring the virtual world up, before Megatron is imported."""
+    from megatron_prism.emulate import launch, patch
+    from megatron_prism.emulate.patches import without_cuda
+
+    meta, rank = run.tier.name == "meta", run.options.rank
     context = patch.Context(
-        start=lambda: launch.start_world(options, tier.device),
-        proof=proof,
-        meta=tier.name == "meta",
+        start=lambda: launch.start_world(run, session),
+        proof=run.monitor,
+        meta=meta,
         local_ranks=(rank,),
         rank=rank,
+        changes=session.changes,
     )
-    chosen = without_cuda.patches_for(tier.name)
-    if tier.name == "meta" and recipe.prism.transformer_impl == "local_flash":
+    chosen = without_cuda.patches_for(run.tier.name)
+    if meta and recipe.prism.transformer_impl == "local_flash":
         chosen += (without_cuda.FUSED_ATTENTION,)
     patch.apply(chosen, context)
     return context.start()

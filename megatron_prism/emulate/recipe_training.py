@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_prism.core.program import Program
-    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.signatures import (
         Batch,
         Chunk,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Sync,
     )
     from megatron_prism.runtime.devices import Tier
+    from megatron_prism.runtime.recorder.recorder import Recorder
     from megatron_prism.runtime.traffic import Tally
     from megatron_prism.runtime.world import VirtualWorld
 
@@ -46,8 +47,8 @@ Emit = Callable[..., None]
 class RankJob:
     """Model, optimizer and data of one rank, and its iterations."""
 
-    def __init__(self, recipe: Recipe, proof: Proof, tier: Tier, emit: Emit) -> None:
-        self.recipe, self.proof, self.tier, self.emit = recipe, proof, tier, emit
+    def __init__(self, recipe: Recipe, monitor: TrainingMonitor, tier: Tier, emit: Emit) -> None:
+        self.recipe, self.monitor, self.tier, self.emit = recipe, monitor, tier, emit
         recipe_model.initialize(recipe)
         self.config = recipe_model.transformer_config(recipe)
         emit("phase", text="building the model")
@@ -59,9 +60,10 @@ class RankJob:
         self.peaks: list[Peak] = []
         self.losses: list[float] = []
         self.iteration_s: list[float] = []
+        self.recorder: Recorder | None = None  # of the iterations that are recorded
         self.program: Program | None = None  # what the last iteration did, if it was recorded
         total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
-        proof.on_step = lambda done: emit("step", done=done, total=total)
+        monitor.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
 
     def _hook_up(self) -> None:
@@ -115,11 +117,11 @@ class RankJob:
             self.config.param_sync_func = None
         if live is not None:
             live.reset_peak()
-        recorder = self.proof.recorder
+        recorder = self.recorder
         start = time.perf_counter()
         if recorder is not None:
             recorder.start()
-        with self.proof.iteration(self.optimizer, chunks, self.recipe.train.iterations):
+        with self.monitor.iteration(self.optimizer, chunks, self.recipe.train.iterations):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -133,14 +135,14 @@ class RankJob:
                 micro_batch_size=t.micro_batch_size,
                 forward_only=False,
             )
-            with self.proof.phase("optimizer"):
+            with self.monitor.phase("optimizer"):
                 updated, grad_norm, _ = self.optimizer.step()
             updated = True if self.tier.name == "meta" else bool(updated)
-            self.proof.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
+            self.monitor.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
         if recorder is not None:
             self.program = recorder.stop().program()
         self.iteration_s.append(time.perf_counter() - start)
-        if any(not math.isfinite(x) for x in self.proof.iterations[-1].losses.values()):
+        if any(not math.isfinite(x) for x in self.monitor.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)
                 f"the loss of iteration {number + 1} is not finite", fix="lower train.lr"
             )
@@ -184,10 +186,10 @@ class RankJob:
             "tier": self.tier.name,
             "stand_ins": [*self.tier.stand_in, *self._stand_ins()],
             "megatron_core": megatron_release(),
-            "parameters": self.proof.num_parameters,
-            "steps": self.proof.steps,
-            "master_parameter_moved": self.proof.has_moved(),
-            "losses": [entry.losses.get("lm loss") for entry in self.proof.iterations],
+            "parameters": self.monitor.num_parameters,
+            "steps": self.monitor.steps,
+            "master_parameter_moved": self.monitor.has_moved(),
+            "losses": [entry.losses.get("lm loss") for entry in self.monitor.iterations],
             "communication": [dataclasses.asdict(row) for row in rows],
             "communication_of": "the last iteration",
             "memory": memory,

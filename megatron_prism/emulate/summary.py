@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.monitor import PARTS, Proof
+from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
+from megatron_prism.emulate.run import Run
 from megatron_prism.memory import communicators
+from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from torch import distributed as dist
-
-    from megatron_prism.emulate.pace import Pace
     from megatron_prism.emulate.signatures import Json
-    from megatron_prism.runtime.control_values import Replayer
-    from megatron_prism.runtime.devices import Tier
-    from megatron_prism.runtime.recorder.recorder import Recorder
 
 __all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
 
@@ -52,21 +48,13 @@ def check_free(out: Path, force: bool) -> None:
         raise UsageError(f"--prism-out: {error.message}", fix=fix) from None
 
 
-class Reporter:
+class Reporter(TrainingListener):
     """Collects what the run did and says it once."""
 
-    def __init__(
-        self,
-        options: Options,
-        tier: Tier,
-        proof: Proof,
-        megatron: str,
-        store: dist.Store | None = None,
-    ) -> None:
-        self.options, self.tier, self.proof, self.megatron = options, tier, proof, megatron
-        self.store = store
-        self.pace: Pace | None = None
-        self.recording: Recorder | Replayer | None = None
+    def __init__(self, run: Run) -> None:
+        self.options, self.tier, self.monitor = run.options, run.tier, run.monitor
+        self.megatron, self.store = run.version, run.store
+        self.pace, self.recording, self.memory = run.pace, run.recording, run.memory
         self.start = time.time()
 
     def banner(self) -> None:
@@ -91,7 +79,7 @@ class Reporter:
         from megatron_prism import __version__
         from megatron_prism.runtime.world import current
 
-        world, options, proof = current(), self.options, self.proof
+        world, options, monitor = current(), self.options, self.monitor
         rows = world.tally.rows() if world is not None else []
         measured = "measured here"
         return {
@@ -106,14 +94,14 @@ class Reporter:
             "stand_ins": list(self.tier.stand_in),
             "values": options.values,
             "trained": {
-                "steps": proof.steps,
-                "expected": proof.expected,
-                "iterations": len(proof.iterations),
-                "master_parameter_moved": proof.moved,
+                "steps": monitor.steps,
+                "expected": monitor.expected,
+                "iterations": len(monitor.iterations),
+                "master_parameter_moved": monitor.moved,
                 "provenance": measured + ": optimizer steps that Megatron reported as applied",
             },
-            "parameters": proof.num_parameters,
-            "iterations": [asdict(entry) for entry in proof.iterations],
+            "parameters": monitor.num_parameters,
+            "iterations": [asdict(entry) for entry in monitor.iterations],
             "time_provenance": measured + self._times(),
             "pacing": self.pace.summary() if self.pace is not None else None,
             "communication": {
@@ -153,7 +141,7 @@ class Reporter:
             import torch
 
             free, total = torch.cuda.mem_get_info()
-            watch, held = self.proof.memory, self.proof.held()
+            watch, held = self.memory, self.monitor.held()
             ballast = f", {held:,} B of ballast for it are in" if held else ""
             nccl, source = self._nccl(torch.cuda.get_device_name())
             return {
@@ -191,7 +179,7 @@ class Reporter:
             return None, f"unknown: nobody measured communicators on {device}"
         return calibration.nccl(connected_by(world.tally)), f"modelled: {calibration.source}"
 
-    def finish(self) -> None:
+    def finished(self) -> None:
         """Print the summary; write the artefact folder once all local ranks have finished."""
         summary = self.summary()
         self._print(summary)

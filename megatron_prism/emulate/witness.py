@@ -40,7 +40,7 @@ class Watch:
 
 
 class Witness(Guard):
-    """Told as a Guard is; ``said`` is what it has seen."""
+    """Follows calls as a Guard does; ``said`` is what it has seen."""
 
     def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
         options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))

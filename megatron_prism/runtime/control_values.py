@@ -25,6 +25,7 @@ import torch
 
 from megatron_prism.core.artefact import whole_file
 from megatron_prism.core.errors import UsageError
+from megatron_prism.runtime.listeners import CallListener, TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
@@ -46,7 +47,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:06d}.npz"
 
 
-class Recorder:
+class Recorder(CallListener, TrainingListener):
     """Collects control values of this process; ``save`` writes them when the run has trained.
 
     header : what must match at replay, besides the format (world, rank, arguments)
@@ -70,6 +71,9 @@ class Recorder:
         self._values[f"route {layer}"].append(packed)
         return routing
 
+    def finished(self) -> None:
+        self.save()
+
     def save(self) -> None:
         """Write the file, all or nothing."""
         arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
@@ -78,7 +82,7 @@ class Recorder:
             np.savez_compressed(file, header=np.array(header), **arrays)  # type: ignore[arg-type]
 
 
-class Replayer:
+class Replayer(CallListener):
     """Gives a recording back, value by value; what it does not hold stays mirrored, and is counted.
 
     Raises UsageError for a missing, truncated or foreign file, and for another run's recording.

@@ -36,7 +36,7 @@ __all__ = ["PrismGroup"]
 class PrismGroup(dist.ProcessGroup):
     """A group of ``ranks`` (global, in group order) of which some have a process and most do not.
 
-    world : the VirtualWorld it belongs to (tally, values, observer)
+    world : the VirtualWorld it belongs to (tally, values, listeners)
     desc  : Megatron's group_desc, the name used in every output
     real  : the real group of the local members, None when this process is the only one
     """
@@ -139,8 +139,8 @@ class PrismGroup(dist.ProcessGroup):
         self.sequence += 1
         num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
         self._count(self.desc, self._n, op, num_bytes, distance)
-        if self.world.observer is not None:
-            self.world.observer(self, op, ins, outs)
+        for observe in self.world.observers:
+            observe(self, op, ins, outs)
         return Done(outs)
 
     def _mixed_for(self, tensor: torch.Tensor) -> Mixed | None:
@@ -383,7 +383,7 @@ def _passing_through(method: str, answer: Answer) -> Answer:
             _real_barrier(self.real, self.world.device)
             return self._done(op, (), ())
         work = getattr(self.real, method)(*args, **kwargs)
-        if self.world.observer is None:  # as quick as it can be: this is the job's own time
+        if not self.world.observers:  # as quick as it can be: this is the job's own time
             self.sequence += 1
             self._count(self.desc, self._n, op, message_size(args))
             return work
@@ -393,10 +393,10 @@ def _passing_through(method: str, answer: Answer) -> Answer:
         return work
 
     def call(self: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
-        listener = self.world.guard or self.world.recorder
-        if listener is None:
+        caller = self.world.caller
+        if caller is None:
             return plain(self, *args, **kwargs)
-        return listener.record(self, op, plain, args, kwargs)
+        return caller.record(self, op, plain, args, kwargs)
 
     call.__name__, plain.__name__, call.__doc__ = method, method, answer.__doc__
     return call

@@ -15,7 +15,6 @@ batch_isend_irecv      keeps what is batched together: sends and receives betwee
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,43 +25,29 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.positions import Positions
 from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["describe", "install", "register", "remove"]
-
-_originals: dict[str, Callable[..., Any]] = {}
+__all__ = ["describe", "register", "replace_functions"]
 
 
-def _replace(name: str, function: Callable[..., Any]) -> None:
-    _originals[name] = getattr(c10d, name)
-    function.__name__ = name
-    function.__doc__ = _originals[name].__doc__
-    _set(name, function)
-
-
-def _set(name: str, function: Callable[..., Any]) -> None:
-    setattr(c10d, name, function)
-    if hasattr(dist, name):
-        setattr(dist, name, function)
-
-
-def remove() -> None:
-    """Put torch's own functions back."""
-    for name, function in _originals.items():
-        _set(name, function)
-    _originals.clear()
-
-
-def install(world: Any) -> None:
+def replace_functions(world: Any, changes: ProcessChanges) -> None:
     """Replace the functions of the table above for ``world`` (a VirtualWorld)."""
-    remove()
+
+    def replace(name: str, function: Callable[..., Any]) -> None:
+        function.__name__ = name
+        function.__doc__ = getattr(c10d, name).__doc__
+        changes.set(c10d, name, function)
+        if hasattr(dist, name):
+            changes.set(dist, name, function)
+
     tagged = _new_group_with_tag(world, c10d._new_group_with_tag)
-    _replace("_new_group_with_tag", tagged)
-    _replace("new_group", _new_group(tagged))
+    replace("_new_group_with_tag", tagged)
+    replace("new_group", _new_group(tagged))
     for name, make in _OBJECTS.items():
-        _replace(name, make(getattr(c10d, name)))
-    _replace("batch_isend_irecv", _batch(c10d.batch_isend_irecv))
+        replace(name, make(getattr(c10d, name)))
+    replace("batch_isend_irecv", _batch(c10d.batch_isend_irecv))
 
 
 def _new_group_with_tag(world: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,9 +256,7 @@ def _batch(original: Callable[..., Any]) -> Callable[..., Any]:
         real = virtual.real if virtual is not None else None
         if virtual is None:
             return issue(p2p_op_list, virtual, real)
-        recorder = virtual.world.recorder
-        together = contextlib.nullcontext() if recorder is None else recorder.batch()
-        with virtual.world.tally.batch(), together:
+        with virtual.world.batch():
             return issue(p2p_op_list, virtual, real)
 
     def issue(p2p_op_list: list[Any], virtual: Any, real: Any) -> list[Any]:

@@ -10,18 +10,24 @@ get a real c10d group (NCCL on GPUs, gloo elsewhere) over a store that the proce
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime.listeners import CallListener, overriding
 from megatron_prism.runtime.mixed_groups import Mixed
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.traffic import Tally
@@ -43,9 +49,7 @@ class VirtualWorld:
     device      : where the local tensors live (``cuda``, ``cpu`` or ``meta``)
     backend     : backend of real groups, ``nccl`` or ``gloo``
     tally       : counts every call
-    recorder    : makes every call itself, or None: a slicer.Recorder writes it down while a slice
-                  is captured, a pacing.Pacer lets it take as long as it would
-    observer    : called as ``observer(group, op, inputs, outputs)`` after each answer, or None
+    listeners   : who follows the calls, the outermost first (a guard before a recorder or pacer)
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class VirtualWorld:
         store: dist.Store | None = None,
         backend: str = "gloo",
         tally: Tally | None = None,
+        listeners: Sequence[CallListener] = (),
     ) -> None:
         self.size, self.rank = size, rank
         self.local_ranks = tuple(sorted(local_ranks))
@@ -67,16 +72,46 @@ class VirtualWorld:
         self.store = store
         self.backend = backend
         self.tally = Tally() if tally is None else tally
-        self.observer: Observer | None = None
-        self.recorder: Any = None  # a slicer.Recorder or a pacing.Pacer
-        self.guard: Any = None  # a plugin.guard.Guard that injects faults or checks calls
+        self.listen(*listeners)
+        self.changes = ProcessChanges()  # while this world is up
         self._num_real: dict[str, int] = {}
         self._num_groups = 0
 
+    def listen(self, *listeners: CallListener) -> None:
+        """Have ``listeners`` follow the calls from here on, instead of those before.
+
+        Raises ValueError if a listener that makes calls without handing them on is not the last
+        such one.
+        """
+        callers = overriding(listeners, CallListener, "record")
+        if any(not getattr(caller, "hands_on", False) for caller in callers[:-1]):
+            raise ValueError(f"only the last listener may keep calls to itself: {callers}")
+        self.listeners: tuple[CallListener, ...] = tuple(listeners)
+        # what a call looks at: who makes it (None: nobody), and who sees the answer
+        self.caller: CallListener | None = callers[0] if callers else None
+        self.observers: tuple[Observer, ...] = tuple(
+            one.observe for one in overriding(listeners, CallListener, "observe")
+        )
+        self._after = dict(zip(map(id, callers), callers[1:], strict=False))
+
+    def after(self, caller: CallListener) -> CallListener | None:
+        """The listener that makes the call after ``caller``, or None if it is the last."""
+        return self._after.get(id(caller))
+
     def aside(self, answer: Callable[[], None]) -> None:
         """Do what stands for virtual ranks and is no call; a recorder leaves it out."""
-        record = getattr(self.recorder, "aside", None)
-        answer() if record is None else record(answer)
+        for listener in reversed(overriding(self.listeners, CallListener, "aside")):
+            answer = partial(listener.aside, answer)
+        answer()
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What is issued inside are messages of one call."""
+        with contextlib.ExitStack() as together:
+            together.enter_context(self.tally.batch())
+            for listener in overriding(self.listeners, CallListener, "batch"):
+                together.enter_context(listener.batch())
+            yield
 
     def __repr__(self) -> str:
         return f"<virtual world: rank {self.rank} of {self.size}, local {self.local_ranks}>"
@@ -187,12 +222,12 @@ def start(world: VirtualWorld) -> VirtualWorld:
             f"rank {world.rank} is not a local rank of a world of {world.size}",
             fix=f"choose ranks between 0 and {world.size - 1}",
         )
-    if not hasattr(dist.Backend, "PRISM"):
-        dist.Backend.register_backend(
-            "prism", lambda options, _: _create_default(options), True, ["cpu", "cuda"]
-        )
+    if _world is not None:  # the job itself took torch.distributed down
+        _world.changes.undo()
     _world = world
-    torch_patches.install(world)
+    _register_backend(world.changes)
+    _keep_settings(world.changes)
+    torch_patches.replace_functions(world, world.changes)
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # it would wait for all ranks
     try:
         # HashStore: init_process_group wants a store, and nothing ever reads it
@@ -213,6 +248,32 @@ def start(world: VirtualWorld) -> VirtualWorld:
     return world
 
 
+def _keep_settings(changes: ProcessChanges) -> None:
+    """Undo what init_process_group sets and destroy_process_group leaves."""
+    hook, backend = sys.excepthook, c10d._backend
+    changes.on_undo(lambda: setattr(sys, "excepthook", hook))
+    changes.on_undo(lambda: setattr(c10d, "_backend", backend))
+
+
+def _register_backend(changes: ProcessChanges) -> None:
+    """Make the backend ``prism`` known to torch, which has no function that forgets one."""
+    backend = dist.Backend
+
+    def forget() -> None:
+        delattr(backend, "PRISM")
+        backend.backend_list.remove("prism")
+        del backend.backend_type_map["prism"], backend.backend_capability["prism"]
+        del backend._plugins["PRISM"]
+        devices = backend.default_device_backend_map
+        for device in [device for device, name in devices.items() if name == "prism"]:
+            del devices[device]
+
+    backend.register_backend(
+        "prism", lambda options, _: _create_default(options), True, ["cpu", "cuda"]
+    )
+    changes.on_undo(forget)
+
+
 def _create_default(options: Any) -> PrismGroup:
     assert _world is not None
     group = _world.build_group(None, options.group_id, "default_pg")
@@ -227,5 +288,5 @@ def stop() -> None:
         return
     if dist.is_initialized() and isinstance(dist.group.WORLD, PrismGroup):
         dist.destroy_process_group()
-    torch_patches.remove()
-    _world = None
+    world, _world = _world, None
+    world.changes.undo()

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
@@ -739,6 +740,7 @@ class Runner:
         session._TIMEOUT = TIMEOUT
         # as NCCL groups do: with all members local the real group itself is asked
         passing = [(n, local, True) for n, local in WORLDS if len(local) == n > 1]
+        changes = ProcessChanges()
         for number, (n, local, passes) in enumerate([(*w, False) for w in WORLDS] + passing):
             if self.rank >= n:
                 continue
@@ -750,7 +752,8 @@ class Runner:
                 group = world.build_group(range(n), f"conformance_{number}", "CONFORMANCE")
                 if passes:
                     group.all_local, group._mixed = True, None
-                torch_patches.install(world)
+                changes.undo()  # of the world before
+                torch_patches.replace_functions(world, changes)
                 torch_patches.register(group, "gloo")
             for case in CASES:
                 for settings in variations(case, n) if n >= case.min_size else ():

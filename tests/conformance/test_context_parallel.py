@@ -21,6 +21,7 @@ from torch import multiprocessing
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_prism.runtime import world
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.te.attention import DotProductAttention
 from megatron_prism.runtime.values import Values
 
@@ -87,10 +88,11 @@ def one(kind, size, form, mask):
     mine = [laid_out(shard(t, me, size, 0), form) for t in tensors]
     calls = []
 
-    def observe(group, op, ins, outs):
-        calls.append([op, group.desc, list((ins or outs)[0].shape)])
+    class Seen(CallListener):
+        def observe(self, group, op, inputs, outputs):
+            calls.append([op, group.desc, list((inputs or outputs)[0].shape)])
 
-    world.current().observer = observe
+    world.current().listen(Seen())
     module = DotProductAttention(
         HEADS, WIDTH, qkv_format=form, attn_mask_type=mask, cp_group=group,
         cp_global_ranks=ranks, cp_comm_type=kind,
@@ -99,7 +101,7 @@ def one(kind, size, form, mask):
     out = module(*inputs)
     num_forward = len(calls)
     grads = torch.autograd.grad(out, inputs, mine[4].flatten(-2))
-    world.current().observer = None
+    world.current().listen()
     got = [out.detach().unflatten(-1, (HEADS, WIDTH)), *grads]
     right = [mine[3], *(laid_out(shard(t, me, size, 0), form) for t in wanted)]
     error = max(float((a - b).abs().max()) for a, b in zip(got, right, strict=True))

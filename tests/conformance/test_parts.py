@@ -18,6 +18,7 @@ from collective_cases import NUM_PROCESSES, TIMEOUT, WORLDS, mirrored
 from torch import distributed as dist
 from torch import multiprocessing
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
@@ -78,6 +79,7 @@ def compare(rank, store):
         for policy in ("mirror", "noise")
         for dtype in DTYPES
     ]
+    changes = ProcessChanges()
     for number, (n, local, policy, dtype) in enumerate(tries):
         if rank >= n:
             continue
@@ -93,7 +95,8 @@ def compare(rank, store):
         group = world.build_group(range(n), f"parts_{number}", "TENSOR_MODEL_PARALLEL_GROUP")
         if group.has_virtual != (len(local) < n):
             wrong.append(f"rank {rank} of {n}, local {local}: has_virtual {group.has_virtual}")
-        torch_patches.install(world)
+        changes.undo()  # of the world before
+        torch_patches.replace_functions(world, changes)
         torch_patches.register(group, "gloo")
         with world.values.of_parts(Rows(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))

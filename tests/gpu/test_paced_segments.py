@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.replay.release import Releases
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
 from megatron_prism.runtime.pacing.streams import Streams
@@ -33,9 +34,10 @@ def recorder():
     launcher = Launcher(table, [[0]], device)
     pacer = Pacer([Call("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
     made = PacedRecorder(0, "cuda", pacer)
-    events.install(made)
+    changes = ProcessChanges()
+    events.report_to(made, changes)
     yield made
-    events.remove()
+    changes.undo()
 
 
 def ask(recorder):

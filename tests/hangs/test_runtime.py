@@ -24,14 +24,25 @@ from megatron_prism.emulate.call_guard import Guard
 from megatron_prism.emulate.expected_calls import ProgramPeers
 from megatron_prism.emulate.hang_flags import HangOptions
 from megatron_prism.hang import fault_plan
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import world
 from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.values import Values
 
 HERE = pathlib.Path(__file__).parent
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 WORLD = World(4, tp=4)
 OPS = [Op("all_reduce", TP, "fp32", 8, 8, "sum"), Op("broadcast", TP, "fp32", 4, 4, root=0)] * 2
+
+
+class Seen(CallListener):
+    """Calls ``see`` after each answer."""
+
+    def __init__(self, see):
+        self.see = see
+
+    def observe(self, group, op, inputs, outputs):
+        self.see(group, op, inputs, outputs)
 
 
 @pytest.fixture
@@ -45,21 +56,22 @@ def job(tmp_path):
                             path if strict else None, strict, sanitize, policy, truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
-        session.stop()  # of a job before
-        world = session.start(
-            session.VirtualWorld(4, 1, (1,), Values("mirror"), torch.device("cpu"))
+        world.stop()  # of a job before
+        world.start(
+            world.VirtualWorld(
+                4, 1, (1,), Values("mirror"), torch.device("cpu"), listeners=(guard,)
+            )
         )
-        world.guard = guard
         return guard, dist.new_group(range(4), group_desc=TP)
 
     yield start
-    session.stop()
+    world.stop()
 
 
 def iterations(guard, group, wanted=4):
     """What a healthy rank calls."""
     for number in range(1, wanted + 1):
-        guard.before(number, wanted)
+        guard.iteration_started(number, wanted)
         for _ in range(2):
             with guard.scope(phase="forward", microbatch=_):
                 tensor = torch.ones(8)
@@ -193,7 +205,7 @@ def test_programs_of_another_command_line_are_named(job, capsys):
     assert capsys.readouterr().err == ""
     guard.compare_arguments("--seq-length 16")
     assert "was captured with other arguments" in capsys.readouterr().err
-    guard.before(2, 4)
+    guard.iteration_started(2, 4)
     with pytest.raises(HangError, match="was captured with other arguments"):
         dist.all_reduce(torch.ones(4), group=group)
 
@@ -215,7 +227,7 @@ def test_iterations_that_are_not_compared_are_named(number, job):
 def test_nan_among_whole_numbers_is_refused(job):
     """It said that it fired, and nothing was wrong."""
     guard, group = job("nan@rank=1", strict=False)
-    guard.before(1, 1)
+    guard.iteration_started(1, 1)
     with pytest.raises(UnsupportedError, match="gives no fractions"):
         dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=group)
 
@@ -269,7 +281,7 @@ def test_a_call_among_nobody_else_holds_nobody_up(job, capsys):
     guard, group = job("drop@rank=1,iter=2,group=dp", strict=False)
     alone = dist.new_group([1], group_desc="DATA_PARALLEL_GROUP")
     for number in (1, 2):
-        guard.before(number, 2)
+        guard.iteration_started(number, 2)
         dist.all_reduce(torch.ones(1), group=alone)
     guard.check_fired()
     assert "and the job went on" in capsys.readouterr().err
@@ -316,9 +328,9 @@ def test_another_group_and_uneven_splits(job):
     iterations(guard, group, wanted=2)
     assert guard.injector.survived
     guard, group = job("splits@rank=1,iter=1:rows=2", strict=False)
-    guard.before(1, 1)
+    guard.iteration_started(1, 1)
     seen = []
-    group.world.observer = lambda group, op, ins, outs: seen.append(op)
+    group.world.listen(guard, Seen(lambda group, op, ins, outs: seen.append(op)))
     dist.all_to_all_single(torch.zeros(8, 2), torch.ones(8, 2), [2] * 4, [2] * 4, group=group)
     assert seen == ["all_to_all"]
     assert guard.injector.fired["splits@rank=1,iter=1:rows=2"] == 1
@@ -337,7 +349,7 @@ def test_the_models_output_is_spoilt(kind, job):
     model = torch.nn.Linear(2, 2)
     found = {}
     for number in (1, 2):
-        guard.before(number, 2, [model])
+        guard.iteration_started(number, 2, [model])
         for mb in range(2):
             with guard.scope(phase="forward", microbatch=mb):
                 found[number, mb] = model(torch.ones(1, 2))[0, 0].item()
@@ -346,7 +358,7 @@ def test_the_models_output_is_spoilt(kind, job):
     guard.check_fired()
     guard, _ = job("nan@rank=1:tensor=loss", strict=False)
     with pytest.raises(UsageError, match="rank 1 has no loss"):
-        guard.before(1, 1, [model])
+        guard.iteration_started(1, 1, [model])
 
 
 def test_a_slow_rank_takes_its_time(job, monkeypatch):
@@ -354,7 +366,7 @@ def test_a_slow_rank_takes_its_time(job, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda s: slept.append(s) or sleep(s))
     for faults, times in (((), 0), (("slow@rank=1:factor=5",), 5)):
         guard, group = job(*faults, strict=False)
-        guard.before(1, 1)
+        guard.iteration_started(1, 1)
         for _ in range(5):
             sleep(0.002)  # what this rank computes
             dist.all_reduce(torch.ones(1), group=group)
@@ -549,8 +561,8 @@ def test_what_nccl_lets_through(mine, theirs, passes):
 @pytest.mark.parametrize(("elements", "passes"), [(7, True), (6, False)])
 def test_policy_nccl_stops_only_where_nccl_would(job, capsys, elements, passes):
     guard, group = job(policy="nccl")
-    guard.before(1, 3)
-    guard.before(2, 3)
+    guard.iteration_started(1, 3)
+    guard.iteration_started(2, 3)
     call = lambda: dist.all_reduce(torch.ones(elements), group=group)  # noqa: E731 - of 8 in the world
     if passes:
         call()

@@ -43,13 +43,14 @@ def prepare(tier, local_flash=True):
     """Import everything with the seams in place; returns what a fork calls with a patch.Context."""
     import importlib
 
+    from megatron_prism.core.process_changes import ProcessChanges
     from megatron_prism.emulate import monitor, patch
     from megatron_prism.emulate.patches import without_cuda
     from megatron_prism.runtime import devices as tiers
 
-    installed = tiers.install(tier)
+    installed = tiers.prepare(tier, ProcessChanges())
     shape = tier == "meta"
-    one = monitor.Proof(installed.live, shapes_only=shape)
+    one = monitor.TrainingMonitor(installed.live, shapes_only=shape)
     shared = patch.Context(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
     # fast-groups remembers which ranks are local; these worlds are small enough without
     chosen = tuple(s for s in without_cuda.patches_for(tier) if s.name != "fast-groups")
@@ -60,7 +61,7 @@ def prepare(tier, local_flash=True):
         importlib.import_module(name)
     # the modules are changed already; a fork only has to say which rank it is
     patch.apply = lambda chosen, context: vars(shared).update(vars(context))
-    monitor.Proof = lambda *args, **kwargs: one
+    monitor.TrainingMonitor = lambda *args, **kwargs: one
     gc.collect()
     gc.freeze()
     return installed
@@ -102,6 +103,7 @@ def main(tier):
     jobs = pickle.load(sys.stdin.buffer)
     prepare(tier)
     from megatron_prism.emulate import recipe_rank
+    from megatron_prism.emulate.session import Session
 
     running = {}
 
@@ -115,7 +117,7 @@ def main(tier):
             next_done()
 
         def work(recipe=recipe, rank=rank, store=store):
-            return recipe_rank.run(recipe, rank, lambda kind, **fields: None, store)
+            return recipe_rank.run(Session(), recipe, rank, lambda kind, **fields: None, store)
 
         running[index] = fork(work)
     while running:

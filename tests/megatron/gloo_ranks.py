@@ -209,7 +209,8 @@ def wrap():
 
 def run(recipe, rank, store_file):
     """The calls of ``rank`` in the last iteration of ``recipe``."""
-    from megatron_prism.emulate.monitor import Proof
+    from megatron_prism.core.process_changes import ProcessChanges
+    from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.recipe_training import RankJob
     from megatron_prism.runtime import devices as tiers
 
@@ -217,8 +218,9 @@ def run(recipe, rank, store_file):
     dist.init_process_group(
         "gloo", store=dist.FileStore(store_file, size), rank=rank, world_size=size
     )
-    proof = Proof()
-    job = RankJob(recipe, proof, tiers.install("cpu"), lambda kind, **fields: None)
+    proof = TrainingMonitor()
+    tier = tiers.prepare("cpu", ProcessChanges())
+    job = RankJob(recipe, proof, tier, lambda kind, **fields: None)
     for iteration in range(recipe.train.iterations):
         if iteration == recipe.train.iterations - 1:
             LIST["on"] = True

@@ -10,15 +10,17 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 _LOOKUPS = """
 import itertools
 import torch
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import embedding as seams_embedding
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
-here = tiers.install("cpu")
+here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-patch.apply(seams_embedding.PATCHES, patch.Context(lambda: world, Proof(), False, (1,), 1))
+context = patch.Context(lambda: world, TrainingMonitor(), False, (1,), 1)
+patch.apply(seams_embedding.PATCHES, context)
 session.start(world)
 
 from megatron.core import ModelParallelConfig, parallel_state

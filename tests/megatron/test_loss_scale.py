@@ -8,17 +8,18 @@ import pytest
 _STAGE = """
 import sys
 import torch
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import pipeline as seams_pipeline
 from megatron_prism.emulate.patches import training as seams_training
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 from megatron_prism.runtime.values import rms
-here = tiers.install("cpu")
+here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-context = patch.Context(lambda: world, Proof(), False, (1,), 1)
+context = patch.Context(lambda: world, TrainingMonitor(), False, (1,), 1)
 patch.apply(seams_pipeline.PATCHES + seams_training.PATCHES, context)
 session.start(world)
 

@@ -10,17 +10,18 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 _START = """
 import types
 import torch
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import loss as seams_loss
 from megatron_prism.emulate.patches import moe as seams_moe
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
-here = tiers.install("cpu")
+here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
 chosen = seams_loss.PATCHES + seams_moe.PATCHES
-patch.apply(chosen, patch.Context(lambda: world, Proof(), False, (5,), 5))
+patch.apply(chosen, patch.Context(lambda: world, TrainingMonitor(), False, (5,), 5))
 session.start(world)
 from megatron.core import parallel_state
 torch.manual_seed(1)

@@ -12,7 +12,7 @@ from megatron_prism.core import megatron_source
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks, patch
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patches import without_cuda
 
 pytestmark = pytest.mark.megatron
@@ -23,7 +23,7 @@ FOUND = [one for one in patch.statuses(without_cuda.every_patch()) if one.state 
 
 
 def context():
-    return patch.Context(lambda: None, Proof(), True, (0,), 0)
+    return patch.Context(lambda: None, TrainingMonitor(), True, (0,), 0)
 
 
 def test_this_release_has_every_target(capsys):

@@ -31,7 +31,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
-            context.proof.beside(gathered, begun=True)
+            context.proof.outside_step(gathered, begun=True)
             if context.all_local():
                 with context.proof.part("checkpoint"):
                     return original(iteration, *args, **kwargs)
@@ -40,7 +40,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
                 sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
             told.append(iteration)
             proof = context.proof
-            watched = proof.recorder is not None or proof.guard is not None  # they hear of calls
+            watched = proof.hears_calls
             if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
                 save = partial(original, iteration, *args, **kwargs)
                 checkpoint_memory.weigh(module, proof, save)

@@ -101,7 +101,7 @@ def _prove(module: ModuleType, context: Context) -> None:
 
     def beside(begun: bool = True) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
-        proof.beside(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
+        proof.outside_step(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
 
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

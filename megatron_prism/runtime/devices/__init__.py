@@ -1,9 +1,9 @@
 """Where do local ranks run?  ``cuda`` (the real device), ``cpu`` (real values), ``meta`` (shapes).
 
-``install(tier)`` prepares this process, before Megatron is imported: on ``cuda`` nothing changes;
-on the others ``cuda`` means another device (``remap``), torch.cuda answers without a driver
-(``cuda_stubs``), Transformer Engine is virtual where it is not installed (``virtual_te``) and, on
-``meta``, live bytes are counted (``live``).  It cannot be undone within a process.
+``prepare(tier, changes)`` prepares this process, before Megatron is imported: on ``cuda`` nothing
+changes; on the others ``cuda`` means another device (``remap``), torch.cuda answers without a
+driver (``cuda_stubs``), Transformer Engine is virtual where it is not installed (``virtual_te``)
+and, on ``meta``, live bytes are counted (``live``).  ``changes.undo()`` takes everything back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.runtime.devices import compiled, cuda_choices, masked_softmax, weight_gradient
-from megatron_prism.runtime.devices.live_bytes import LiveBytes
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices import (
+    compiled,
+    cuda_choices,
+    masked_softmax,
+    weight_gradient,
+    work,
+)
+from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
 
-__all__ = ["Tier", "best", "install"]
+__all__ = ["Tier", "best", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Tier:
     stand_in: tuple[str, ...] = ()
 
 
-_installed: Tier | None = None
+_prepared: Tier | None = None
 
 
 def best() -> str:
@@ -48,25 +55,31 @@ def best() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def install(name: str, engine: bool = True, queues: str = "1", history: bool = False) -> Tier:
+def prepare(
+    name: str,
+    changes: ProcessChanges,
+    engine: bool = True,
+    queues: str = "1",
+    history: bool = False,
+) -> Tier:
     """Prepare this process for tier ``name`` (``auto``: the best one here).
 
+    changes : log of what is changed in the process; nothing if it runs that tier already
     engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
              for it where it is missing, and its FusedAdam for torch's AdamW
     queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
     history : keep every request to the allocator (``history``); only ``meta`` has them
 
-    Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier in
-    the same process.
+    Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier
+    while ``changes`` of the first are not undone.
     """
-    global _installed
-    if _installed is not None:
-        if name not in (_installed.name, "auto"):
+    if _prepared is not None:
+        if name not in (_prepared.name, "auto"):
             raise UsageError(
-                f"this process already runs tier {_installed.name}, not {name}",
-                fix="use one process per tier",
+                f"this process already runs tier {_prepared.name}, not {name}",
+                fix="use one process per tier, or close the first session",
             )
-        return _installed
+        return _prepared
     if name == "auto":
         name = best()
     if name == "cuda":
@@ -75,54 +88,71 @@ def install(name: str, engine: bool = True, queues: str = "1", history: bool = F
                 "tier cuda needs a CUDA device, and this host has none",
                 fix="use --prism-tier cpu (real values) or --prism-tier meta (shapes only)",
             )
-        _installed = Tier("cuda", torch.device("cuda"))
+        tier = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
-        _installed = _without_cuda(name, engine, queues)
+        tier = _without_cuda(name, changes, engine, queues)
         if history:
-            _keep_history(_installed)
+            _keep_history(tier)
     else:
         raise UsageError(f"unknown tier {name!r}", fix="choose cuda, cpu, meta or auto")
-    return _installed
+    changes.set(sys.modules[__name__], "_prepared", tier)
+    return tier
 
 
-def _without_cuda(name: str, engine: bool, queues: str) -> Tier:
+def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:
     from megatron_prism.runtime.devices import cuda_stubs
     from megatron_prism.runtime.devices.remap import Remap
 
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled fusions cost minutes here and fuse nothing
-    torch._dynamo.config.disable = True
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", queues)  # Megatron insists; none here
-    torch.autograd.set_multithreading_enabled(False)  # modes are per thread
-    cuda_stubs.install()
-    _no_pinned_memory()
+    _disable_compiler(changes)
+    if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:  # Megatron insists; none here
+        changes.set_item(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    threads = torch._C._is_multithreading_enabled()
+    changes.on_undo(lambda: torch._C._set_multithreading_enabled(threads))
+    torch._C._set_multithreading_enabled(False)  # modes are per thread
+    cuda_stubs.replace_functions(changes)
+    _no_pinned_memory(changes)
     stand_in = ["torch.cuda: inert streams and events"]
     if engine and importlib.util.find_spec("transformer_engine") is None:
         from megatron_prism.runtime import te as virtual_te
 
-        virtual_te.install()
+        virtual_te.add_modules(changes)
         # with the version that it is taken for: Megatron refuses options by it
         version = virtual_te.VERSION
         stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
-    stand_in += [weight_gradient.install(), masked_softmax.install()]
+    stand_in += [weight_gradient.add_module(changes), masked_softmax.add_modules(changes)]
     if importlib.util.find_spec("triton") is None:
-        _stub_triton()
+        _stub_triton(changes)
         stand_in.append("triton: absent, its kernels are never called")
     remap = Remap(name)
     remap.__enter__()
-    _remap_backward(remap)
+    changes.on_undo(lambda: remap.__exit__(None, None, None))
+    _remap_backward(remap, changes)
     live = None
     if name == "meta":
         live = LiveBytes("meta", cublas=True)
-        compiled.install(live)
-        cuda_choices.install()
-        torch.distributions.Distribution.set_default_validate_args(False)  # it looks at values
-        _keep_parameters()
+        changes.on_undo(workspaces.clear)
+        changes.set(work, "meter", None)  # a recorder's, later
+        compiled.replace_compile(live, changes)
+        cuda_choices.choose_as_cuda(changes)
+        # it looks at values
+        changes.set(torch.distributions.Distribution, "_validate_args", False)
+        _keep_parameters(changes)
         live.__enter__()
+        changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda_stubs.set_memory_source(live)
         stand_in.append(
             "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
         )
     return Tier(name, torch.device(name), live, tuple(stand_in))
+
+
+def _disable_compiler(changes: ProcessChanges) -> None:
+    """Compiled fusions cost minutes here and fuse nothing."""
+    changes.set_item(os.environ, "TORCHDYNAMO_DISABLE", "1")
+    config = torch._dynamo.config  # keeps its entries elsewhere than in its attributes
+    before = config.disable
+    changes.on_undo(lambda: setattr(config, "disable", before))
+    config.disable = True
 
 
 def _keep_history(tier: Tier) -> None:
@@ -133,7 +163,7 @@ def _keep_history(tier: Tier) -> None:
         tier.live.history = History(cuda_stubs.current_stream)
 
 
-def _remap_backward(remap: Any) -> None:
+def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
     """torch.autograd.backward turns a function mode off, but runs the job's own backward functions
     (recomputation, all-to-alls), which ask for ``cuda`` tensors."""
     engine = torch.autograd._engine_run_backward
@@ -142,10 +172,10 @@ def _remap_backward(remap: Any) -> None:
         with remap:
             return engine(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run
+    changes.set(torch.autograd, "_engine_run_backward", run)
 
 
-def _keep_parameters() -> None:
+def _keep_parameters(changes: ProcessChanges) -> None:
     """``module.cuda()`` gives a parameter other data; moved to meta it would be another parameter,
     without what Megatron wrote on it (sequence-parallel, an expert's), and shared with nobody."""
     from megatron_prism.runtime.devices.remap import become
@@ -162,10 +192,10 @@ def _keep_parameters() -> None:
                 self._parameters[name] = old
         return answer
 
-    torch.nn.Module._apply = moved  # type: ignore[method-assign]
+    changes.set(torch.nn.Module, "_apply", moved)
 
 
-def _no_pinned_memory() -> None:
+def _no_pinned_memory(changes: ProcessChanges) -> None:
     """DataLoaders ask for pinned memory; without a device its thread fails."""
     init: Callable[..., None] = torch.utils.data.DataLoader.__init__
 
@@ -173,7 +203,7 @@ def _no_pinned_memory() -> None:
         kwargs["pin_memory"] = False
         init(self, *args, **kwargs)
 
-    torch.utils.data.DataLoader.__init__ = unpinned  # type: ignore[method-assign]
+    changes.set(torch.utils.data.DataLoader, "__init__", unpinned)
 
 
 class _Absent(types.ModuleType):
@@ -191,10 +221,11 @@ class _Absent(types.ModuleType):
         return decorate
 
 
-def _stub_triton() -> None:
+def _stub_triton(changes: ProcessChanges) -> None:
     """Megatron imports triton at module level in places (batch_invariant_kernels.py:15 @0.16.1)."""
     root, language = _Absent("triton"), _Absent("triton.language")
     root.language = language  # type: ignore[attr-defined]
     root.__version__ = "0.0.0"  # type: ignore[attr-defined]
     root.__path__ = []
-    sys.modules["triton"], sys.modules["triton.language"] = root, language
+    changes.set_item(sys.modules, "triton", root)
+    changes.set_item(sys.modules, "triton.language", language)

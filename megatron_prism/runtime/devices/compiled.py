@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import work
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
-__all__ = ["install"]
+__all__ = ["replace_compile"]
 
 
 P = ParamSpec("P")
@@ -27,11 +29,10 @@ R = TypeVar("R")
 _live: LiveBytes | None = None
 
 
-def install(live: LiveBytes) -> None:
+def replace_compile(live: LiveBytes, changes: ProcessChanges) -> None:
     """Replace ``torch.compile``; what was compiled before stays as it is."""
-    global _live
-    _live = live
-    torch.compile = _compile  # type: ignore[assignment]
+    changes.set(sys.modules[__name__], "_live", live)
+    changes.set(torch, "compile", _compile)
 
 
 def _compile(model: object = None, **options: object) -> object:

@@ -14,31 +14,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import work
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context
 
-__all__ = ["install"]
+__all__ = ["choose_as_cuda"]
 
 
-def install() -> None:
-    """Choose as on CUDA from here on."""
-    _rms_norm()
-    _foreach()
+def choose_as_cuda(changes: ProcessChanges) -> None:
+    """Choose as on CUDA until ``changes`` are undone."""
+    _rms_norm(changes)
+    _foreach(changes)
 
 
-def _foreach() -> None:
+def _foreach(changes: ProcessChanges) -> None:
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "meta"]
     for module in (optimizer, _foreach_utils):
         if hasattr(module, "_get_foreach_kernels_supported_devices"):
-            setattr(module, "_get_foreach_kernels_supported_devices", lambda: devices)  # noqa: B010
+            changes.set(module, "_get_foreach_kernels_supported_devices", lambda: devices)
 
 
-def _rms_norm() -> None:
+def _rms_norm(changes: ProcessChanges) -> None:
     """Replace ``torch.nn.functional.rms_norm`` where CUDA would have the fused kernel."""
     if not hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
         return
@@ -55,7 +56,7 @@ def _rms_norm() -> None:
             return original(input, normalized_shape, weight, eps)
         return _FusedRMSNorm.apply(input, weight, len(normalized_shape))
 
-    torch.nn.functional.rms_norm = rms_norm
+    changes.set(torch.nn.functional, "rms_norm", rms_norm)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

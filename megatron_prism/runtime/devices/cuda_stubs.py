@@ -1,10 +1,10 @@
 """What does ``torch.cuda`` answer where there is no CUDA device?
 
-``install(remapped)`` replaces the functions and classes that Megatron's start-up, streams, timers
-and memory reports touch (facts: 499 textual uses at 0.16.1, 624 at 0.19.0).  Streams and events are
-inert: on the CPU and meta tiers everything runs in program order.  Each stand-in says in its
-docstring what it stands in for.  Memory questions are answered by the live-byte tracker when one is
-running, else by zero, and the run's summary says which.
+``replace_functions(changes)`` replaces the functions and classes that Megatron's start-up, streams,
+timers and memory reports touch (facts: 499 textual uses at 0.16.1, 624 at 0.19.0).  Streams and
+events are inert: on the CPU and meta tiers everything runs in program order.  Each stand-in says in
+its docstring what it stands in for.  Memory questions are answered by the live-byte tracker when
+one is running, else by zero, and the run's summary says which.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = ["Event", "Stream", "install", "set_memory_source"]
+__all__ = ["Event", "Stream", "replace_functions", "set_memory_source"]
 
 _H200 = types.SimpleNamespace(
     name="megatron_prism stand-in for NVIDIA H200",
@@ -200,27 +201,38 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Has no effect without a device."""
 
 
-def install(num_devices: int = 8) -> None:
+def replace_functions(changes: ProcessChanges, num_devices: int = 8) -> None:
     """Put the stand-ins into ``torch.cuda``; ``num_devices`` is what device_count() answers."""
     cuda = torch.cuda
+    changes.on_undo(_reset)
     answers = {**_device_answers(num_devices), **_memory_answers(), **_random_answers(num_devices)}
     for name in _WITHOUT_EFFECT:
         answers[name] = _nothing
     for name, answer in answers.items():
-        setattr(cuda, name, answer)
+        changes.set(cuda, name, answer)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
-        setattr(cuda.random, name, answers[name])
+        changes.set(cuda.random, name, answers[name])
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(cuda.nvtx, name, _nothing)
+        changes.set(cuda.nvtx, name, _nothing)
     for name, answer in {**_memory_answers(), "empty_cache": _empty_cache}.items():
-        setattr(cuda.memory, name, answer)
-    cuda.empty_cache = _empty_cache
-    cuda.memory._record_memory_history = _no_history
+        changes.set(cuda.memory, name, answer)
+    changes.set(cuda, "empty_cache", _empty_cache)
+    changes.set(cuda.memory, "_record_memory_history", _no_history)
     # its binding insists on a real stream before any function mode is asked
-    torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
-    cuda.cudart = lambda: types.SimpleNamespace(
+    changes.set(torch.Tensor, "record_stream", _record_stream)
+    cudart = types.SimpleNamespace(
         cudaProfilerStart=_nothing, cudaProfilerStop=_nothing, cudaStreamSynchronize=_nothing
     )
+    changes.set(cuda, "cudart", lambda: cudart)
+
+
+def _reset() -> None:
+    """As after the import of this module: nobody watches, and the default stream is the first."""
+    global watcher
+    watcher = None
+    set_memory_source(None)
+    Stream._count = 0
+    _streams[:] = [Stream()]
 
 
 _WITHOUT_EFFECT = (

@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.work import fused
 
-__all__ = ["install"]
+__all__ = ["add_modules"]
 
 _MASKED = -10000.0  # as the kernels have it
 _WARP, _THREADS = 32, 128
@@ -71,11 +72,11 @@ _MODULES: dict[str, dict[str, Callable[..., object]]] = {
 }
 
 
-def install() -> str:
+def add_modules(changes: ProcessChanges) -> str:
     """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
     for name, functions in _MODULES.items():
         module = types.ModuleType(name, "A stand-in of megatron_prism.")
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(functions, backward=_backward)
-        sys.modules[name] = module
+        changes.set_item(sys.modules, name, module)
     return "apex's masked softmax: a softmax, which keeps its result alone"

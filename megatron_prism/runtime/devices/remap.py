@@ -9,7 +9,7 @@ A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real value
   a finite positive number where a loss or gradient norm is asked for, False for truth values;
   ``equal`` compares sizes
 
-Everything else passes through.  The mode stays active for the life of the process; backward runs in
+Everything else passes through.  The mode stays active until the session is closed; backward runs in
 the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
 """
 

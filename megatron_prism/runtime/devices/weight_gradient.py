@@ -13,9 +13,10 @@ import types
 
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices.work import fused
 
-__all__ = ["install"]
+__all__ = ["add_module"]
 
 NAME = "fused_weight_gradient_mlp_cuda"
 
@@ -28,11 +29,11 @@ def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tenso
         main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
 
 
-def install() -> str:
+def add_module(changes: ProcessChanges) -> str:
     """Put it into ``sys.modules``; says what it is.  A real one would want a device."""
     module = types.ModuleType(NAME, "A stand-in of megatron_prism.")
     module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
     module.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
     module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
-    sys.modules[NAME] = module
+    changes.set_item(sys.modules, NAME, module)
     return "apex's fused weight gradient: a product that is added"

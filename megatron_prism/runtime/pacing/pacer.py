@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.batch import Batch
+from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.pacing.kernel_source import RING
 from megatron_prism.runtime.pacing.moves import Move, move_of
 from megatron_prism.runtime.pacing.streams import End, Streams
@@ -69,7 +70,7 @@ class Tally:
     extra: int = 0  # calls outside iterations, or behind the program's last
 
 
-class Pacer:
+class Pacer(CallListener):
     """Follows one rank's program while it runs.
 
     calls    : what the program expects, in order of issue
@@ -219,7 +220,7 @@ class Pacer:
     ) -> Move | None:
         """What the pacing kernel can do instead of ``answer``, which is then as good as made."""
         find = move_of.get(answer.__name__)
-        if find is None or group.world.observer is not None:
+        if find is None or group.world.observers:
             return None
         if group._mixed is not None and op != "send":  # real ranks bring data of their own
             return None

@@ -1,8 +1,8 @@
 """Which streams, events and host waits does the job use?  Tells the recorder of each.
 
 On a real device ``torch.cuda``'s classes are wrapped; on the other tiers the stand-ins report by
-themselves (``cuda_stubs.watcher``).  ``install`` may be called once; ``remove``
-puts everything back.
+themselves (``cuda_stubs.watcher``).  ``changes.undo()`` puts
+everything back.
 """
 
 from __future__ import annotations
@@ -12,34 +12,30 @@ from typing import Any
 
 import torch
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import cuda_stubs
 from megatron_prism.runtime.recorder.recorder import Recorder
 
-__all__ = ["install", "remove"]
+__all__ = ["report_to"]
 
-_undo: list[Callable[[], None]] = []
 # reading a value on the host waits for the device
 _READS = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__", "numpy")
 
 
-def install(recorder: Recorder) -> None:
-    """Report to ``recorder`` until ``remove``."""
-    remove()
+def report_to(recorder: Recorder, changes: ProcessChanges) -> None:
+    """Report to ``recorder`` until ``changes`` are undone."""
     if recorder.tier == "cuda":
-        _wrap_cuda(recorder)
+        _wrap_cuda(recorder, changes)
     else:
-        cuda_stubs.watcher = recorder
-
-
-def remove() -> None:
-    """Stop reporting."""
-    cuda_stubs.watcher = None
-    while _undo:
-        _undo.pop()()
+        changes.set(cuda_stubs, "watcher", recorder)
 
 
 def _wrap(
-    owner: Any, name: str, before: Callable[..., bool], after: Callable[[], None] | None = None
+    changes: ProcessChanges,
+    owner: Any,
+    name: str,
+    before: Callable[..., bool],
+    after: Callable[[], None] | None = None,
 ) -> None:
     """``before`` says whether there is anything to report; then ``after`` is told of the return."""
     original = getattr(owner, name)
@@ -52,26 +48,26 @@ def _wrap(
         return made
 
     call.__name__, call.__doc__ = name, original.__doc__
-    setattr(owner, name, call)
-    _undo.append(lambda: setattr(owner, name, original))
+    changes.set(owner, name, call)
 
 
-def _wrap_cuda(recorder: Recorder) -> None:
+def _wrap_cuda(recorder: Recorder, changes: ProcessChanges) -> None:
     """The methods of streams, events and tensors that order or wait."""
     stream, event, tensor = torch.cuda.Stream, torch.cuda.Event, torch.Tensor
 
-    _wrap(event, "record", lambda self, stream=None: recorder.event_recorded(id(self), stream))
+    records = lambda self, stream=None: recorder.event_recorded(id(self), stream)  # noqa: E731
+    _wrap(changes, event, "record", records)
     waits = lambda self, stream=None: recorder.event_waited(id(self), stream)  # noqa: E731
-    _wrap(event, "wait", waits, recorder.wait_issued)
+    _wrap(changes, event, "wait", waits, recorder.wait_issued)
     resumed = recorder.host_resumed
-    _wrap(event, "synchronize", lambda self: recorder.host_waited("event"), resumed)
-    _wrap(stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)
+    _wrap(changes, event, "synchronize", lambda self: recorder.host_waited("event"), resumed)
+    _wrap(changes, stream, "synchronize", lambda self: recorder.host_waited("stream"), resumed)
     for name in _READS:
-        _wrap(tensor, name, _read(recorder, name), resumed)
-    _wrap_functions(recorder)
+        _wrap(changes, tensor, name, _read(recorder, name), resumed)
+    _wrap_functions(recorder, changes)
 
 
-def _wrap_functions(recorder: Recorder) -> None:
+def _wrap_functions(recorder: Recorder, changes: ProcessChanges) -> None:
     synchronize, set_stream = torch.cuda.synchronize, torch.cuda.set_stream
 
     def synchronized(device: Any = None) -> None:
@@ -86,9 +82,8 @@ def _wrap_functions(recorder: Recorder) -> None:
         # a segment that began on one stream and ended on another would be the time between streams
         recorder.cut(lambda: set_stream(stream))
 
-    torch.cuda.synchronize, torch.cuda.set_stream = synchronized, switched
-    _undo.append(lambda: setattr(torch.cuda, "synchronize", synchronize))
-    _undo.append(lambda: setattr(torch.cuda, "set_stream", set_stream))
+    changes.set(torch.cuda, "synchronize", synchronized)
+    changes.set(torch.cuda, "set_stream", switched)
 
 
 def _read(recorder: Recorder, name: str) -> Callable[..., bool]:

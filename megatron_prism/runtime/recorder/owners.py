@@ -2,7 +2,7 @@
 
 What is alive when an iteration starts is found by walking: parameters, gradients and their buffers
 from the model, main parameters and states from the optimizer.  What comes to be later gets the
-module whose forward runs (global hooks, installed only while a slice is recorded) and the innermost
+module whose forward runs (global hooks, there only while a slice is recorded) and the innermost
 Megatron frame; in a backward that autograd runs in C++ there is no module, and the frame is the one
 that called it.  A note costs a walk over Python frames, about a microsecond.
 """
@@ -95,7 +95,7 @@ class Owners:
         self._notes: dict[tuple[str, str], str] = {}
 
     # -- while an iteration runs ------------------------------------------------------------------
-    def install(self) -> None:
+    def follow_forwards(self) -> None:
         """Follow the modules' forwards until ``remove``."""
         self.remove()
         for number, model in enumerate(self.models):

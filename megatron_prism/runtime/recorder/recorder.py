@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.program import Builder
 from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.recorder.fields import Tracked, details
 from megatron_prism.runtime.recorder.host_clock import Collections, HostClock
 from megatron_prism.runtime.recorder.measurements import Recording, stamp
@@ -51,7 +52,7 @@ class Labels(TypedDict, total=False):
     chunk: int
 
 
-class Recorder:
+class Recorder(CallListener, TrainingListener):
     """Collects the program of one rank.
 
     rank  : global rank
@@ -116,7 +117,7 @@ class Recorder:
         self.owners.remove()
         self.owners = Owners(models, optimizer)
         if self.meter is not None:
-            self.owners.install()
+            self.owners.follow_forwards()
             self.meter.note = self.owners.note
 
     def stop(self) -> Recording:
@@ -133,7 +134,9 @@ class Recorder:
         return Recording(self.rank, builder, self._times, self._trace, self._hosts, collected)
 
     @contextlib.contextmanager
-    def scope(self, **labels: Unpack[Labels]) -> Iterator[None]:
+    def scope(  # type: ignore[override] # of the labels that there are
+        self, **labels: Unpack[Labels]
+    ) -> Iterator[None]:
         """Label what runs inside: phase, microbatch, chunk."""
         self.cut()
         self.clock.settle()

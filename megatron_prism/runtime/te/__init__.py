@@ -1,7 +1,7 @@
 """How does Megatron's Transformer Engine code run where Transformer Engine is not installed?
 
-``install()`` puts modules named ``transformer_engine…`` into ``sys.modules``; Megatron's own
-core/extensions/transformer_engine.py then runs unmodified, with real values on the CPU and with
+``add_modules(changes)`` puts modules named ``transformer_engine…`` into ``sys.modules``; Megatron's
+own core/extensions/transformer_engine.py then runs unmodified, with real values on the CPU and with
 shapes on ``meta``.  Each layer saves for backward what TE's layer saves and takes no memory that
 TE's kernels do not take; the module's docstring says where that stands in TE's source.
 
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.te import (
     attention,
     base,
@@ -49,7 +50,7 @@ from megatron_prism.runtime.te.unsupported import Lazy, absent_class, absent_fun
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VERSION", "install"]
+__all__ = ["VERSION", "add_modules"]
 
 # of the sources that the modules follow, but for FP8: 2.20.2's.  Both tested Megatrons accept it
 VERSION = "2.9.0"
@@ -226,17 +227,27 @@ def _contents() -> dict[str, dict[str, object]]:
     return {**_top(), **{f".pytorch{name}": held for name, held in below.items()}}
 
 
-def install() -> None:
+def add_modules(changes: ProcessChanges) -> None:
     """Put the stand-ins into ``sys.modules``; harmless a second time."""
     if getattr(sys.modules.get("transformer_engine"), "__prism_stand_in__", False):
         return
+    changes.on_undo(_reset)
     for suffix, contents in _contents().items():
         name = f"transformer_engine{suffix}"
         module = (Lazy if suffix == ".pytorch.ops" else types.ModuleType)(name)
         module.__path__ = []
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__dict__.update(contents)
-        sys.modules[name] = module
+        changes.set_item(sys.modules, name, module)
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], leaf, module)
+
+
+def _reset() -> None:
+    """Drop what the job left in the stand-ins: they stay imported."""
+    for workspaces in base.workspaces.values():
+        workspaces.clear()
+    base._dummies.clear()
+    rng.set_all_rng_states({})
+    fp8.FP8GlobalStateManager.reset()

@@ -7,11 +7,22 @@ import torch
 
 from megatron_prism.core.errors import NotTrainedError
 from megatron_prism.emulate import summary
-from megatron_prism.emulate.monitor import Proof
+from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.runtime.listeners import TrainingListener
 
 
 def args(train_iters=3, **more):
     return types.SimpleNamespace(train_iters=train_iters, iteration=0, **more)
+
+
+class Finished(TrainingListener):
+    """Calls ``then`` when the job has trained."""
+
+    def __init__(self, then):
+        self.then = then
+
+    def finished(self):
+        self.then()
 
 
 def run(proof, steps, skipped=(), wanted=3, move=True, end=None, **more):
@@ -28,7 +39,7 @@ def run(proof, steps, skipped=(), wanted=3, move=True, end=None, **more):
 
 
 def test_a_trained_run_passes_and_remembers():
-    proof = Proof()
+    proof = TrainingMonitor()
     run(proof, 3)
     assert (proof.steps, proof.expected, proof.moved) == (3, 3, True)
     assert proof.num_parameters == 6
@@ -36,7 +47,7 @@ def test_a_trained_run_passes_and_remembers():
 
 
 def test_parameters_that_did_not_move_are_noticed():
-    proof = Proof()
+    proof = TrainingMonitor()
     run(proof, 3, move=False)
     assert proof.moved is False
 
@@ -52,7 +63,7 @@ def test_parameters_that_did_not_move_are_noticed():
 )
 def test_a_run_that_did_not_train_is_an_error(steps, skipped, words):
     with pytest.raises(NotTrainedError, match=words) as caught:
-        run(Proof(), steps, skipped)
+        run(TrainingMonitor(), steps, skipped)
     assert caught.value.exit_code == 1
     assert caught.value.fix
 
@@ -60,32 +71,32 @@ def test_a_run_that_did_not_train_is_an_error(steps, skipped, words):
 def test_iterations_that_the_job_skips_are_not_asked_for():
     """--iterations-to-skip: what was passed over counts, not the flag, which releases number
     differently: [0] is none of 0.19's iterations, [3] none of 0.16's three."""
-    proof = Proof()
+    proof = TrainingMonitor()
     proof.skipped = 1
     run(proof, 2, iterations_to_skip=[0, 7])
     assert proof.expected == 2
     with pytest.raises(NotTrainedError, match="only 2 updates of 3"):
-        run(Proof(), 2, iterations_to_skip=[3])
+        run(TrainingMonitor(), 2, iterations_to_skip=[3])
 
 
 def test_exit_0_from_inside_training_is_judged_and_other_codes_are_not():
     with pytest.raises(NotTrainedError):
-        run(Proof(), 0, end=0)
+        run(TrainingMonitor(), 0, end=0)
     with pytest.raises(SystemExit) as ended:
-        run(Proof(), 0, end=3)
+        run(TrainingMonitor(), 0, end=3)
     assert ended.value.code == 3
 
 
 def test_a_run_that_ends_early_needs_its_own_steps():
     """An interval says how many these are; of a clock or a signal nobody knows."""
     for steps in (1, 2):
-        run(Proof(), steps, exit_interval=steps)
+        run(TrainingMonitor(), steps, exit_interval=steps)
         with pytest.raises(NotTrainedError):
-            run(Proof(), steps - 1, exit_interval=steps)
+            run(TrainingMonitor(), steps - 1, exit_interval=steps)
     for ended in ("exit_duration_in_mins", "exit_signal_handler"):
-        run(Proof(), 1, **{ended: 1})
+        run(TrainingMonitor(), 1, **{ended: 1})
         with pytest.raises(NotTrainedError):
-            run(Proof(), 0, **{ended: 1})
+            run(TrainingMonitor(), 0, **{ended: 1})
 
 
 @pytest.mark.parametrize(
@@ -103,13 +114,15 @@ def test_a_run_that_ends_early_needs_its_own_steps():
 def test_the_steps_of_a_run_end_where_megatron_leaves(more, steps):
     """--prism-capture, --prism-world and memory take their iterations by that number."""
     assert (
-        Proof().asked(types.SimpleNamespace(**{"train_iters": 500, "iteration": 0, **more}))
+        TrainingMonitor().asked(
+            types.SimpleNamespace(**{"train_iters": 500, "iteration": 0, **more})
+        )
         == steps
     )
 
 
 def test_a_phase_that_ends_is_no_failure():
-    proof = Proof()
+    proof = TrainingMonitor()
     with pytest.raises(SystemExit):
         run(proof, 2, phase_transition_iterations=[2], end=0)
     assert proof.expected == 2
@@ -118,33 +131,33 @@ def test_a_phase_that_ends_is_no_failure():
 
 def test_a_job_that_left_before_its_first_step_is_asked_why():
     with pytest.raises(NotTrainedError) as caught:  # --exit-on-missing-checkpoint
-        run(Proof(), 0, end=0)
+        run(TrainingMonitor(), 0, end=0)
     assert "log above" in caught.value.fix
 
 
 def test_a_job_of_no_iterations_did_not_train():
     with pytest.raises(NotTrainedError, match="without a single train step"):
-        run(Proof(), 0, wanted=0)
+        run(TrainingMonitor(), 0, wanted=0)
 
 
 def test_skip_train_asks_for_no_step():
-    run(Proof(), 0, skip_train=True)
+    run(TrainingMonitor(), 0, skip_train=True)
 
 
 def test_finish_callbacks_run_only_after_a_good_verdict():
-    called, proof = [], Proof()
-    proof.on_finish.append(lambda: called.append(1))
+    called, proof = [], TrainingMonitor()
+    proof.listen(Finished(lambda: called.append(1)))
     with pytest.raises(NotTrainedError):
         run(proof, 0)
     assert called == []
-    proof = Proof()
-    proof.on_finish.append(lambda: called.append(2))
+    proof = TrainingMonitor()
+    proof.listen(Finished(lambda: called.append(2)))
     run(proof, 3)
     assert called == [2]
 
 
 def test_backward_gets_the_labels_of_its_forward():
-    proof = Proof()
+    proof = TrainingMonitor()
     proof.new_schedule({"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3})
     outputs = [torch.ones(1), torch.ones(1)]
     for output in outputs:

@@ -1,0 +1,96 @@
+"""What an emulation changes in its process, and how all of it is taken back.
+
+``with Session() as session:`` encloses one emulation; ``close`` undoes everything in reverse order,
+after which the same process can emulate another world on another tier.  A process that ends with
+its job (``prism run``, a worker of ``prism emulate``) leaves its session open.
+
+Undone are: functions of torch that the tier and the virtual world replace, modes, environment
+variables, stand-ins in ``sys.modules``, the import hooks, ``sys.exit`` and the exception hook.
+Megatron's own state goes in two steps.  Its destroy functions are called where it has them, for
+modules that were imported before the session and stay.  Then every module of ``megatron``,
+``transformer_engine`` and ``triton`` that was first imported during the session is dropped from
+``sys.modules``: Megatron copies names when it is imported (``from torch.cuda import Stream``,
+``from megatron.core.utils import …``, functions compiled by decorators), and such copies are of the
+session that they were made in.  Nobody can list them, but the next import makes new ones.
+
+Not undone: what the job itself does to its process (the random state, threads, files, signal
+handlers), and device memory that the driver gave for ballast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from types import TracebackType
+
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.emulate import import_hooks
+
+__all__ = ["Session"]
+
+_PACKAGES = frozenset({"megatron", "transformer_engine", "triton"})
+_DESTROY = (  # module, function: both tested releases have them (core/parallel_state.py and others)
+    ("megatron.core.rerun_state_machine", "destroy_rerun_state_machine"),
+    ("megatron.training.global_vars", "destroy_global_vars"),
+    ("megatron.core.num_microbatches_calculator", "destroy_num_microbatches_calculator"),
+    ("megatron.core.parallel_state", "destroy_model_parallel"),
+)
+
+
+class Session:
+    """Owns every process-wide change of one emulation, in ``changes``."""
+
+    def __init__(self) -> None:
+        self.changes = ProcessChanges()
+        modules, variables, path = frozenset(sys.modules), dict(os.environ), list(sys.path)
+        # undone last, the first of these at the very end
+        self.changes.on_undo(lambda: sys.path.__setitem__(slice(None), path))  # Megatron adds to it
+        self.changes.on_undo(lambda: _restore_environment(variables))
+        self.changes.on_undo(lambda: _forget_modules(modules))
+        self.changes.on_undo(import_hooks.clear)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take everything back, the last change first; harmless a second time.
+
+        Every change is tried.  Raises the first error, if there was one.
+        """
+        if not len(self.changes):
+            return
+        for name, function in _DESTROY:
+            destroy = getattr(sys.modules.get(name), function, None)
+            if destroy is not None:
+                self.changes.on_undo(destroy)
+        self.changes.undo()
+
+
+def _restore_environment(variables: dict[str, str]) -> None:
+    """Also what Megatron and torch set: NCCL's switches, CUDA_DEVICE_MAX_CONNECTIONS."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _forget_modules(before: frozenset[str]) -> None:
+    """Drop modules of ``_PACKAGES`` that are not in ``before``, and parents' names of them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
+        if name in before:
+            continue
+        module = sys.modules.pop(name)
+        parent, _, leaf = name.rpartition(".")
+        if parent in before and vars(sys.modules[parent]).get(leaf) is module:
+            with contextlib.suppress(AttributeError):
+                delattr(sys.modules[parent], leaf)

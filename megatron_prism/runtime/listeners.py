@@ -1,0 +1,81 @@
+"""Interfaces of what follows an emulated job: its training, and its communication calls.
+
+Implementations subclass the protocol and override what they need.  A method that is not overridden
+(or that a class with the same methods lacks) is never called, so it costs nothing on the job's own
+path; ``overriding`` finds the others once, when the listeners are set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+__all__ = ["CallListener", "TrainingListener", "overriding"]
+
+
+class TrainingListener(Protocol):
+    """Follows the training of one rank.  ``emulate.monitor.TrainingMonitor`` calls it."""
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        """Train step ``number`` (from 1) of ``wanted`` is about to start; ``model``: its chunks."""
+        return
+
+    def scope(self, **labels: Any) -> AbstractContextManager[None]:
+        """Label what runs inside: phase, and perhaps microbatch and chunk."""
+        return contextlib.nullcontext()
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Keep the memory peak of what runs inside apart; ``name`` is one of ``monitor.PARTS``."""
+        return contextlib.nullcontext()
+
+    def outside_step(self, gathered: bool, begun: bool) -> None:
+        """Mark everything until the next train step as not part of a steady iteration.
+
+        gathered : it gathers the parameters that the next step would gather
+        begun    : it starts now, not later in this iteration
+        """
+        return
+
+    def out_of_memory(self) -> None:
+        """Device memory ran out: the job ends here."""
+        return
+
+    def finished(self) -> None:
+        """Training ended with the steps that were asked for.  A PrismError fails the job."""
+        return
+
+
+class CallListener(Protocol):
+    """Follows the communication calls of one rank.  ``runtime.world.VirtualWorld`` calls it.
+
+    hands_on : ``record`` makes its call through ``world.after(self)``; of the listeners that
+               override ``record`` only the last may do without
+    """
+
+    hands_on: bool = False
+
+    def record(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Make the call ``answer(group, *args, **kwargs)`` named ``op``; returns its Work."""
+        return answer(group, *args, **kwargs)
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Take what is issued inside for one call."""
+        return contextlib.nullcontext()
+
+    def aside(self, answer: Callable[[], None]) -> None:
+        """Do what stands for virtual ranks and is no call."""
+        answer()
+
+    def observe(self, group: Any, op: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Look at the tensors of a call after its answer has arrived; may change ``outputs``."""
+        return
+
+
+def overriding(listeners: Iterable[object], protocol: type, name: str) -> tuple[Any, ...]:
+    """The listeners that have a method ``name`` of their own."""
+    default = getattr(protocol, name)
+    return tuple(one for one in listeners if getattr(type(one), name, default) is not default)
