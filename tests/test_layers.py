@@ -38,7 +38,8 @@ TOP = {  # modules beside the packages
 # Third-party package -> who may import it ("a/*" is at any depth below a/).
 PACKAGES = {
     "torch": ["runtime/*", "emulate/*"],
-    "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py"],
+    "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
+                 "emulate/job_arguments.py"],
     "omegaconf": ["core/recipe.py"],
     "yaml": ["core/recipe.py", "hang/fault_files.py"],
     "rich": ["cli/*", "report/*", "emulate/*"],

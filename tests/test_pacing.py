@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
@@ -431,6 +432,22 @@ def test_slices_of_another_device_are_refused(tmp_path):
             assert "captured here" in raised.value.fix
         else:  # slices made by hand name no device
             assert pace._programs(folder, options, source).world == options.world
+
+
+def test_slices_of_another_job_do_not_pace(tmp_path):
+    """Said when Megatron has parsed its arguments, which is before anything is paced."""
+    paced = object.__new__(pace.Pace)
+    paced.options = options_of("--prism-pace", str(tmp_path))
+    paced._arguments = job_settings.as_text({"--seq-length": "4096"})
+    paced.is_of(job_settings.as_text({}, {"--seq-length": "4096"}))
+    with pytest.raises(UsageError, match="another job: --seq-length 4096 there, 8192 here"):
+        paced.is_of(job_settings.as_text({"--seq-length": "8192"}))
+    paced._arguments = "0123456789abcdef"  # of a release that kept a digest
+    with pytest.raises(UsageError, match="of another release of ours.*capture again"):
+        paced.is_of(job_settings.as_text({"--seq-length": "8192"}))
+    paced._arguments = None
+    with pytest.raises(UsageError, match="arguments unknown there"):
+        paced.is_of(job_settings.as_text({}))
 
 
 def test_slices_that_were_recorded_at_pace_pace_as_well(tmp_path):

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.runtime.control_values import Recorder, Replayer
 
 GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)
-HEADER = {"world": "4 ranks", "arguments": "--lr 1"}
+HEADER = {"world": "4 ranks"}
+ARGUMENTS = job_settings.as_text({"--lr": "1.0"})
 
 
 def counts(seed):
@@ -25,6 +27,7 @@ def folder(tmp_path):
         recorder.route(3, counts(seed) > 50)
     recorder.observe(GROUP, "all_gather", (), (torch.rand(4),))  # payload
     recorder.observe(GROUP, "all_reduce", (), (counts(0),))
+    recorder.is_of(ARGUMENTS)
     recorder.save()
     return tmp_path
 
@@ -56,13 +59,22 @@ def test_what_was_not_recorded_stays_and_is_counted(folder):
     ("rank", "header", "words"),
     [
         (1, HEADER, "no recording of rank 1"),
-        (2, {**HEADER, "arguments": "--lr 2"}, "recorded with arguments --lr 1"),
         (2, {**HEADER, "world": "8 ranks"}, "recorded with world 4 ranks"),
     ],
 )
 def test_another_run_is_refused(folder, rank, header, words):
     with pytest.raises(UsageError, match=words):
         Replayer(folder, rank, header)
+
+
+def test_another_jobs_recording_is_refused(folder):
+    replayer = Replayer(folder, 2, HEADER)
+    replayer.is_of(ARGUMENTS)
+    with pytest.raises(UsageError, match="of another job: --lr 1.0 there, 2.0 here"):
+        replayer.is_of(job_settings.as_text({"--lr": "2.0"}))
+    Recorder(folder, 2, {**HEADER, "arguments": "--lr 1"}).save()  # as releases of before did
+    with pytest.raises(UsageError, match="another release of ours"):
+        Replayer(folder, 2, HEADER).is_of(ARGUMENTS)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "foreign"])

@@ -436,7 +436,7 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
     assert (status, "2 slices are there already" in shown + talked) == (0, True)
     other = [*words, "train.lr=0.001"]
     status, _, talked = prism(*other, capsys=capsys)
-    assert (status, "is a slice of another job: settings" in talked) == (2, True)
+    assert (status, "of another job: train.lr 0.003 there, 0.001 here" in talked) == (2, True)
     assert first.stat().st_ino == before.st_ino
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
@@ -31,6 +32,12 @@ def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
         StockCapture(options(tmp_path), TIER, {"arguments": "new"}, None)
     assert "--prism-force" in caught.value.fix
     StockCapture(options(tmp_path, force=True), TIER, {"arguments": "new"}, None)
+    capture = StockCapture(options(tmp_path), TIER, {}, None)  # the arguments are not known yet
+    capture.is_of("old")
+    with pytest.raises(UsageError, match="slice-000000.*arguments old, not new"):
+        capture.is_of("new")
+    with pytest.raises(UsageError, match="of another release of ours.*capture again"):
+        capture.is_of(job_settings.as_text({"--bf16": ""}))
     store.path(0).write_bytes(b"PK")
     with pytest.raises(UsageError, match="slice-000000.*damaged"):
         StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
@@ -228,7 +235,7 @@ def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
 
 
 def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
-    now = slice_source.source_of("--seq 1", "0.19.2", "cuda", "H200")
+    now = slice_source.source_of("0.19.2", "cuda", "H200")
     before = {key: value for key, value in now.items() if key != "timing"}
     store = SliceStore(tmp_path, World(8), before)
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
@@ -240,7 +247,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
             SliceStore(tmp_path, World(8), source).put(program)
         with pytest.raises(ProgramError, match="some are of another release"):
             open_programs(tmp_path)
-    paced = slice_source.source_of("--seq 1", "0.19.2", "cuda", "H200", tmp_path)
+    paced = slice_source.source_of("0.19.2", "cuda", "H200", tmp_path)
     assert dict(paced.items() - now.items()) == {"peers": "paced"}
     for folder, first, second, said in (
         ("a", now, paced, "peers at once, not paced"), ("b", paced, now, "peers paced, not at once")
@@ -249,7 +256,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
         SliceStore(tmp_path / folder, World(8), first).put(Program.from_ops(0, [Op("compute")]))
         with pytest.raises(UsageError, match=said):
             StockCapture(options(tmp_path / folder), TIER, second, None)
-    assert "timing" not in slice_source.source_of("--seq 1", "0.19.2", "meta", "")
+    assert "timing" not in slice_source.source_of("0.19.2", "meta", "")
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):

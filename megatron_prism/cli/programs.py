@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, print_table
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _overview(programs: Programs) -> None:
     out = console()
     out.print(str(programs.world))
     for key, value in programs.source.items():
-        out.print(f"  {key:<14} {value}")
+        out.print(f"  {key:<14} {job_settings.short(value)}")
     rows = []
     for index, program in enumerate(programs.programs):
         counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())

@@ -14,10 +14,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import programs
+from megatron_prism.core import job_settings, programs
 from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
@@ -32,6 +33,7 @@ __all__ = [
     "AT_ONCE",
     "PACED",
     "PEERS",
+    "Origin",
     "SliceStore",
     "assemble",
     "open_programs",
@@ -46,6 +48,13 @@ _SHOWN = 64  # ranks of a message
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
+
+
+class Origin(NamedTuple):
+    """Of which job programs are."""
+
+    world: World
+    source: Mapping[str, str]
 
 
 class SliceStore:
@@ -96,7 +105,7 @@ class SliceStore:
         found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in found if match)
 
-    def check(self, found: Programs, path: Path) -> None:
+    def check(self, found: Programs | Origin, path: Path) -> None:
         """UsageError unless ``found`` is of this job."""
         if differ := self.differences(found):
             raise UsageError(
@@ -104,14 +113,15 @@ class SliceStore:
                 fix="--force drops the old slices, -o DIR puts the new ones elsewhere",
             )
 
-    def differences(self, found: Programs) -> list[str]:
+    def differences(self, found: Programs | Origin) -> list[str]:
         """In which words ``found`` is of another job than this one."""
-        there = {PEERS: AT_ONCE, **found.source}
-        differ = [
-            _AGED if key == AGE else f"{key} {there.get(key, 'unknown')}, not {value}"
-            for key, value in {PEERS: AT_ONCE, **self.source}.items()
-            if there.get(key) != value
-        ]
+        there, differ = {PEERS: AT_ONCE, **found.source}, list[str]()
+        for key, value in {PEERS: AT_ONCE, **self.source}.items():
+            if key in job_settings.KEYS:
+                differ += job_settings.differences(key, there.get(key), value)
+            elif there.get(key) != value:
+                unlike = f"{key} {there.get(key, 'unknown')}, not {value}"
+                differ.append(_AGED if key == AGE else unlike)
         if found.world != self.world:
             differ.insert(0, f"a world of {found.world}, not {self.world}")
         return differ

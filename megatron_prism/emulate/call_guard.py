@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import HangError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.selectors import format_ranks
-from megatron_prism.emulate import slice_source
 from megatron_prism.emulate.expected_calls import Strict, disagreement
 from megatron_prism.emulate.fault_injector import Injector
 from megatron_prism.emulate.hang_flags import HangOptions
@@ -30,12 +30,11 @@ __all__ = ["Guard", "make_guard"]
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
-def make_guard(options: Any, tier: Any, store: Any, monitor: Any, arguments: str) -> Guard:
+def make_guard(options: Any, tier: Any, store: Any, monitor: Any) -> Guard:
     """The guard that ``options.hang`` asks for; prints what is wrong on purpose."""
     guard = Guard(options, options.hang, tier, store)
     guard.steps = lambda: monitor.iterations
     sys.stderr.write(guard.banner())
-    guard.compare_arguments(arguments)
     return guard
 
 
@@ -68,7 +67,7 @@ class Guard(CallListener, TrainingListener):
         self._labels: dict[str, Any] = {}
         self._sites = Sites()
         self._checked_faulty = False
-        self._other: list[str] = []  # that the programs are of another command line
+        self._other: list[str] = []  # that the programs are of other arguments
         self._compared = 0  # calls, with the programs of the world
         self._begun: list[int] = []  # iterations of which calls are compared
         if asked.truth is not None and self.strict is not None and self.rank == self.local[0]:
@@ -88,12 +87,18 @@ class Guard(CallListener, TrainingListener):
             lines
         )
 
-    def compare_arguments(self, arguments: str) -> None:
-        """Say it if the programs are of another command line, now and in every verdict: then it may
-        be the programs that are wrong, and not a rank."""
+    def is_of(self, arguments: str) -> None:
+        """Say it if the programs are of other arguments, now and in every verdict: then it may be
+        the programs that are wrong, and not a rank."""
         there = self.strict and self.strict.healthy.programs.source.get("arguments")
-        if there and there != slice_source.digest(arguments):
-            self._other = [f"{self.asked.programs} was captured with other arguments than this job"]
+        differ = job_settings.differences("arguments", there, arguments) if there else []
+        self._other = []
+        if differ == [job_settings.OLDER]:
+            self._other = [f"{self.asked.programs} is {job_settings.OLDER}"]
+        elif differ:
+            what = f"{self.asked.programs} was captured with other arguments than this job"
+            self._other = [f"{what}: {'; '.join(differ)}"]
+        if self._other:
             sys.stderr.write(f"prism: warning: {self._other[0]}\n")
 
     # -- training ---------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
-from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.slices import Origin, SliceStore
 from megatron_prism.core.subgroups import subgroups
 from megatron_prism.emulate import model_flops, nvlink_keepalive
 from megatron_prism.runtime.listeners import TrainingListener
@@ -78,7 +78,8 @@ def disturbed() -> None:
 class StockCapture(TrainingListener):
     """Starts and stops the recorder around one iteration of a stock job.
 
-    source  : what must be alike in all slices of a folder (versions, tier, arguments)
+    source  : what must be alike in all slices of a folder (versions, tier); the job's arguments
+              follow with ``is_of``
     monitor : tells the recorder of phases while there is one
     pace    : of a rank that is recorded at pace
     """
@@ -89,6 +90,7 @@ class StockCapture(TrainingListener):
         self.store = SliceStore(options.capture, options.world, source)
         self.rank, self.tier = options.rank, tier
         self._num_processes = options.num_processes
+        self._there: dict[Path, Origin] = {}  # of the slices in the folder
         self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
@@ -112,8 +114,19 @@ class StockCapture(TrainingListener):
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
         there = self.store.ranks() if self.store.folder.is_dir() and not force else ()
         for rank in there:
+            found = programs.load(self.store.path(rank))
+            self._there[self.store.path(rank)] = Origin(found.world, found.source)
+        self._compare()
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now: UsageError if the folder has slices of others."""
+        self.store.source["arguments"] = arguments
+        self._compare()
+
+    def _compare(self) -> None:
+        for path, found in self._there.items():
             try:
-                self.store.check(programs.load(self.store.path(rank)), self.store.path(rank))
+                self.store.check(found, path)
             except UsageError as error:
                 fix = "--prism-force replaces them rank by rank, or name another folder"
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error

@@ -7,41 +7,51 @@ at the end.  Slices that are there already are not captured again.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from megatron_prism.core import programs
+from megatron_prism.core import job_settings, programs
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.programs import Programs
 from megatron_prism.core.recipe_schema import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
-from megatron_prism.emulate import model_flops, recipe_job, recipe_job_report
+from megatron_prism.emulate import job_arguments, model_flops, recipe_job, recipe_job_report
 from megatron_prism.emulate.slice_source import versions
 
 __all__ = ["capture", "source_of"]
 
+_ELSEWHERE = ("name", "prism.ranks", "prism.out")  # a line of its own; which to run, and where to
+
 
 def source_of(recipe: Recipe) -> dict[str, str]:
     """What decides a slice's content: versions, tier and every setting but which ranks to run."""
-    settings = dataclasses.asdict(recipe)
-    for key in ("ranks", "out"):
-        settings.get("prism", {}).pop(key, None)
-    text = json.dumps(settings, sort_keys=True, default=str)
     tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
     return {
         "recipe": recipe.name,
-        "settings": hashlib.sha1(text.encode()).hexdigest()[:16],
+        "settings": job_settings.as_text(dict(_flat(recipe))),
         "megatron_core": megatron_release(),
         **versions(),
         "tier": tier,
         **model_flops.of_recipe(recipe),
     }
+
+
+def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """(``model.seq_length``, its value as text) of all settings that are not the default."""
+    for field in dataclasses.fields(section):
+        key, value = above + field.name, getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat(value, f"{key}.")
+        elif isinstance(value, Mapping):  # extra: of TransformerConfig
+            yield from ((f"{key}.{name}", job_arguments.text_of(value[name])) for name in value)
+        elif value != field.default and key not in _ELSEWHERE:
+            yield key, job_arguments.text_of(value)
 
 
 def capture(

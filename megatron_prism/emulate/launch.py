@@ -182,8 +182,9 @@ def _add_listeners(run: Run, session: Session) -> None:
         run.training += (run.pace,)
     guards: tuple[call_guard.Guard, ...] = ()
     if options.hang is not None:
-        made = call_guard.make_guard(options, run.tier, run.store, monitor, _job_arguments())
+        made = call_guard.make_guard(options, run.tier, run.store, monitor)
         guards = (made,)
+        run.on_arguments.append(made.is_of)
     monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
     run.memory = memory_watch.from_options(options)
     held = run.tally = nccl_reserve.from_options(options)
@@ -196,6 +197,8 @@ def _add_listeners(run: Run, session: Session) -> None:
     run.training += (*guards, *memory, *_capture(run, session))
     if options.record is not None:
         run.training += (run.recording,)
+    told = (run.recording, run.pace)
+    run.on_arguments += [one.is_of for one in told if one is not None]
 
 
 def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
@@ -209,10 +212,10 @@ def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
     from megatron_prism.emulate import slice_source
 
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    arguments = _job_arguments()
-    source = slice_source.source_of(arguments, run.version, tier.name, device, options.pace)
+    source = slice_source.source_of(run.version, tier.name, device, options.pace)
     capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
     session.changes.on_undo(capture.changes.undo)
+    run.on_arguments.append(capture.is_of)
     return (capture,)
 
 
@@ -227,7 +230,7 @@ def _recording(options: flags.Options) -> Any:
         raise UsageError(
             "tier meta has no values to record or replay", fix="use --prism-tier cuda or cpu"
         )
-    header = {"world": str(options.world), "arguments": _job_arguments()}
+    header = {"world": str(options.world)}
     if options.record is None:
         return Replayer(Path(path), options.rank, header)
     if policy == "recorded" or len(options.ranks) < options.world.size:
@@ -240,12 +243,8 @@ def _recording(options: flags.Options) -> Any:
     return Recorder(options.record, options.rank, header)
 
 
-def _job_arguments() -> str:
-    """The job's own arguments, without ours and without how long it runs."""
-    return " ".join(_job_words(sys.argv[1:]))
-
-
 def _job_words(argv: Sequence[str]) -> list[str]:
+    """The job's own arguments, without ours and without how long it runs."""
     kept, skip = [], False
     for word in argv:
         name = word.partition("=")[0]
@@ -266,16 +265,21 @@ def _pace(options: flags.Options, version: str, store: Any) -> Any:
 
     pace.check(options)
     pace_capture.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
-    return pace.Pace(options, _job_arguments(), version)
+    return pace.Pace(options, version)
 
 
 def start_world(run: Run, session: Session) -> VirtualWorld:
     """Bring the virtual world of ``run`` up in this process."""
     import torch
 
+    from megatron_prism.emulate import job_arguments
     from megatron_prism.runtime.values import Values
     from megatron_prism.runtime.world import VirtualWorld, start, stop
 
+    if run.on_arguments:
+        arguments = job_arguments.of_running_job()
+        for tell in run.on_arguments:
+            tell(arguments)
     options, device = run.options, run.tier.device
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

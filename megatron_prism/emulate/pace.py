@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.core import slices
+from megatron_prism.core import job_settings, slices
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.programs import Programs
 from megatron_prism.core.selectors import format_ranks
@@ -37,18 +37,19 @@ CALIBRATION = "calibration.json"
 class Pace(TrainingListener):
     """What pacing was made from, and what it says afterwards.
 
-    arguments, version : the job's own arguments, and megatron-core's version
+    version : megatron-core's; the job's arguments follow with ``is_of``
 
     UsageError for slices of another job, PrismError for slices that do not fit together.
     """
 
-    def __init__(self, options: Any, arguments: str, version: str) -> None:
+    def __init__(self, options: Any, version: str) -> None:
         import torch
 
         folder, device = options.pace, torch.cuda.get_device_name()
-        source = source_of(arguments, version, options.tier, device)
+        source = source_of(version, options.tier, device)
         begin = time.perf_counter()
         programs = _programs(folder, options, source)
+        self._arguments = programs.source.get("arguments")
         self._alone = programs.source.get(slices.PEERS, slices.AT_ONCE) == slices.AT_ONCE
         program = programs.programs[int(programs.program_of[options.rank])]
         self._calibration = calibration(folder, device)
@@ -70,6 +71,12 @@ class Pace(TrainingListener):
         self.pacer: Any = None
         self.links: Any = None
         self.took_s = time.perf_counter() - begin
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now: UsageError if the slices are of others."""
+        _refuse(
+            self.options.pace, job_settings.differences("arguments", self._arguments, arguments)
+        )
 
     def start(self, world: Any, store: Any = None) -> Any:
         """The Pacer on the current device, of the virtual ``world``; ``store``: of the local
@@ -234,12 +241,16 @@ def _programs(folder: Path, options: Any, source: dict[str, str]) -> Programs:
         )
     wanted = {key: value for key, value in source.items() if key != "device"}
     wanted[slices.PEERS] = made.source.get(slices.PEERS, slices.AT_ONCE)  # either will do
-    if differ := slices.SliceStore(folder, options.world, wanted).differences(made):
+    _refuse(folder, slices.SliceStore(folder, options.world, wanted).differences(made))
+    return made
+
+
+def _refuse(folder: Path, differ: list[str]) -> None:
+    if differ:
         raise UsageError(
             f"--prism-pace: {folder} holds slices of another job: {'; '.join(differ)}",
             fix="capture this job into another folder, or delete this one",
         )
-    return made
 
 
 def calibration(folder: Path, device: str = "") -> Calibration | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_prism.emulate.memory_watch import MemoryWatch
@@ -27,6 +28,8 @@ class Run:
     store    : of the launcher, through which several local processes find each other
     pace, recording, memory : the Pace, the recorder or replayer of control values, the MemoryWatch
                of this run, where it has one
+    on_arguments : told the job's arguments, as text, once Megatron has parsed them and before
+               anything is trained; what is of another job refuses it there
     """
 
     options: Options
@@ -40,3 +43,4 @@ class Run:
     pace: Any = None
     recording: Any = None
     memory: MemoryWatch | None = None
+    on_arguments: list[Callable[[str], None]] = field(default_factory=list)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 from pathlib import Path
 
 from megatron_prism.core.slices import AGE, PACED, PEERS
 
-__all__ = ["TIMING", "digest", "source_of", "versions"]
+__all__ = ["TIMING", "source_of", "versions"]
 
 TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
 
@@ -22,18 +21,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def digest(arguments: str) -> str:
-    """What a folder of slices keeps of the job's command line."""
-    return hashlib.sha1(arguments.encode()).hexdigest()[:16]
-
-
-def source_of(
-    arguments: str, megatron: str, tier: str, device: str, pace: Path | None = None
-) -> dict[str, str]:
-    """What decides the content of a stock job's slices; ``pace``: --prism-pace while they are
-    recorded."""
+def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
+    """What decides the content of a stock job's slices, besides its arguments, which are not known
+    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded."""
     found = {
-        "arguments": digest(arguments),
         "megatron_core": megatron.partition(" ")[0],
         **versions(),
         "tier": tier,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from megatron_prism.core.job_settings import short
 from megatron_prism.core.selectors import format_ranks
 from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
@@ -149,7 +150,7 @@ def figures(timeline: Timeline) -> Figures:
     return Figures(
         sizes=str(graph.programs.world),
         world=str(graph),
-        source=dict(graph.programs.source),
+        source={key: short(text) for key, text in graph.programs.source.items()},
         iteration_ns=iteration,
         low_ns=max(0, iteration - off),
         high_ns=iteration + off,

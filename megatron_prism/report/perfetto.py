@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import NAMES, PHASE_NAMES, label
 from megatron_prism.core.program import Program
 from megatron_prism.core.selectors import format_ranks
@@ -48,7 +49,7 @@ def render(timeline: Timeline) -> str:
         "iteration_ns": timeline.iteration_ns,
         "iteration_begins_ns": early,
         "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
-        **{f"slices_{key}": value for key, value in timeline.graph.programs.source.items()},
+        **{f"slices_{key}": short(value) for key, value in timeline.graph.programs.source.items()},
     }
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
     return head + ",\n".join(lines) + "\n]}\n"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.artefact import whole_file
 from megatron_prism.core.errors import UsageError
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
@@ -50,12 +51,17 @@ def _file(folder: Path, rank: int) -> Path:
 class Recorder(CallListener, TrainingListener):
     """Collects control values of this process; ``save`` writes them when the run has trained.
 
-    header : what must match at replay, besides the format (world, rank, arguments)
+    header : what must match at replay, besides the format (world, rank); the job's arguments
+             follow with ``is_of``
     """
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
-        self.folder, self.rank, self.header = folder, rank, header
+        self.folder, self.rank, self.header = folder, rank, {**header}
         self._values: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now."""
+        self.header["arguments"] = arguments
 
     def observe(
         self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
@@ -109,12 +115,21 @@ class Replayer(CallListener):
                 f"{file} is no recording of ours, or it is truncated ({type(error).__name__})",
                 fix="record again with --prism-record",
             ) from error
+        self._file, self._arguments = file, found.get("arguments")
         for key, wanted in {"format": FORMAT, "rank": rank, **header}.items():
             if found.get(key) != wanted:
                 raise UsageError(
                     f"{file} was recorded with {key} {found.get(key)}, this run has {wanted}",
                     fix="record this very job, or use --prism-values mirror",
                 )
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now: UsageError if the recording is of others."""
+        if differ := job_settings.differences("arguments", self._arguments, arguments):
+            raise UsageError(
+                f"{self._file} was recorded of another job: {'; '.join(differ)}",
+                fix="record this very job, or use --prism-values mirror",
+            )
 
     def observe(
         self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]

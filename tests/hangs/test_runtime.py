@@ -13,13 +13,13 @@ import torch
 from needs import TRAINING
 from torch import distributed as dist
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.programs import Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import slice_source
 from megatron_prism.emulate.call_guard import Guard
 from megatron_prism.emulate.expected_calls import ProgramPeers
 from megatron_prism.emulate.hang_flags import HangOptions
@@ -199,14 +199,19 @@ def test_a_dry_run_of_a_virtual_rank_says_which_call_and_changes_nothing(job, ca
 def test_programs_of_another_command_line_are_named(job, capsys):
     """The verdict called a rank odd that ran another sequence length, and not the old programs."""
     guard, group = job()
-    guard.compare_arguments("--seq-length 32")  # programs by hand say nothing of a command line
-    guard.strict.healthy.programs.source["arguments"] = slice_source.digest("--seq-length 32")
-    guard.compare_arguments("--seq-length 32")
+    job_32 = job_settings.as_text({"--seq-length": "32"})
+    guard.is_of(job_32)  # programs by hand say nothing of their arguments
+    guard.strict.healthy.programs.source["arguments"] = "0123456789abcdef"
+    guard.is_of(job_32)
+    assert "is of another release of ours" in capsys.readouterr().err
+    guard.strict.healthy.programs.source["arguments"] = job_32
+    guard.is_of(job_32)
     assert capsys.readouterr().err == ""
-    guard.compare_arguments("--seq-length 16")
-    assert "was captured with other arguments" in capsys.readouterr().err
+    guard.is_of(job_settings.as_text({"--seq-length": "16"}))
+    said = "was captured with other arguments than this job: --seq-length 32 there, 16 here"
+    assert said in capsys.readouterr().err
     guard.iteration_started(2, 4)
-    with pytest.raises(HangError, match="was captured with other arguments"):
+    with pytest.raises(HangError, match=said):
         dist.all_reduce(torch.ones(4), group=group)
 
 

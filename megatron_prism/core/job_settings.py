@@ -1,0 +1,75 @@
+"""Are two jobs one?  By their settings, which slices and recordings keep as a line of text.
+
+A setting is a name as people type it (``--seq-length``, ``model.seq_length``) with its value as
+text, "" where the name alone says it (``--bf16``).  What has its default is left out.  Which of
+them were ``given`` is kept too, for these are named first where jobs differ: others follow from
+them (``--encoder-seq-length``).  Order, and what was given, are no part of the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+__all__ = ["KEYS", "OLDER", "as_text", "differences", "short"]
+
+KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
+OLDER = "of another release of ours, which did not keep its arguments: capture again"
+_SHOWN = 4
+_Settings = Mapping[str, str]
+
+
+def as_text(given: _Settings, others: _Settings | None = None) -> str:
+    """The line that is kept: settings that were given, and others that are not the default."""
+    parts = {"given": dict(sorted(given.items())), "others": dict(sorted((others or {}).items()))}
+    return json.dumps(parts, separators=(",", ":"))
+
+
+def _read(text: str) -> tuple[dict[str, str], dict[str, str]] | None:
+    """(given, others), or None for a digest of an earlier release and for words of a person."""
+    try:
+        parts = json.loads(text) if text.startswith("{") else None
+        return (dict(parts["given"]), dict(parts["others"])) if parts is not None else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def differences(key: str, there: str | None, here: str) -> list[str]:
+    """In which words the job ``there`` is another one than that ``here``; empty: they are one.
+
+    key : what the settings are, for those of which nobody knows them
+    """
+    if there is None:
+        return [f"{key} unknown there"]
+    theirs, ours = _read(there), _read(here)
+    if theirs is None and ours is None:
+        return [] if there == here else [f"{key} {there}, not {here}"]
+    if theirs is None or ours is None:
+        return [OLDER]
+    old, new = {**theirs[1], **theirs[0]}, {**ours[1], **ours[0]}
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    first = [name for name in names if name in ours[0] or name in theirs[0]]
+    known = {(old.get(name), new.get(name)) for name in first}  # which others repeat
+    rest = [name for name in names if (old.get(name), new.get(name)) not in known]
+    shown = first + [name for name in rest if name not in first]
+    more = [f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+    return [_said(name, old.get(name), new.get(name)) for name in shown[:_SHOWN]] + more
+
+
+def _said(name: str, old: str | None, new: str | None) -> str:
+    if old and new:
+        return f"{name} {old} there, {new} here"
+    places = (old, "there", "here") if old is not None else (new, "here", "there")
+    value, with_it, without = places
+    lacking = f"its default {without}" if value else f"not {without}"
+    return f"{name}{' ' if value else ''}{value} {with_it}, {lacking}"
+
+
+def short(text: str) -> str:
+    """A word in place of a line of settings, the same for the same job; other texts as they are."""
+    parts = _read(text)
+    if parts is None:
+        return text
+    content = json.dumps({**parts[1], **parts[0]}, sort_keys=True)
+    return hashlib.sha1(content.encode()).hexdigest()[:16]

@@ -1,0 +1,169 @@
+"""Which job is this?  Megatron's own parsed arguments, less what does not matter.
+
+In : the namespace after Megatron has validated it, and its parser's defaults.  Out: the line of
+text that slices and recordings keep (``job_settings``).  The same command line in another order, as
+``--a=b`` or with defaults spelt out is the same job.  No path of a machine is kept: of a file its
+content counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_prism.core import job_settings
+
+__all__ = ["matters", "of_namespace", "of_running_job", "text_of"]
+
+# What does not matter, by name; whatever is not here does.
+_NAMES = frozenset(
+    " ".join((
+        # which process this is, and how processes find each other; the world is compared by itself
+        "rank local_rank world_size lazy_mpu_init distributed_timeout_minutes",
+        "distributed_timeout_seconds_after_init",
+        # how long it trains, how far it is, and a learning rate's lengths, which follow from both
+        "train_iters train_samples iteration curr_iteration phase_transition_iterations",
+        "lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples",
+        "lr_wsd_decay_iters lr_wsd_decay_samples consumed_train_samples consumed_valid_samples",
+        "consumed_train_bins skipped_train_samples num_floating_point_operations_so_far",
+        # what it starts from and leaves behind; these settings take no part in an iteration
+        "save save_interval save_retain_interval load ckpt_step finetune pretrained_checkpoint",
+        "bert_load ict_load no_load_optim no_load_rng no_save_optim no_save_rng async_save",
+        "async_strategy auto_detect_ckpt_format use_persistent_ckpt_worker verify_integrity",
+        "use_dist_ckpt use_dist_ckpt_deprecated stream_ckpt_dequant",
+        "use_checkpoint_opt_param_scheduler override_opt_param_scheduler override_ckpt_iteration",
+        "exit_on_missing_checkpoint exit_interval exit_duration_in_mins exit_signal",
+        "exit_signal_handler",
+        # where data lie; how many tokens there are is padded_vocab_size
+        "data_path train_data_path valid_data_path test_data_path data_args_path",
+        "per_split_data_args_path data_cache_path per_dataset_sequences_path block_data_path",
+        "embedding_path evidence_data_path titles_data_path object_storage_cache_path",
+        "vocab_file merge_file tokenizer_model tokenizer_metadata metadata_path",
+        # what it says of itself, and where; log_params_norm and its like compute and stay
+        "log_interval log_memory_interval log_memory_to_tensorboard log_timers_to_tensorboard",
+        "log_throughput log_progress log_validation_ppl_to_tensorboard logging_level",
+        "log_world_size_to_tensorboard log_loss_scale_to_tensorboard log_learning_rate",
+        "log_learning_rate_to_tensorboard log_energy log_device_memory_used log_batch_size",
+        "log_batch_size_to_tensorboard enable_one_logger no_one_logger memory_snapshot_path",
+        "flight_recorder_dump_path moe_routing_trace_path yaml_cfg",
+    )).split()
+)  # fmt: skip
+_STARTS = (
+    "prism_",  # ours: which rank runs, and where
+    "_",  # how Megatron came to a value, which is compared itself
+    "tensorboard_", "wandb_", "one_logger_", "app_tag_", "timing_log_",  # what it says of itself
+    "ckpt_", "dist_ckpt_", "async_ckpt_", "non_persistent_",  # how checkpoints are written
+)  # fmt: skip
+_ENDS = (
+    "_port", "_dir",  # of this machine
+    "_api_key", "_password", "_secret", "_access_token",  # nobody's business
+)  # fmt: skip
+_LARGEST = 1 << 24  # bytes of a file that is read for its content
+_DEPTH = 4
+
+
+def matters(name: str) -> bool:
+    """Whether jobs that differ in this argument are two."""
+    return not (name in _NAMES or name.startswith(_STARTS) or name.endswith(_ENDS))
+
+
+def of_running_job() -> str:
+    """The settings of the stock job in this process, whose arguments Megatron has validated."""
+    from megatron.training.arguments import add_megatron_arguments
+    from megatron.training.global_vars import get_args
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    return of_namespace(vars(get_args()), parser, sys.argv[1:])
+
+
+def of_namespace(
+    values: Mapping[str, Any], parser: argparse.ArgumentParser, words: Sequence[str]
+) -> str:
+    """The settings in ``values`` that ``parser`` does not have as defaults; ``words``: the command
+    line, which says which of them were given."""
+    typed = [word.partition("=")[0] for word in words if word.startswith("--")]
+    actions: dict[str, list[argparse.Action]] = {}
+    for action in parser._actions:
+        actions.setdefault(action.dest, []).append(action)
+    given, others = dict[str, str](), dict[str, str]()
+    for name, value in values.items():
+        known = actions.get(name, ())
+        if not matters(name) or known and text_of(value) == text_of(parser.get_default(name)):
+            continue
+        options = [option for action in known for option in action.option_strings]
+        options = options or [f"--{name.replace('_', '-')}"]  # of the script's own arguments
+        if any(option.startswith(word) for option in options for word in typed):
+            said, text = _as_typed(name, value, known)
+            given[said] = text
+        else:  # a validation's or the script's, unless a default that people know by its option
+            said, text = _as_typed(name, value, known) if known else (name, text_of(value))
+            others[said] = text
+    return job_settings.as_text(given, others)
+
+
+def _as_typed(name: str, value: Any, actions: Iterable[argparse.Action]) -> tuple[str, str]:
+    """(option, its value) that make ``value``, as on a command line."""
+    takes = f"--{name.replace('_', '-')}"
+    for action in actions:
+        options = [option for option in action.option_strings if option.startswith("--")]
+        if action.nargs == 0 and options:
+            const = action.const
+            if isinstance(action, argparse.BooleanOptionalAction):
+                const = value if isinstance(value, bool) else None
+                options = [o for o in options if o.startswith("--no-") != bool(value)] or options
+            if type(const) is type(value) and const == value:
+                return options[0], ""
+        elif options:
+            takes = options[0]
+    return takes, text_of(value)
+
+
+def text_of(value: Any, depth: int = 0) -> str:
+    """``value`` as text that is the same in every process, without paths of this machine."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float)):
+        return str(value).lower()
+    if isinstance(value, (str, Path)):
+        return _without_path(str(value))
+    if depth >= _DEPTH:
+        return type(value).__qualname__
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=lambda one: text_of(one, depth + 1))
+    if isinstance(value, (list, tuple)):
+        parts = " ".join(text_of(one, depth + 1) for one in value)
+        return f"({parts})" if depth else parts
+    if isinstance(value, Mapping):
+        pairs = sorted((str(key), text_of(one, depth + 1)) for key, one in value.items())
+        return "{" + " ".join(f"{key}={one}" for key, one in pairs) + "}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    held = getattr(value, "__dict__", None)
+    if held:
+        public = {key: one for key, one in held.items() if not key.startswith("_")}
+        return f"{type(value).__qualname__}{text_of(public, depth + 1)}"
+    text = str(value)  # dtypes, numpy's numbers
+    return type(value).__qualname__ if " at 0x" in text else text.removeprefix("torch.")
+
+
+def _without_path(text: str) -> str:
+    """``text``, or a digest for what names a place: of its file's content if there is one."""
+    content, file = None, Path(text)
+    try:
+        if ("/" in text or file.suffix) and _is_small(file):
+            content = file.read_bytes()
+    except (OSError, ValueError):
+        pass
+    if content is None and not (text.startswith(("/", "~", "./", "../")) or "://" in text):
+        return text
+    kept = text.encode() if content is None else content
+    return f"digest:{hashlib.sha1(kept).hexdigest()[:12]}"
+
+
+def _is_small(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size <= _LARGEST
