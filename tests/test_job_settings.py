@@ -56,7 +56,7 @@ JOB = "--seq-length 4096 --hidden-size 64 --bf16 --train-iters 12"
         "--hidden-size=64 --seq-length=4096 --bf16",
         "--hidden 64 --seq-len 4_096 --bf16",  # as argparse lets people abbreviate
         f"{JOB} --moe-router-topk 2 --overlap --backend auto --ffn-hidden-size 256",  # defaults
-        f"{JOB} --train-iters 500 --save /tmp/x --tensorboard-dir=/tmp/y --log-interval 7",
+        f"{JOB} --train-iters 500 --save /tmp/x --tensorboard-dir=/tmp/y",
         f"{JOB} --straggler-ctrlr-port 1234",
         f"--seq-length 1 {JOB}",  # the last one counts
     ],
@@ -104,6 +104,7 @@ def test_digests_of_before_are_of_another_release():
 def test_what_the_job_is_matters_and_what_is_around_it_does_not():
     """By the names of 0.16.1 and 0.19.0."""
     for name in ("seq_length micro_batch_size global_batch_size recompute_granularity lr seed fp8 "
+                 "log_interval timing_log_level timing_log_option "  # timers meet at barriers
                  "moe_router_topk log_num_zeros_in_grad log_params_norm eval_interval mock_data "
                  "tokenizer_type padded_vocab_size num_workers save_activations_interval "
                  "heterogeneous_layers_config_encoded_json te_precision_config_file "
@@ -112,8 +113,8 @@ def test_what_the_job_is_matters_and_what_is_around_it_does_not():
     for name in ("rank local_rank world_size prism_ranks prism_capture save load save_interval "
                  "exit_interval exit_duration_in_mins train_iters train_samples lr_decay_iters "
                  "lr_warmup_fraction data_path data_cache_path vocab_file tokenizer_model "
-                 "tensorboard_dir wandb_project one_logger_run_name log_interval log_progress "
-                 "timing_log_level timing_log_option ckpt_format dist_ckpt_strictness "
+                 "tensorboard_dir wandb_project one_logger_run_name log_progress "
+                 "ckpt_format dist_ckpt_strictness "
                  "inference_coordinator_port distributed_timeout_minutes iteration "
                  "consumed_train_samples wandb_api_key _is_global_batch_size_explicitly_specified "
                  "logging_level").split():  # fmt: skip

@@ -121,7 +121,8 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     known = SimpleNamespace(_GLOBAL_ARGS=settings)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", known)
     context = Context(lambda: None, None, False, local, local[0])
-    seams_mtp._norm_of_heads(SimpleNamespace(MegatronOptimizer=Optimizer), context)
+    module = SimpleNamespace(MegatronOptimizer=Optimizer, __name__=Optimizer.__module__)
+    seams_mtp._norm_of_heads(module, context)
     assert Optimizer().has_grad_norm_group("mtp") is answer
     known._GLOBAL_ARGS = None
     assert Optimizer().has_grad_norm_group("mtp") is False  # a recipe's job

@@ -225,10 +225,10 @@ def test_a_paced_rank_says_at_each_stop_which_calls_were_late(modules, monkeypat
     from megatron_prism.runtime.pacing import report as pace_report
 
     stamps = {"came": 1}
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(recorder=object()))
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(listeners=(object(),)))
     assert modules[1]._paced() == {}  # a capture has a recorder, too
-    pacer = SimpleNamespace(launcher=SimpleNamespace(stamps=lambda: stamps))
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(recorder=pacer))
+    pacer = SimpleNamespace(launcher=SimpleNamespace(stamps=lambda: stamps), record=None)
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(listeners=(pacer,)))
     found = {"calls_paced": 3, "late_calls": 1, "late_us": 7.5, "groups": {}}
     monkeypatch.setattr(pace_report, "summary", lambda *args: found if args[1] is stamps else None)
     assert modules[1]._paced() == {"calls_paced": 3, "late_calls": 1, "late_us": 7.5}

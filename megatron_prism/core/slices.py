@@ -184,7 +184,7 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                     fix="delete it, and capture it again as the others",
                 )
     _check_gathers(first.world, captured, of, groups)
-    return Programs(first.world, tuple(captured), of, groups, first.source)
+    return Programs(first.world, tuple(captured), of, groups, first.source, os.fspath(folder))
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:

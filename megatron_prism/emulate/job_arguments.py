@@ -44,8 +44,9 @@ _NAMES = frozenset(
         "per_split_data_args_path data_cache_path per_dataset_sequences_path block_data_path",
         "embedding_path evidence_data_path titles_data_path object_storage_cache_path",
         "vocab_file merge_file tokenizer_model tokenizer_metadata metadata_path",
-        # what it says of itself, and where; log_params_norm and its like compute and stay
-        "log_interval log_memory_interval log_memory_to_tensorboard log_timers_to_tensorboard",
+        # what it says of itself, and where; log_params_norm computes, and timers meet at barriers
+        # in iterations that are logged: these, log_interval and timing_log_level stay
+        "log_memory_interval log_memory_to_tensorboard log_timers_to_tensorboard",
         "log_throughput log_progress log_validation_ppl_to_tensorboard logging_level",
         "log_world_size_to_tensorboard log_loss_scale_to_tensorboard log_learning_rate",
         "log_learning_rate_to_tensorboard log_energy log_device_memory_used log_batch_size",
@@ -56,7 +57,7 @@ _NAMES = frozenset(
 _STARTS = (
     "prism_",  # ours: which rank runs, and where
     "_",  # how Megatron came to a value, which is compared itself
-    "tensorboard_", "wandb_", "one_logger_", "app_tag_", "timing_log_",  # what it says of itself
+    "tensorboard_", "wandb_", "one_logger_", "app_tag_",  # what it says of itself
     "ckpt_", "dist_ckpt_", "async_ckpt_", "non_persistent_",  # how checkpoints are written
 )  # fmt: skip
 _ENDS = (
