@@ -49,7 +49,7 @@ setup(
         "omegaconf>=2.3",
         "rich>=13",
         "megatron-core>=0.16.1,<0.21",
-        "numba>=0.61",  # loops over large world graphs (replay/kernels.py); 55 MB
+        "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
         "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
     ],
     extras_require={

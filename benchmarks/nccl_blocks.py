@@ -2,7 +2,7 @@
 
 ``torchrun --nproc-per-node 4 benchmarks/nccl_blocks.py OUT.json`` (half a minute).  Per call, ranks
 and bytes: the kernel, its blocks, threads a block and shared memory.  ``nccl_blocks`` of
-``emulate/pace_calls.py`` fits what this gave on 4 x H200
+``emulate/pace.py`` fits what this gave on 4 x H200
 (``benchmarks/results/h200_x4_nccl_blocks.json``).
 """
 

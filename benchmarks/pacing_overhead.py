@@ -34,7 +34,7 @@ def nccl() -> Any:
 
 
 def paced() -> Any:
-    from megatron_prism.replay.release import Releases
+    from megatron_prism.replay.answer_times import Releases
     from megatron_prism.runtime import world as session
     from megatron_prism.runtime.pacing.kernel import Launcher
     from megatron_prism.runtime.pacing.pacer import Call, Pacer

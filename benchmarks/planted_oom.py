@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.program import Program
 from megatron_prism.memory import peaks
 from megatron_prism.memory.allocator import Settings
@@ -82,7 +82,7 @@ def plan(scripts: Path, file: Path, work: Path) -> None:
             done = subprocess.run(words, env=environment(scripts), capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"rank {rank} failed:\n{done.stderr[-2000:]}")
-        found[rank] = programs.load(path).programs[0]
+        found[rank] = program.load(path).programs[0]
     made = predicted(found)
     file.write_text(json.dumps(made, indent=1) + "\n")
     print(json.dumps(made, indent=1))

@@ -21,7 +21,7 @@ from rich.table import Table
 from world_graph import JOBS, capture
 
 import megatron_prism as prism
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Programs
 
 MAIN = "llama3-70b_1024gpu_tp8pp4vp5_h200"
 FACTORS = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0)

@@ -39,7 +39,7 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
     tier = tiers.prepare("cpu", session.changes)
     run = recipe_rank.run_of(settings, 0, tier)
     world = recipe_rank.start_world(run, settings, session)
-    from megatron_prism.emulate.recipe_training import RankJob
+    from megatron_prism.emulate.recipe_rank import RankJob
 
     job = RankJob(settings, run.monitor, tier, lambda kind, **fields: None)
     for number in range(2):

@@ -13,7 +13,7 @@ from report import Row, finish
 
 warnings.simplefilter("ignore")  # of packages that Megatron would rather have
 from megatron_prism.emulate.schedule import schedules  # noqa: E402
-from megatron_prism.replay.unit_time import timeline  # noqa: E402
+from megatron_prism.replay.timeline import schedule_timeline  # noqa: E402
 
 SECONDS = 5.0  # all stages of the largest
 PER_OP = 40.0  # microseconds
@@ -40,7 +40,7 @@ def main() -> None:
         rows.append(Row(f"  an op ({ops:,})", took / ops * 1e6, "us", PER_OP))
         if name == CASES[0][0]:
             start = time.perf_counter()
-            timeline(programs)
+            schedule_timeline(programs)
             rows.append(Row("  longest path in units", time.perf_counter() - start, "s"))
     finish("Schedules without a model", rows)
 

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 import megatron_prism as prism
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.ops import CODE, PHASE_NAMES
 from megatron_prism.core.program import Program
-from megatron_prism.replay.costs.compute import parts_of, table_of
+from megatron_prism.replay.costs.kernels import parts_of, table_of
 from megatron_prism.replay.costs.machine import Machine, machine
 
 
@@ -97,8 +97,8 @@ def main() -> None:
     for path in sorted(args.meta.glob("slice-*.prism")):
         if not (args.measured / path.name).exists():
             continue
-        (shapes,) = programs.load(path).programs
-        (real,) = programs.load(args.measured / path.name).programs
+        (shapes,) = program.load(path).programs
+        (real,) = program.load(args.measured / path.name).programs
         truth = by_phase(real, real.ops["ns"])
         guesses = [by_phase(shapes, segments_ns(one, shapes.rank)) for one in worlds]
         lacks, alone = by_roofline(shapes, table), bool((real.ops["host"] >= 0).any())

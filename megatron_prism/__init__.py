@@ -35,7 +35,7 @@ _HOMES = {  # public name -> module:attribute
     "WhatIf": "replay.priced_graph:WhatIf",
     "World": "core.world:World",
     "attach": "_attach:attach",
-    "capture": "emulate.capture_recipe:capture",
+    "capture": "emulate.recipe_job:capture",
     "compare": "predict.compare:compare",
     "diagnose": "hang.diagnose:diagnose",
     "diagnose_faults": "hang.diagnose:diagnose_faults",

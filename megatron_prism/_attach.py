@@ -9,8 +9,6 @@ that was told to emulate and ends without that import fails.
 import os
 import sys
 
-__all__ = ["attach", "autoload", "wanted"]
-
 
 def wanted(argv: "list[str] | None" = None) -> bool:
     """Whether this process was asked for emulation: a ``--prism-*`` flag or ``PRISM_ARGS``.

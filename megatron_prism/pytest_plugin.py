@@ -26,9 +26,8 @@ import pytest
 from megatron_prism import __version__
 
 if TYPE_CHECKING:
-    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.program import Programs
 
-__all__ = ["MemoryGuard", "prism_memory", "pytest_addoption", "pytest_report_header"]
 
 Record = Callable[[str, object], None]
 
@@ -104,8 +103,7 @@ class MemoryGuard:
 
     def _problem(self, job: object, more: Mapping[str, object]) -> str:
         """What fails, or nothing; the baseline is written where there is none yet."""
-        from megatron_prism.cli.memory import limit_of, size
-        from megatron_prism.cli.memory_text import describe
+        from megatron_prism.cli.memory import describe, limit_of, size
         from megatron_prism.memory import baseline
 
         wanted = {**self.given, **more, **({} if job is None else {"job": job})}
@@ -136,7 +134,7 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     """Programs as they are, opened, or captured from a recipe."""
     from megatron_prism.core import recipe
     from megatron_prism.core.errors import UsageError
-    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.program import Programs
     from megatron_prism.core.slices import open_programs
 
     if isinstance(job, Programs):
@@ -149,7 +147,7 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
                 f"settings={settings!r} changes no captured programs", fix="job=RECIPE"
             )
         return open_programs(job)
-    from megatron_prism.emulate.capture_recipe import capture
+    from megatron_prism.emulate.recipe_job import capture
 
     words = [settings] if isinstance(settings, str) else list(settings)
     with tempfile.TemporaryDirectory() as folder:

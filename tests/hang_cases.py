@@ -5,13 +5,13 @@ import random
 
 from test_graph import DP, PP, TP, healthy, index_of, with_rank
 
-from megatron_prism.core.guards import no_collector
+from megatron_prism.core.files import no_collector
 from megatron_prism.core.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall
 from megatron_prism.graph.stall import Fault
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader, export
+from megatron_prism.hang import dumps, export
 from megatron_prism.hang.dumps import DumpSet
 
 WORLDS = [
@@ -137,14 +137,14 @@ def judged(folder, programs, faults=None, **how):
     """(whether everything ended, the verdict from dumps written to ``folder``)."""
     state = stall.run(programs, faults)
     export.write(state, folder, **how)
-    return state.finished, hang.of_dumps(dump_reader.read(folder))
+    return state.finished, hang.of_dumps(dumps.read_in_process(folder))
 
 
 def dumps_of(state, **how):
     """The dumps themselves, without files."""
     values = export.dumps_of(state, **how)
     with no_collector():
-        return DumpSet({rank: dump_reader.of_value(value, rank) for rank, value in values})
+        return DumpSet({rank: dumps.of_value(value, rank) for rank, value in values})
 
 
 def named(found):

@@ -16,8 +16,7 @@ import numpy as np
 from test_graph import members_of
 
 from megatron_prism.core.ops import CODE, Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs import Prices
 

@@ -5,10 +5,10 @@ import json
 import pathlib
 
 import pytest
+from allocator_trace import load, replay_history
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.memory.allocator_settings import Settings
-from megatron_prism.memory.allocator_trace import load, replay_history
+from megatron_prism.memory.allocator import Settings
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "allocator_h200.json.gz"
 MIB = 1 << 20

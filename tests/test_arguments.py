@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_prism.runtime.arguments import arguments, message_size, size_of
+from megatron_prism.runtime.process_group import arguments, message_size, size_of
 
 
 def t(count):

@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from megatron_prism.core.artefact import ArtefactFolder, whole_file, write_whole
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import ArtefactFolder, whole_file, write_whole
 
 
 def write(path, text="x", force=False):

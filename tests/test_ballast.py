@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.emulate import memory_watch, nccl_reserve
+from megatron_prism.emulate import device_memory
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.memory_watch import MemoryWatch
+from megatron_prism.emulate.device_memory import Ballast, MemoryWatch
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.nccl_reserve import Ballast
 from megatron_prism.emulate.summary import Reporter
-from megatron_prism.memory.communicators import Calibration
+from megatron_prism.memory.nccl_buffers import Calibration
 from megatron_prism.runtime import world
-from megatron_prism.runtime.traffic import Tally
+from megatron_prism.runtime.world import Tally
 
 MIB = 1 << 20
 CALIBRATION = Calibration(
@@ -58,7 +57,7 @@ def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
     assert held.held == sum(taken)
     assert held.rows() == plain.rows()
     # what was tallied says the same afterwards
-    assert CALIBRATION.nccl(nccl_reserve.connected_by(plain)) == held.held
+    assert CALIBRATION.nccl(device_memory.connected_by(plain)) == held.held
     assert not held.batched
 
 
@@ -84,7 +83,7 @@ def test_every_size_of_call_is_remembered():
     tally = Tally()
     for size in [4] * 1000 + [64 * MIB]:
         tally.add("dp", 8, "all_reduce", size)
-    (one,) = nccl_reserve.connected_by(tally)
+    (one,) = device_memory.connected_by(tally)
     assert one.kinds == {"small", "large"}
     (row,) = tally.rows()
     assert (row.calls, row.bytes) == (1001, 4000 + 64 * MIB)
@@ -133,7 +132,7 @@ def options(*words, tier="cuda", **env):
 )
 def test_flags_that_would_say_nothing(words, tier, says):
     given = options(*words, tier=tier)
-    make = nccl_reserve.from_options if given.ballast else memory_watch.from_options
+    make = device_memory.reserve_from_options if given.ballast else device_memory.watch_from_options
     with pytest.raises(UsageError, match=says):
         make(given)
 
@@ -142,12 +141,12 @@ def test_a_calibration_without_communicators_holds_nothing(tmp_path):
     file = tmp_path / "bare.json"
     file.write_text('{"format": 1, "source": "x", "rows": [], "process": {"bytes": 5}}')
     with pytest.raises(UsageError, match="has no communicators"):
-        nccl_reserve.from_options(options("--prism-ballast", str(file)))
+        device_memory.reserve_from_options(options("--prism-ballast", str(file)))
 
 
 def test_without_the_flags_there_is_neither():
-    assert nccl_reserve.from_options(options()) is None
-    assert memory_watch.from_options(options()) is None
+    assert device_memory.reserve_from_options(options()) is None
+    assert device_memory.watch_from_options(options()) is None
 
 
 # -- running out ----------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def test_peaks_by_phase_and_a_snapshot(tmp_path):
     with open(watch.path, "rb") as file:
         assert pickle.load(file)["device_traces"] == [[{"action": "alloc"}]]
     with pytest.raises(UsageError, match="exists and is not overwritten"):
-        memory_watch.from_options(
+        device_memory.watch_from_options(
             options("--prism-memory-snapshot", str(tmp_path / "m"), "--prism-ranks", "3")
         )
 

@@ -9,12 +9,11 @@ import torch
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate import calibrate_calls, calibrate_rank
+from megatron_prism.emulate import calibrate_rank
 from megatron_prism.predict import Sampler, call_spread
-from megatron_prism.predict.spreads import Variability
+from megatron_prism.predict.variability import Variability
 from megatron_prism.replay.priced_graph import price
 
 TP, DP = "TENSOR_MODEL_PARALLEL_GROUP", "DATA_PARALLEL_GROUP"
@@ -153,10 +152,10 @@ def test_of_all_ranks_the_one_counts_that_waits_for_nobody_or_has_the_data(
         chosen = {"MIN": torch.minimum, "MAX": torch.maximum}[str(op).rpartition(".")[2]]
         tensor.copy_(chosen(tensor, others))
 
-    monkeypatch.setattr(calibrate_calls.dist, "all_reduce", reduced)
-    found = calibrate_calls.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
+    monkeypatch.setattr(calibrate_rank.dist, "all_reduce", reduced)
+    found = calibrate_rank.of_all_ranks(name, torch.tensor([20.0, 20.0, -1.0]), "those")
     assert found == {"MIN": [20, 10], "MAX": [30, 20]}[counts]  # the last is the copies' noise
-    assert calibrate_calls.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == []
+    assert calibrate_rank.of_all_ranks("x", torch.tensor([0.0, -1.0, 0.1]), "those") == []
 
 
 @pytest.fixture
@@ -192,13 +191,13 @@ def behind(monkeypatch, tmp_path):
     for name in ("synchronize", "_sleep"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(calibrate_calls, "_PRODUCT", 8)
-    monkeypatch.setattr(calibrate_calls, "_COPIED", 8)
-    monkeypatch.setattr(calibrate_calls, "_HEAT_S", 0.0)
-    monkeypatch.setattr(calibrate_calls.Behind, "_compute", compute)
+    monkeypatch.setattr(calibrate_rank, "_PRODUCT", 8)
+    monkeypatch.setattr(calibrate_rank, "_COPIED", 8)
+    monkeypatch.setattr(calibrate_rank, "_HEAT_S", 0.0)
+    monkeypatch.setattr(calibrate_rank.Behind, "_compute", compute)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    made = calibrate_calls.Behind()
+    made = calibrate_rank.Behind()
     made._to = made._to.as_subclass(Copied)
     yield made, clock
     torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.memory import baseline as memory_baseline
 
 HEAD = """

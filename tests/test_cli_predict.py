@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import programs
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core import program
+from megatron_prism.core.program_text import parse
 
 TEXT = """prism-program 1
 world size=4 tp=2
@@ -79,7 +79,7 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
     for file, count in ((path, 6), (few, 3)):
         samples = np.linspace(9_000_000, 11_000_000, count).astype(np.int64)[:, None]
         timed = dataclasses.replace(one, samples=samples)
-        programs.save(dataclasses.replace(made, programs=(timed,)), file)
+        program.save(dataclasses.replace(made, programs=(timed,)), file)
     for words, source in (
         ([], "fitted to 6 timed iterations"), (["variability=public"], "assumed"),
         (["--against", few], "assumed"),
@@ -92,7 +92,7 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
     hosts = dataclasses.replace(
         timed, samples=np.tile(timed.samples, (2, 1)), hosts=timed.samples[:, 0]
     )
-    programs.save(dataclasses.replace(made, programs=(hosts,)), tmp_path / "h.prism")
+    program.save(dataclasses.replace(made, programs=(hosts,)), tmp_path / "h.prism")
     assert cli.main(["predict", str(tmp_path / "h.prism")]) == 0
     assert "fitted to 6 timed iterations" in capsys.readouterr().out
     assert cli.main(["predict", few]) == 0

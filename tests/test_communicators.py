@@ -5,10 +5,9 @@ import json
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_parse import parse
-from megatron_prism.memory import communicators
-from megatron_prism.memory.communicators import Calibration, Communicator, connection_bytes
-from megatron_prism.memory.connected import used_by
+from megatron_prism.core.program_text import parse
+from megatron_prism.memory import nccl_buffers
+from megatron_prism.memory.nccl_buffers import Calibration, Communicator, connection_bytes, used_by
 
 MIB = 1 << 20
 STEPS = {"init": 3, "all_reduce_1KiB": 10, "all_reduce_64MiB": 20, "all_gather_16MiB": 0}
@@ -38,7 +37,7 @@ def stored(**more):
 def calibration(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps(stored()))
-    return communicators.read(path)
+    return nccl_buffers.read(path)
 
 
 def test_a_connection_by_nccls_own_constants():
@@ -71,9 +70,9 @@ def test_unknown_is_none_and_says_what_is_missing():
     few = Calibration(process=5, alone={("init", 1): 3, ("init", 2): 4}, source="x")
     assert few.bytes_of(Communicator("g", 2, frozenset({"ring"}))) is None
     assert few.nccl([Communicator("g", 2, frozenset({"ring"}))]) is None
-    shipped = communicators.fitting("NVIDIA H200")
-    assert shipped == communicators.read("h200")
-    assert communicators.fitting("NVIDIA H100 80GB HBM3") is None
+    shipped = nccl_buffers.fitting("NVIDIA H200")
+    assert shipped == nccl_buffers.read("h200")
+    assert nccl_buffers.fitting("NVIDIA H100 80GB HBM3") is None
     assert shipped.process == 859701248
     assert "H200" in shipped.provenance()
 
@@ -127,7 +126,7 @@ _REAL = {
 @pytest.mark.parametrize("name", _REAL)
 def test_the_shipped_calibration_against_real_jobs(name):
     mine, mib = _REAL[name]
-    modelled = communicators.read("h200").nccl([*_WORLD, *_STEP, *_ALONE, *mine])
+    modelled = nccl_buffers.read("h200").nccl([*_WORLD, *_STEP, *_ALONE, *mine])
     assert 0 <= modelled / MIB - mib <= 190  # too much, and below 1 % of these jobs' 23 to 34 GB
 
 
@@ -147,7 +146,7 @@ def test_files_that_are_no_calibrations(tmp_path, text):
     path = tmp_path / "c.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="no calibration of device memory") as error:
-        communicators.read(path)
+        nccl_buffers.read(path)
     assert "device_memory.py" in error.value.fix
     with pytest.raises(UsageError, match="there is no calibration"):
-        communicators.read(tmp_path / "none.json")
+        nccl_buffers.read(tmp_path / "none.json")

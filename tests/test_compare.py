@@ -13,11 +13,10 @@ from pricing import priced
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict import compare
-from megatron_prism.predict.spreads import Variability
+from megatron_prism.predict.variability import Variability
 
 TEXT = """prism-program 1
 world size=4 tp=2

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_prism.runtime.devices import compiled, work
+from megatron_prism.runtime.devices import cuda_choices
+from megatron_prism.runtime.devices import kernels as work
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 from megatron_prism.runtime.recorder.shapes_meter import Meter
 
@@ -28,14 +29,14 @@ def test_a_compiled_function_is_one_kernel_unless_it_multiplies_matrices(
         return x + 1
 
     x = torch.ones(4)
-    assert torch.equal(compiled._compile(gelu_like)(x), x + 1)
-    assert torch.equal(compiled._compile(dynamic=True)(gelu_like)(x), x + 1)
+    assert torch.equal(cuda_choices._compile(gelu_like)(x), x + 1)
+    assert torch.equal(cuda_choices._compile(dynamic=True)(gelu_like)(x), x + 1)
     done = meter.take()
     assert done.kernels == 2 * kernels
     assert seen in {text.replace("float32", "") for text in done.calls}
     monkeypatch.setattr(work, "meter", None)
-    assert torch.equal(compiled._compile(gelu_like)(x), x + 1)
-    assert compiled._compile(torch.nn.Linear) is torch.nn.Linear
+    assert torch.equal(cuda_choices._compile(gelu_like)(x), x + 1)
+    assert cuda_choices._compile(torch.nn.Linear) is torch.nn.Linear
 
 
 def test_what_lies_between_is_never_on_the_device(monkeypatch):
@@ -43,7 +44,7 @@ def test_what_lies_between_is_never_on_the_device(monkeypatch):
     live, moved = LiveBytes("cpu"), []
     live.meter = type("Meter", (), {"moved": lambda self, n, b: moved.append(b) or "",
                                     "kernel": lambda self, *_: None})()  # fmt: skip
-    monkeypatch.setattr(compiled, "_live", live)
+    monkeypatch.setattr(cuda_choices, "_live", live)
 
     def between(x):
         return ((x + 1) * 2).exp() - 1  # three tensors that no fused kernel writes
@@ -51,13 +52,13 @@ def test_what_lies_between_is_never_on_the_device(monkeypatch):
     with live:
         x = torch.ones(256)
         before = live.now
-        out = compiled._compile(between)(x)
+        out = cuda_choices._compile(between)(x)
         assert live.now == live.high.bytes == before + 1024
         assert moved[-1] == 1024
         assert sum(moved) == live.now
         del out
         assert moved[-1] == -1024
-        nested = compiled._compile(lambda x: compiled._compile(between)(x) + 1)(x)
+        nested = cuda_choices._compile(lambda x: cuda_choices._compile(between)(x) + 1)(x)
         assert live.high.bytes == before + 1024
         plain = between(x)
         assert live.high.bytes >= before + 3 * 1024

@@ -7,15 +7,13 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError, ProgramError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict.distribution import Distribution, distance, fit, largest, probabilities
-from megatron_prism.predict.fitted import fitted
-from megatron_prism.predict.spreads import Variability, variability
+from megatron_prism.predict.distributions import Distribution, distance, fit, largest, probabilities
+from megatron_prism.predict.variability import Variability, fitted, variability
 
 NORMAL = statistics.NormalDist()
 X = np.array([0.05, 0.3, 1.0, 2.0, 5.0, 12.0])
@@ -128,8 +126,8 @@ def sampled(ranks, iterations, segments=200, step=0.04, noise=0.1, gpu=0.0):
 
 def test_spreads_are_found_in_slices(tmp_path):
     every = Programs.one_per_rank(sampled(8, 25), World(8))
-    path = programs.save(every, tmp_path / "w.prism")
-    found = fitted(programs.load(path), variability("public"))
+    path = program.save(every, tmp_path / "w.prism")
+    found = fitted(program.load(path), variability("public"))
     assert found.step == pytest.approx(0.04, rel=0.25)
     assert found.segment == pytest.approx(0.1, rel=0.1)
     assert found.gpu == 0.0  # each has its own times
@@ -142,9 +140,9 @@ def test_spreads_are_found_in_slices(tmp_path):
 
 def test_samples_of_another_program_are_refused(tmp_path):
     one = dataclasses.replace(sampled(1, 5)[0], samples=np.ones((5, 3), dtype=np.int64))
-    path = programs.save(Programs(World(1), (one,), np.zeros(1)), tmp_path / "w.prism")
+    path = program.save(Programs(World(1), (one,), np.zeros(1)), tmp_path / "w.prism")
     with pytest.raises(ProgramError, match="are not its own"):
-        programs.load(path)
+        program.load(path)
 
 
 def test_slices_without_samples_or_with_bad_ones():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import RecipeError, UsageError, WorldError
-from megatron_prism.emulate import flag_world, launch
+from megatron_prism.emulate import launch, options
 from megatron_prism.emulate.options import FLAGS, TIERS, add_flags, from_command_line, with_tier
 from megatron_prism.emulate.session import Session
 
@@ -390,4 +390,4 @@ def test_reading_the_flags_imports_neither_torch_nor_megatron():
 )
 def test_local_layers_are_without_an_engine(monkeypatch, words, local):
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words.split()])
-    assert flag_world.without_engine() is local
+    assert options.without_engine() is local

@@ -1,7 +1,6 @@
 """Records of messages and calls that were issued in one batch have the state of their batch."""
 
-from megatron_prism.hang.dump_entries import of_batches
-from megatron_prism.hang.dumps import Entry
+from megatron_prism.hang.dumps import Entry, of_batches
 
 
 def entry(record, op, group="0", seq=1, to=-1, state="scheduled", done=False):

@@ -22,8 +22,18 @@ from test_graph import healthy
 from megatron_prism.core.errors import DumpError, UsageError
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_entries, dump_reader, dump_workers, export
-from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang import dumps as dump_workers
+from megatron_prism.hang import export
+from megatron_prism.hang.dumps import (
+    DumpSet,
+    _columns,
+    _entry,
+    bounded_memory,
+    dump_files,
+    entries_of,
+    parse,
+    read_in_process,
+)
 
 WORLD = WORLDS[0]
 STATE = stall.run(healthy(WORLD), {5: stall.Fault(host=6)})
@@ -46,7 +56,7 @@ def written(folder, **how):
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("as_json", [False, True])
 def test_every_version_says_the_same(version, as_json, tmp_path):
-    found = dump_reader.read(written(tmp_path, version=version, as_json=as_json))
+    found = read_in_process(written(tmp_path, version=version, as_json=as_json))
     assert {dump.version for dump in found.dumps.values()} == {version}
     assert named(hang.of_dumps(found)) == {5}
 
@@ -55,11 +65,11 @@ def test_every_version_says_the_same(version, as_json, tmp_path):
 def test_file_names_end_in_the_rank(prefix, tmp_path):
     folder = written(tmp_path, prefix=prefix)
     (folder / "fault_injection.log").write_text("no dump")
-    assert sorted(dump_reader.read(folder).dumps) == list(range(16))
+    assert sorted(read_in_process(folder).dumps) == list(range(16))
 
 
 def test_what_was_written_is_what_is_read():
-    dump = dump_reader.parse(pickle.dumps(VALUE, protocol=2), 4)
+    dump = parse(pickle.dumps(VALUE, protocol=2), 4)
     assert len(dump.entries) == len(VALUE["entries"])
     assert {g.desc for g in dump.groups.values()} == set(STATE.groups) - {"EMBEDDING_GROUP"}
     assert [(e.op, e.to >= 0) for e in dump.entries[:3]] == [
@@ -71,23 +81,23 @@ def test_what_was_written_is_what_is_read():
 
 def test_pg_status_is_mapped_without_entries():
     """Ids are a rank's own count; in ascending order they belong to the names."""
-    bare = dump_reader.parse(pickle.dumps({**VALUE, "entries": []}), 4)
-    full = dump_reader.parse(pickle.dumps(VALUE), 4)
+    bare = parse(pickle.dumps({**VALUE, "entries": []}), 4)
+    full = parse(pickle.dumps(VALUE), 4)
     assert bare.status == full.status
     fewer = {**VALUE, "entries": [], "pg_config": dict(list(VALUE["pg_config"].items())[1:])}
-    assert dump_reader.parse(pickle.dumps(fewer), 4).notes
+    assert parse(pickle.dumps(fewer), 4).notes
 
 
 def test_values_may_be_text_as_in_json():
     status = {i: {k: str(v) for k, v in s.items()} for i, s in VALUE["pg_status"].items()}
     text = json.dumps({**VALUE, "pg_status": status}).encode()
-    assert dump_reader.parse(text, 4).status == dump_reader.parse(pickle.dumps(VALUE), 4).status
+    assert parse(text, 4).status == parse(pickle.dumps(VALUE), 4).status
 
 
 def test_a_truncated_dump_is_a_missing_one(tmp_path):
     folder = written(tmp_path, active_only=True)
     (folder / "_dump_5").write_bytes((folder / "_dump_5").read_bytes()[:100])
-    found = dump_reader.read(folder)
+    found = read_in_process(folder)
     assert list(found.unreadable) == [5]
     verdict = hang.of_dumps(found)
     assert (named(verdict), verdict.verdict) == ({5}, "missing dump")
@@ -98,7 +108,7 @@ def test_groups_absent_from_pg_config_are_known_from_calls():
     values = {r: export.dump_of(STATE, r) for r in range(16)}
     for value in values.values():
         value["pg_config"] = {}
-    dumps = {r: dump_reader.parse(pickle.dumps(v), r) for r, v in values.items()}
+    dumps = {r: parse(pickle.dumps(v), r) for r, v in values.items()}
     found = hang.of_dumps(DumpSet(dumps))
     assert named(found) <= {5}
     assert any("known from its calls" in line for line in found.missing)
@@ -120,7 +130,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, 
     folder = written(tmp_path)
     (folder / "_dump_3").write_bytes(pickle.dumps(evil, protocol=protocol))
     with pytest.raises(DumpError, match="nothing was executed"):
-        dump_reader.read(folder)
+        read_in_process(folder)
     assert not (tmp_path / "HIT").exists()
 
 
@@ -142,7 +152,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, 
 def test_foreign_files_are_explained(data, says, tmp_path):
     (tmp_path / "_dump_0").write_bytes(data)
     with pytest.raises(DumpError, match=says) as caught:
-        dump_reader.read(tmp_path)
+        read_in_process(tmp_path)
     assert caught.value.exit_code == 2
     assert caught.value.fix
 
@@ -166,7 +176,7 @@ def test_hidden_files_are_nobodys(tmp_path):
     """NFS leaves .nfs0003 where somebody removed an open file."""
     folder = written(tmp_path)
     (folder / ".nfs0001").write_bytes(b"")
-    assert sorted(dump_reader.read(folder).dumps) == list(range(16))
+    assert sorted(read_in_process(folder).dumps) == list(range(16))
 
 
 def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
@@ -194,19 +204,19 @@ def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
 
 def test_folders_that_cannot_be(tmp_path):
     with pytest.raises(DumpError, match="no folder"):
-        dump_reader.read(tmp_path / "x")
+        read_in_process(tmp_path / "x")
     with pytest.raises(DumpError, match="ends in a rank"):
-        dump_reader.read(tmp_path)
+        read_in_process(tmp_path)
     (tmp_path / "empty").mkdir()
     folder = written(tmp_path)
     with pytest.raises(DumpError, match="ends in a rank") as caught:
-        dump_reader.read(tmp_path)
+        read_in_process(tmp_path)
     assert caught.value.fix == f"name its folder {folder}"
     with pytest.raises(UsageError, match="not empty"):
         written(tmp_path)
     (folder / "other_3").write_bytes(b"")
     with pytest.raises(DumpError, match="both of rank 3"):
-        dump_reader.read(folder)
+        read_in_process(folder)
 
 
 # -- fuzzing --------------------------------------------------------------------------------------
@@ -251,7 +261,7 @@ def survive(seed):
     dumps, broken = {}, {}
     for rank, data in mutated(random.Random(seed)).items():
         try:
-            dumps[rank] = dump_reader.parse(data, rank)
+            dumps[rank] = parse(data, rank)
         except DumpError as error:
             broken[rank] = error.message
     found = hang.of_dumps(DumpSet(dumps, broken))
@@ -263,14 +273,14 @@ def survive(seed):
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 1 << 62))
 def test_300_mutated_sets_give_a_verdict_or_a_clear_error(seed):
-    with dump_reader.bounded_memory(1 << 20):
+    with bounded_memory(1 << 20):
         survive(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("PRISM_FUZZ" not in os.environ, reason="minutes: set PRISM_FUZZ=1")
 def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
-    with dump_reader.bounded_memory(1 << 20):
+    with bounded_memory(1 << 20):
         for seed in range(10_000):
             survive(seed)
 
@@ -293,9 +303,9 @@ def test_columns_say_what_entries_say_one_by_one():
         raw = spoilt(rng, raw) if seed % 8 and raw else raw
         if not isinstance(raw, list) or not all(isinstance(e, dict) for e in raw):
             continue
-        fast += bool(raw and dump_entries._columns(raw))
-        one = said(lambda raw: tuple(map(dump_entries._entry, raw, itertools.count())), raw)
-        assert said(dump_entries.entries_of, raw) == one
+        fast += bool(raw and _columns(raw))
+        one = said(lambda raw: tuple(map(_entry, raw, itertools.count())), raw)
+        assert said(entries_of, raw) == one
         refused += isinstance(one, str)
     assert fast > 50
     assert refused > 50
@@ -312,7 +322,7 @@ def test_several_processes_read_the_same(how, tmp_path):
     folder = written(tmp_path, **how)
     cut = next(folder.glob("_dump_7*"))
     cut.write_bytes(cut.read_bytes()[:200])
-    one, more = dump_reader.read(folder), several(folder)
+    one, more = read_in_process(folder), several(folder)
     assert one == more
     assert list(one.unreadable) == [7]
     assert hang.of_dumps(one) == hang.of_dumps(more)
@@ -330,7 +340,7 @@ def test_a_hostile_pickle_is_refused_by_a_worker(protocol, tmp_path, monkeypatch
         evil = {"entries": [Evil(os.system, f"touch HIT{rank}")]}
         (folder / f"_dump_{rank}").write_bytes(pickle.dumps(evil, protocol=protocol))
     said = []
-    for read in (dump_reader.read, several):
+    for read in (read_in_process, several):
         with pytest.raises(DumpError, match=r"_dump_3: .*nothing was executed") as caught:
             read(folder)
         said.append(str(caught.value))
@@ -344,7 +354,7 @@ def test_nothing_readable_is_the_same_error(tmp_path):
     for rank in range(3):
         (tmp_path / f"_dump_{rank}").write_bytes(b"\x80\x02r\xff\xff\xff\xff.")
     with pytest.raises(DumpError) as one:
-        dump_reader.read(tmp_path)
+        read_in_process(tmp_path)
     with pytest.raises(DumpError) as more:
         several(tmp_path)
     assert str(one.value) == str(more.value)
@@ -352,7 +362,7 @@ def test_nothing_readable_is_the_same_error(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_said(tmp_path):
-    files = dump_reader.files(written(tmp_path))
+    files = dump_files(written(tmp_path))
     many = dict(zip(range(2_000), itertools.cycle(files.values()), strict=False))
     loaded = dump_workers._loaded(many, 2)
     assert next(loaded)[0] == 0
@@ -377,7 +387,7 @@ class Odd:
 
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_not_its_end(tmp_path):
-    files = {**dump_reader.files(written(tmp_path)), 3: Odd()}
+    files = {**dump_files(written(tmp_path)), 3: Odd()}
     with pytest.raises(EOFError, match="not the end of a worker"):
         list(dump_workers._loaded(files, 2))
     assert not multiprocessing.active_children()

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_prism.runtime.devices import hadamard  # noqa: E402
+from megatron_prism.runtime.devices import kernels  # noqa: E402
 
 
 def matrix(size):
@@ -17,7 +17,7 @@ def matrix(size):
 def test_a_product_with_hadamards_matrix(size):
     torch.manual_seed(2)
     x = torch.randn(3, 5, size, requires_grad=True)
-    out = hadamard.transform(x, scale=0.5)
+    out = kernels.transform(x, scale=0.5)
     expected = 0.5 * x @ matrix(32)[:size, :size]
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(expected)
@@ -27,7 +27,7 @@ def test_a_product_with_hadamards_matrix(size):
 
 def test_shapes_alone():
     x = torch.empty(4, 2, 8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    out = hadamard.transform(x, scale=0.25)
+    out = kernels.transform(x, scale=0.25)
     assert (out.shape, out.dtype, out.is_meta) == (x.shape, x.dtype, True)
     out.sum().backward()
     assert x.grad.shape == x.shape

@@ -17,14 +17,15 @@ from hang_cases import KINDS, judged, named
 from test_graph import FAULTS, TP, healthy, with_rank
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall as quiescence
 from megatron_prism.graph import world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader, export, fault_plan, from_programs, hypotheses
+from megatron_prism.hang import export, fault_plan, from_programs, hypotheses
 from megatron_prism.hang import fault_planting as faults
-from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.dumps import DumpSet, of_value
+from megatron_prism.hang.from_programs import of_graph
 
 WORLD = hang_cases.WORLDS[0]
 TRACES = pathlib.Path(os.environ.get("PRISM_FR_TRACES", "/nonexistent"))
@@ -132,7 +133,7 @@ def explained(kind, seed):
     programs, faults, culprits = hang_cases.draw(kind, WORLD, seed)
     state = quiescence.run(programs, faults)
     values = export.dumps_of(state, active_only=True, stacks=False)
-    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in values})
+    dumps = DumpSet({r: of_value(v, r) for r, v in values})
     found = hang.of_dumps(dumps)
     assert found.culprits == ()
     return hypotheses.explain(dumps, found, healthy(WORLD)), culprits
@@ -200,15 +201,15 @@ def test_programs_that_do_not_fit(name):
     programs = healthy(WORLD)
     ops = list(programs.of(5))
     FAULTS[name][0](ops)
-    found = hang.of_graph(world_graph.build(with_rank(programs, 5, ops)))
+    found = of_graph(world_graph.build(with_rank(programs, 5, ops)))
     assert (found.verdict, named(found)) == ("mismatch", {5})
 
 
 def test_a_ring_over_two_groups_from_programs():
-    found = hang.of_graph(world_graph.build(parse(RING)))
+    found = of_graph(world_graph.build(parse(RING)))
     assert (found.verdict, named(found), found.group) == ("deadlock", {3}, "A")
     assert len(found.chain) == 2
-    assert hang.of_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
+    assert of_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def test_score_of_200_single_faults(capsys):
 
 def test_nothing_of_a_batch_is_launched_before_all_of_it():
     """A rank whose host or device stops between two calls of a coalesced one has made neither."""
-    from megatron_prism.core.program_parse import parse
+    from megatron_prism.core.program_text import parse
     from megatron_prism.graph import stall as quiescence
 
     text = "prism-program 1\nworld size=2 tp=2\nprogram rank=0 ranks=0-1\n"
@@ -303,7 +304,7 @@ def test_nothing_of_a_batch_is_launched_before_all_of_it():
 
 
 def test_a_barrier_holds_the_host_until_everybody_has_come():
-    from megatron_prism.core.program_parse import parse
+    from megatron_prism.core.program_text import parse
     from megatron_prism.graph import stall as quiescence
 
     text = """prism-program 1

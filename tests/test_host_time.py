@@ -11,16 +11,15 @@ import pytest
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.core.program_parse import parse
-from megatron_prism.emulate.pace_calls import expected
+from megatron_prism.core.program_text import parse
+from megatron_prism.emulate.pace import expected
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.host import CALL_NS, right_after
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.report.parts import path_parts
-from megatron_prism.runtime.recorder.kernel_times import busy_ns, device_ns
-from megatron_prism.runtime.recorder.launches import Launches, launches
+from megatron_prism.report.metrics import path_parts
+from megatron_prism.runtime.recorder.kernel_times import Launches, busy_ns, device_ns, launches
 from megatron_prism.runtime.recorder.measurements import Recording
 
 US = 1000
@@ -520,11 +519,10 @@ def test_the_recorders_own_time_is_no_hosts_time(monkeypatch):
 
 
 def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
-    from megatron_prism.runtime.recorder import host_clock as clock
-    from megatron_prism.runtime.recorder import recorder
+    from megatron_prism.runtime.recorder import measurements, recorder
 
     now = [0]
-    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
 
     def takes(ns):
         def answer(group, *args, **kwargs):
@@ -542,7 +540,7 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
         if told:
             one.host_resumed()
 
-    monkeypatch.setattr(clock.torch.cuda, "synchronize", synchronized)
+    monkeypatch.setattr(measurements.torch.cuda, "synchronize", synchronized)
     one.clock.start()
     with one.scope(phase="forward"):
         now[0] += 60
@@ -573,16 +571,16 @@ def test_the_host_of_an_iteration_that_is_not_recorded(monkeypatch):
 
 
 def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch):
-    from megatron_prism.runtime.recorder import host_clock as clock
+    from megatron_prism.runtime.recorder import measurements
 
     now = [0]
-    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
-    monkeypatch.setattr(clock.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(measurements.torch.cuda, "synchronize", lambda: None)
 
     def takes_long(phase, info):
         now[0] += (phase == "start") * (500_000 if info["generation"] == 2 else 30)
 
-    one, callbacks = clock.HostClock(), list(gc.callbacks)
+    one, callbacks = measurements.HostClock(), list(gc.callbacks)
     for _ in range(2):
         one.start()
         gc.callbacks.append(takes_long)  # behind the clock's own
@@ -601,7 +599,7 @@ def test_full_collections_of_garbage_are_left_out_of_the_hosts_time(monkeypatch)
 def test_calls_without_a_handle_are_timed_too(monkeypatch):
     import torch
 
-    from megatron_prism.emulate import calibrate_host
+    from megatron_prism.emulate import calibrate_rank
 
     waited = []
 
@@ -610,15 +608,15 @@ def test_calls_without_a_handle_are_timed_too(monkeypatch):
             waited.append(1)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    step = calibrate_host._step("cpu")
-    found = calibrate_host._host_ns(lambda: None, step)
+    step = calibrate_rank._step("cpu")
+    found = calibrate_rank._host_ns(lambda: None, step)
     assert all(0 < ns < 1_000_000 for ns in found)  # the step does not count
-    assert min(calibrate_host._host_ns(Work, lambda: None)) > 0
-    assert len(waited) == calibrate_host._REPEATS + 1
+    assert min(calibrate_rank._host_ns(Work, lambda: None)) > 0
+    assert len(waited) == calibrate_rank._REPEATS + 1
 
 
 def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
-    from megatron_prism.emulate.calibrate_host import middle
+    from megatron_prism.emulate.calibrate_rank import middle
 
     def rows(*ns):
         return [{"op": f"op{i}", "asynchronous": False, "ns": value, "again": value // 2}
@@ -629,7 +627,7 @@ def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
 
 
 def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
-    from megatron_prism.report.figures import figures
+    from megatron_prism.report.metrics import figures
     from megatron_prism.report.text import render
 
     found = replayed(WORLD)
@@ -663,9 +661,9 @@ program rank=2 ranks=2
 
 
 def test_a_trace_shows_what_the_host_issues_when():
-    from megatron_prism.report import perfetto
+    from megatron_prism.report import chrome_trace
 
-    trace = json.loads(perfetto.render(replayed(WORLD)))["traceEvents"]
+    trace = json.loads(chrome_trace.render(replayed(WORLD)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
     hosts = [e for e in trace if e.get("cat") == "host"]
     assert {names[e["tid"]] for e in hosts} == {"host"}
@@ -673,7 +671,7 @@ def test_a_trace_shows_what_the_host_issues_when():
     assert found == [("issues compute 0F", 0, 100), ("issues all_reduce 0F", 100, CALL_NS / US),
                      ("issues compute 0F", 120, 20), ("issues all_reduce 0F", 140, 20)]  # fmt: skip
     plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
-    assert '"host"' not in perfetto.render(replayed(plain))
+    assert '"host"' not in chrome_trace.render(replayed(plain))
 
 
 def hosted(ranks):
@@ -688,7 +686,7 @@ program rank=0 ranks=0-{ranks - 1}
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
     from megatron_prism.predict.sampler import Sampler
-    from megatron_prism.predict.spreads import Variability
+    from megatron_prism.predict.variability import Variability
     from megatron_prism.replay.priced_graph import price
 
     made = price(parse(hosted(ranks)), machine="h200").timeline
@@ -711,10 +709,9 @@ def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
 
 
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
-    from megatron_prism.core import programs
+    from megatron_prism.core import program
     from megatron_prism.core.errors import ProgramError
-    from megatron_prism.predict.fitted import fitted
-    from megatron_prism.predict.spreads import variability
+    from megatron_prism.predict.variability import fitted, variability
 
     rng = np.random.default_rng(3)
     made = parse(hosted(2))
@@ -723,8 +720,8 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     samples = np.full((200, 1), 10_000) + rng.integers(0, 300, (200, 1))
     one = dataclasses.replace(one, samples=samples, hosts=hosts)
     made = dataclasses.replace(made, programs=(one,))
-    programs.save(made, tmp_path / "x.prism")
-    back = programs.load(tmp_path / "x.prism")
+    program.save(made, tmp_path / "x.prism")
+    back = program.load(tmp_path / "x.prism")
     assert back.programs[0].hosts.tolist() == hosts.tolist()
     found = fitted(back, variability("public"))
     assert found.host == pytest.approx(0.04, rel=0.15)
@@ -732,13 +729,13 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     bad = dataclasses.replace(
         made, programs=(dataclasses.replace(one, hosts=hosts.reshape(2, -1)),)
     )
-    programs.save(bad, tmp_path / "y.prism")
+    program.save(bad, tmp_path / "y.prism")
     with pytest.raises(ProgramError, match="not its own"):
-        programs.load(tmp_path / "y.prism")
+        program.load(tmp_path / "y.prism")
 
 
 def test_all_segments_that_keep_up_with_the_host_are_fitted_to():
-    from megatron_prism.predict.fitted import _of_device
+    from megatron_prism.predict.variability import _of_device
 
     elapsed = np.arange(1000, 1100)  # an idle device, and a first launch that takes its time
     traced = np.stack([elapsed - 50, np.full(100, 400), np.ones(100)])
@@ -785,11 +782,11 @@ program rank=1
 
 
 def test_full_collections_in_recorded_iterations_are_told(monkeypatch):
-    from megatron_prism.runtime.recorder import host_clock as clock
+    from megatron_prism.runtime.recorder import measurements
     from megatron_prism.runtime.recorder.recorder import Recorder
 
     now = [0]
-    monkeypatch.setattr(clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
 
     def takes_long(phase, info):
         now[0] += (phase == "start") * 500_000

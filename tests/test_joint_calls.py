@@ -8,9 +8,9 @@ from test_flight_recorder import mutated
 
 from megatron_prism.core.errors import DumpError
 from megatron_prism.graph import stall
-from megatron_prism.hang import dump_reader, export, mismatch
-from megatron_prism.hang.dumps import DumpSet
-from megatron_prism.hang.outstanding import State
+from megatron_prism.hang import export, mismatch
+from megatron_prism.hang.dumps import DumpSet, of_value, parse
+from megatron_prism.hang.state import State
 
 
 def one_by_one(state):
@@ -34,7 +34,7 @@ def test_of_planted_faults(kind):
     for seed in range(2):
         programs, faults, _ = draw(kind, WORLDS[seed], seed)
         values = export.dumps_of(stall.run(programs, faults))
-        dumps = {rank: dump_reader.of_value(value, rank) for rank, value in values}
+        dumps = {rank: of_value(value, rank) for rank, value in values}
         state = State(DumpSet(dumps))
         assert mismatch.mismatches(state) == one_by_one(state)
 
@@ -46,7 +46,7 @@ def test_of_damaged_dumps():
         dumps = {}
         for rank, data in mutated(random.Random(seed)).items():
             try:
-                dumps[rank] = dump_reader.parse(data, rank)
+                dumps[rank] = parse(data, rank)
             except DumpError:
                 continue
         state = State(DumpSet(dumps))

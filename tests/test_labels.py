@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import patching
 
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.patches.labels import _label_combined
+from megatron_prism.emulate.patches.pipeline import _label_combined
 
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):

@@ -41,14 +41,14 @@ PACKAGES = {
     "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
                  "emulate/job_arguments.py"],
     "omegaconf": ["core/recipe.py"],
-    "yaml": ["core/recipe.py", "hang/fault_files.py"],
+    "yaml": ["core/recipe.py", "hang/fault_plan.py"],
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
               "runtime/*", "emulate/*", "cli/*"],
 }  # fmt: skip
-WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "core/selectors.py", "cli/main.py"}
+WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 
 
 def imported(tree, inside=False):

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prism.core import programs as stored
+from megatron_prism.core import program
 from megatron_prism.core.errors import ProgramError, UsageError
-from megatron_prism.core.program import Builder
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Builder, Programs
+from megatron_prism.core.program_text import parse
 from megatron_prism.core.world import World
 from megatron_prism.memory import peaks
 
@@ -182,13 +181,13 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     from rich.console import Console
 
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import capture_recipe as capture
+    from megatron_prism.emulate import recipe_job
     from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
-    plain = capture.capture(recipe, tmp_path / "plain", console=quiet)
-    again = capture.capture(recipe, tmp_path / "again", console=quiet)
+    plain = recipe_job.capture(recipe, tmp_path / "plain", console=quiet)
+    again = recipe_job.capture(recipe, tmp_path / "again", console=quiet)
     before = memory_baseline.measure(plain)
     assert memory_baseline.measure(again) == before  # zero tolerance is right on meta
     for one in before.classes.values():
@@ -201,7 +200,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     (tmp_path / "site" / "sitecustomize.py").write_text(HOARDER)
     path = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    planted = capture.capture(recipe, tmp_path / "planted", console=quiet)
+    planted = recipe_job.capture(recipe, tmp_path / "planted", console=quiet)
     changes = memory_baseline.compare(before, memory_baseline.measure(planted))
     assert [(c.name, c.what) for c in changes] == [("pp=0", "grown"), ("pp=1", "same")]
     grown = changes[0]
@@ -229,11 +228,11 @@ def test_an_uneven_layout_runs_out_at_its_class_and_op(tmp_path):
     from rich.console import Console
 
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import capture_recipe as capture
+    from megatron_prism.emulate import recipe_job
     from megatron_prism.memory import baseline as memory_baseline
 
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", UNEVEN)
-    made = capture.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
+    made = recipe_job.capture(recipe, tmp_path / "s", console=Console(file=io.StringIO()))
     now = memory_baseline.measure(made)
     reserved = {name: one["peak_reserved"] for name, one in now.classes.items()}
     *others, most = sorted(reserved.values())
@@ -284,11 +283,11 @@ def test_every_stream_has_a_pool_of_its_own(tmp_path):
     world = Programs.one_per_rank([made], World(1))
     (found,) = peaks.analyse(world)
     assert (found.peak.num_bytes, found.reserved) == (40 << 20, 80 << 20)
-    path = stored.save(world, tmp_path / "w.prism")
-    assert peaks.analyse(stored.load(path))[0].reserved == 80 << 20
+    path = program.save(world, tmp_path / "w.prism")
+    assert peaks.analyse(program.load(path))[0].reserved == 80 << 20
     alone = dataclasses.replace(made, streams=made.streams[:0])
     assert peaks.analyse(Programs.one_per_rank([alone], World(1)))[0].reserved == 40 << 20
     odd = dataclasses.replace(made, streams=made.streams[:2])
-    path = stored.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
+    path = program.save(Programs.one_per_rank([odd], World(1)), tmp_path / "x.prism")
     with pytest.raises(ProgramError, match="streams of program 0 are not its own"):
-        stored.load(path)
+        program.load(path)

@@ -5,7 +5,7 @@ import patching
 import pytest
 import torch
 
-from megatron_prism.runtime.devices.mla_rope import KERNELS
+from megatron_prism.runtime.devices.kernels import KERNELS
 
 HEADS, HEAD, WIDTH, VALUE = 3, 5, 8, 4
 
@@ -73,14 +73,14 @@ def test_packed_sequences_count_from_their_own_beginnings(rank, size):
 
 
 def test_shapes_are_left_alone_and_counted(monkeypatch):
-    from megatron_prism.runtime.devices import work
+    from megatron_prism.runtime.devices import kernels
 
     class Meter:
         def add(self, name, flops, traffic, tensors):
             self.seen = name, traffic
 
     meter = Meter()
-    monkeypatch.setattr(work, "meter", meter)
+    monkeypatch.setattr(kernels, "meter", meter)
     q = torch.empty(12, HEADS, HEAD + WIDTH, device="meta")
     cos = torch.empty(6, 1, 1, WIDTH, device="meta")
     run("fwd_q", q, cos, cos, HEAD, WIDTH, HEADS, 2, None, None, 0, 0, 0, 1)
@@ -92,8 +92,8 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import kernels as seams_kernels
     from megatron_prism.emulate.patches import training as seams_training
+    from megatron_prism.emulate.patches import without_cuda
 
     class JITFunction:
         __name__ = "rotate"
@@ -101,7 +101,7 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
         def run(self):
             return 1
 
-    seams_kernels._no_triton(SimpleNamespace(JITFunction=JITFunction), patching.context())
+    without_cuda._no_triton(SimpleNamespace(JITFunction=JITFunction), patching.context())
     with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
         JITFunction().run()
     module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
@@ -144,8 +144,8 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import kernels as seams_kernels
     from megatron_prism.emulate.patches import training as seams_training
+    from megatron_prism.emulate.patches import without_cuda
 
     class MambaMixer:
         pass
@@ -157,7 +157,7 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
             raise type(e)(f"{e} when instantiating {module.__name__}") from e
 
     module = SimpleNamespace(MambaMixer=MambaMixer, build_module=build_module)
-    seams_kernels._no_mixers(module, patching.context())
+    without_cuda._no_mixers(module, patching.context())
     seams_training._own_words(module, patching.context())
     with pytest.raises(UnsupportedError, match="Mamba layers are CUDA kernels") as caught:
         module.build_module(list, lambda: module.build_module(set, MambaMixer))
@@ -169,7 +169,7 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import kernels as seams_kernels
+    from megatron_prism.emulate.patches import without_cuda
 
     class Config:
         def __init__(self, **fields):
@@ -181,7 +181,7 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
             self.checked = True
 
     context = patching.context()
-    seams_kernels._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
+    without_cuda._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
     assert Config().checked  # Megatron's own checks still run
     assert Config(fp8_param=True).checked  # says nothing without --fp8-format
     with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:

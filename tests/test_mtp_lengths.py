@@ -110,7 +110,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     import torch
 
     from megatron_prism.emulate.patch import Context
-    from megatron_prism.emulate.patches import mtp as seams_mtp
+    from megatron_prism.emulate.patches import moe
 
     class Optimizer:
         def has_grad_norm_group(self, group):
@@ -122,7 +122,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", known)
     context = Context(lambda: None, None, False, local, local[0])
     module = SimpleNamespace(MegatronOptimizer=Optimizer, __name__=Optimizer.__module__)
-    seams_mtp._norm_of_heads(module, context)
+    moe._norm_of_heads(module, context)
     assert Optimizer().has_grad_norm_group("mtp") is answer
     known._GLOBAL_ARGS = None
     assert Optimizer().has_grad_norm_group("mtp") is False  # a recipe's job

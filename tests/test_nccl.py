@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prism.replay.costs import nccl
+from megatron_prism.replay.costs import collectives
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.machine import machine
 
@@ -19,7 +19,7 @@ HUGE = 1 << 40
 
 def rate(name, size, per_node, way, hardware=H200):
     """Bytes of the message per second, latency not counted."""
-    times = [nccl.times(name, size, per_node, n, hardware)[way] for n in (HUGE, 2 * HUGE)]
+    times = [collectives.times(name, size, per_node, n, hardware)[way] for n in (HUGE, 2 * HUGE)]
     return HUGE / (times[1] - times[0]) * 1e9
 
 
@@ -52,21 +52,21 @@ def test_an_all_to_all_sends_each_share_once(size, per_node):
 
 def test_latencies_of_a_ring_and_a_tree_are_ncclss_own():
     """``NCCL INFO`` prints them with NCCL_DEBUG_SUBSYS=TUNING; here by hand from its tables."""
-    one = nccl.times("all_reduce", 8, 8, 0, H200)
+    one = collectives.times("all_reduce", 8, 8, 0, H200)
     assert one["ring", "LL"] == pytest.approx(1000 * (6.6 + 14 * 0.6))
     assert one["ring", "Simple"] == pytest.approx(1000 * (8.4 + 14 * 3.4))
     assert one["tree", "LL"] == pytest.approx(1000 * (6.8 + 2 * 7 * 0.6))
-    two = nccl.times("all_reduce", 32, 8, 0, H200)
+    two = collectives.times("all_reduce", 32, 8, 0, H200)
     assert two["tree", "LL"] == pytest.approx(1000 * (6.8 + 2 * (7 * 0.6 + 2 * 5.0)))
-    gather = nccl.times("all_gather", 32, 8, 0, H200)
+    gather = collectives.times("all_gather", 32, 8, 0, H200)
     assert gather["ring", "LL"] == pytest.approx(1000 * (6.6 + 28 * 1.0 + 3 * 2.7))
-    alone = nccl.times("all_gather", 32, 1, 0, H200)
+    alone = collectives.times("all_gather", 32, 1, 0, H200)
     assert alone["ring", "Simple"] == pytest.approx(1000 * (8.4 + 31 * 14))
     assert alone["PAT", "Simple"] == pytest.approx(1000 * (8 + 5 * 14 / 3.5 + 32 * 2.8))
 
 
 def way(name, size, per_node, num_bytes, hardware=H200):
-    times = nccl.times(name, size, per_node, num_bytes, hardware)
+    times = collectives.times(name, size, per_node, num_bytes, hardware)
     return min(times, key=times.get)
 
 

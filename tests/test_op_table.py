@@ -10,11 +10,10 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_parse import parse
-from megatron_prism.replay.costs import ERRORS, op_table
-from megatron_prism.replay.costs.compute import MIXED, OPS, ROOFLINE, compute_ns, parts_of
+from megatron_prism.core.program_text import parse
+from megatron_prism.replay.costs import ERRORS, kernels
+from megatron_prism.replay.costs.kernels import MIXED, OPS, ROOFLINE, Kernel, compute_ns, parts_of
 from megatron_prism.replay.costs.machine import machine, machines
-from megatron_prism.replay.costs.op_table import Kernel
 
 ROWS = Path(__file__).parents[1] / "benchmarks/results/h200_segments.json"
 H200 = dataclasses.replace(machine("h200"), ops="")
@@ -43,7 +42,7 @@ def stored():
 def table(tmp_path, stored):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(stored))
-    return op_table.read(path)
+    return kernels.read(path)
 
 
 def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
@@ -199,7 +198,7 @@ def test_tables_that_cannot_be(tmp_path, stored, change, says):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(stored))
     with pytest.raises(UsageError) as caught:
-        op_table.read(path)
+        kernels.read(path)
     assert says in str(caught.value)
 
 
@@ -208,7 +207,7 @@ def test_holes_are_not_filled(tmp_path, stored):
     grid["ns"][0] = None
     path = tmp_path / "x.json"
     path.write_text(json.dumps(stored))
-    table = op_table.read(path)
+    table = kernels.read(path)
     assert ns(table, "mm", "512x512,512x512t") is None
     assert ns(table, "mm", "513x513,513x513t") is None
     assert math.isclose(ns(table, "mm", "1024x512,512x512t"), 2000, rel_tol=1e-3)
@@ -228,7 +227,7 @@ def test_the_shipped_table_says_how_far_off_it_was():
 
 def test_products_in_a_row_take_what_the_table_says_of_sustained_ones():
     """Under the GPU's power limit: both measured on H200, the table's in short bursts."""
-    table = op_table.read("h200")
+    table = kernels.read("h200")
     rates = json.loads((ROWS.parent / "h200_x4_rates.json").read_text(encoding="utf-8"))["gemm"]
     ratios = []
     for row in rates:

@@ -11,7 +11,7 @@ from naive_replay import prices_of, random_programs
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, overlap, timeline
 from megatron_prism.replay.costs.collectives import read_calibration

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.release import Releases
+from megatron_prism.replay.answer_times import Releases
 from megatron_prism.runtime.pacing.kernel_moves import ADDED, CHUNK_NS, COPY_NS, SUM_NS
 from megatron_prism.runtime.pacing.kernel_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
 from megatron_prism.runtime.pacing.moves import KINDS

@@ -10,8 +10,7 @@ from torch import distributed as dist
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.runtime import world as session
-from megatron_prism.runtime.recorder.paced import PacedRecorder
-from megatron_prism.runtime.recorder.recorder import Recorder
+from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder
 from megatron_prism.runtime.values import Values
 
 RANK, SIZE, LATE = 3, 8, 0.2

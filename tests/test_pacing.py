@@ -26,18 +26,23 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate import pace, pace_capture, summary
+from megatron_prism.emulate import pace, summary
 from megatron_prism.emulate.nvlink_keepalive import Links
-from megatron_prism.emulate.pace import check, slow_ranks
-from megatron_prism.emulate.pace_calls import expected, nccl_blocks
-from megatron_prism.emulate.pace_capture import capture_missing, missing_ranks
+from megatron_prism.emulate.pace import (
+    capture_missing,
+    check,
+    expected,
+    missing_ranks,
+    nccl_blocks,
+    slow_ranks,
+)
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.runtime import work
+from megatron_prism.runtime import process_group
 from megatron_prism.runtime.pacing import report as pace_report
 from megatron_prism.runtime.pacing import shared_memory
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout, seats
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.process_group import Done
 
 
 class Device:
@@ -225,7 +230,7 @@ def test_a_device_that_does_not_answer_is_not_done(device, monkeypatch):
         raise PrismError("the CUDA driver refused to look at an event")
 
     device.query = fails
-    monkeypatch.setattr(work, "_unfinished", [])
+    monkeypatch.setattr(process_group, "_unfinished", [])
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # an error in __del__
     pacer.record(TP, "all_gather", answer, (tensor, tensor, opts(True)), {})
     del tensor
@@ -466,7 +471,7 @@ def test_a_stage_that_paced_slices_lack_is_asked_for(tmp_path):
     store = SliceStore(tmp_path, options.world, {"peers": "paced"})
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
     with pytest.raises(UsageError, match="recorded at pace, but none of ranks 4"):
-        pace_capture._capture_all(options, ["x.py"])
+        pace._capture_all(options, ["x.py"])
 
 
 def test_a_calibration_of_another_gpu_is_refused(tmp_path):
@@ -587,9 +592,7 @@ def test_real_members_are_no_part_of_coming_to_a_call(device):
 
 def test_the_first_local_rank_captures_for_all(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(
-        pace_capture, "_capture_all", lambda options, job: ran.append(options.process)
-    )
+    monkeypatch.setattr(pace, "_capture_all", lambda options, job: ran.append(options.process))
     store, options = Store(), options_of("--prism-pace", str(tmp_path))
     with pytest.raises(AssertionError):  # still waiting
         capture_missing(dataclasses.replace(options, process=1), [], store)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from megatron_prism.core.program import Builder  # noqa: E402
-from megatron_prism.emulate.memory_watch import explain  # noqa: E402
+from megatron_prism.emulate.device_memory import explain  # noqa: E402
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 MIB = 1 << 20

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from naive_replay import random_programs
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.predict import predict
-from megatron_prism.predict.spreads import Variability
+from megatron_prism.predict.variability import Variability
 from megatron_prism.replay.priced_graph import WhatIf, price
 
 STILL = Variability("none", 0.0, 0.0, 0.0, 0.0, "nothing varies")

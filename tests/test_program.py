@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op
-from megatron_prism.core.program import Builder, Program
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.program_text import dump
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World
 
@@ -100,8 +98,8 @@ def test_text_and_file_give_back_what_went_in(tmp_path_factory, first, second, m
     made = Programs.one_per_rank([made.programs[0], dataclasses.replace(build.build(1))])
     assert parse(dump(made)) == made
     path = tmp_path_factory.mktemp("p") / "x.prism"
-    programs.save(made, path)
-    assert programs.load(path) == made
+    program.save(made, path)
+    assert program.load(path) == made
 
 
 def test_a_program_written_by_hand():
@@ -237,7 +235,7 @@ def test_files_of_earlier_releases_are_read(tmp_path, version):
     """Format 1 did not say whose an allocation is; before format 3 nobody knew the host, and before
     format 4 what of a segment is products."""
     made, path = parse(TEXT), tmp_path / "x.prism"
-    programs.save(made, path)
+    program.save(made, path)
     with np.load(path) as stored:
         arrays = {name: stored[name] for name in stored.files}
     head = json.loads(arrays["head"].tobytes()) | {"format": version}
@@ -251,7 +249,7 @@ def test_files_of_earlier_releases_are_read(tmp_path, version):
             arrays[name] = _columns(arrays[name], ["before", "storage", "bytes"])
     with open(path, "wb") as file:
         np.savez(file, **arrays)
-    found = programs.load(path)
+    found = program.load(path)
     without = made if version > 1 else parse(TEXT.replace(f' note="{NOTE}"', "", 1))
     assert found == without
     assert found.programs[0].ops["host"].tolist() == [-1] * len(found.programs[0])
@@ -260,7 +258,7 @@ def test_files_of_earlier_releases_are_read(tmp_path, version):
     with open(path, "wb") as file:
         np.savez(file, **arrays)
     with pytest.raises(ProgramError, match="columns of program 0 are not ours"):
-        programs.load(path)
+        program.load(path)
 
 
 def _columns(rows, names):
@@ -273,32 +271,32 @@ def _columns(rows, names):
 
 def test_files_that_are_not_ours(tmp_path):
     made, path = parse(TEXT), tmp_path / "x.prism"
-    programs.save(made, path)
+    program.save(made, path)
     with pytest.raises(UsageError, match="not overwritten"):
-        programs.save(made, path)
-    assert programs.save(made, path, force=True) == path
+        program.save(made, path)
+    assert program.save(made, path, force=True) == path
     whole = path.read_bytes()
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
         with pytest.raises(ProgramError, match="foreign or damaged|no file of programs"):
-            programs.load(path)
+            program.load(path)
     broken = bytearray(whole)
     broken[len(whole) // 3] ^= 0xFF
     path.write_bytes(broken)
     with pytest.raises(PrismError):
-        programs.load(path)
+        program.load(path)
     np.savez(tmp_path / "y.npz", a=np.arange(3))
     with pytest.raises(ProgramError, match="no file of programs"):
-        programs.load(tmp_path / "y.npz")
+        program.load(tmp_path / "y.npz")
     np.save(tmp_path / "z.npy", np.arange(3))
     with pytest.raises(ProgramError, match="no file of programs|foreign"):
-        programs.load(tmp_path / "z.npy")
+        program.load(tmp_path / "z.npy")
     with pytest.raises(ProgramError, match="there is no file"):
-        programs.load(tmp_path / "none.prism")
+        program.load(tmp_path / "none.prism")
     with pytest.raises(ProgramError, match="is a folder"):
-        programs.load(tmp_path)
+        program.load(tmp_path)
     with pytest.raises(UsageError, match="cannot write"):
-        programs.save(made, tmp_path / "z.npy" / "x.prism")
+        program.save(made, tmp_path / "z.npy" / "x.prism")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.prism", "y.npz", "z.npy"]
 
 
@@ -319,7 +317,7 @@ def test_files_that_are_not_ours(tmp_path):
 def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):
     """They were met later, as an IndexError of whoever looked; the text form refuses them too."""
     path = tmp_path / "x.prism"
-    programs.save(parse(TEXT), path)
+    program.save(parse(TEXT), path)
     with np.load(path) as stored:
         arrays = {name: stored[name].copy() for name in stored.files}
     for name, value in odd.items():
@@ -333,20 +331,20 @@ def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):
     with path.open("wb") as file:
         np.savez(file, **arrays)
     with pytest.raises(ProgramError, match=says):
-        programs.load(path)
+        program.load(path)
 
 
 def test_a_newer_file_says_which_release_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "FORMAT", 5)
-    programs.save(parse(TEXT), tmp_path / "x.prism")
+    monkeypatch.setattr(program, "FORMAT", 5)
+    program.save(parse(TEXT), tmp_path / "x.prism")
     monkeypatch.undo()
     with pytest.raises(ProgramError, match="format 5; this release reads 1 to 4"):
-        programs.load(tmp_path / "x.prism")
+        program.load(tmp_path / "x.prism")
 
 
 def test_a_file_of_format_1_is_read_without_notes(tmp_path):
     made, path = parse(TEXT.replace(f' note="{NOTE}"', "")), tmp_path / "x.prism"
-    programs.save(made, path)
+    program.save(made, path)
     with np.load(path) as stored:
         arrays = dict(stored)
     head = json.loads(arrays["head"].tobytes()) | {"format": 1}
@@ -359,7 +357,7 @@ def test_a_file_of_format_1_is_read_without_notes(tmp_path):
         arrays[f"allocations{i}"] = old
     with path.open("wb") as file:
         np.savez(file, **arrays)
-    assert programs.load(path) == made
+    assert program.load(path) == made
 
 
 def test_every_rank_needs_a_program():

@@ -11,10 +11,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_prism.core.errors import UnsupportedError  # noqa: E402
-from megatron_prism.emulate.patches import received  # noqa: E402
-from megatron_prism.emulate.patches.received import tokens_of  # noqa: E402
-from megatron_prism.runtime.token_vectors import COUNT, TokenVectors  # noqa: E402
-from megatron_prism.runtime.values import Values  # noqa: E402
+from megatron_prism.emulate.patches import pipeline  # noqa: E402
+from megatron_prism.emulate.patches.pipeline import tokens_of  # noqa: E402
+from megatron_prism.runtime.values import (  # noqa: E402
+    COUNT,
+    TokenVectors,
+    Values,  # noqa: E402
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,8 +117,8 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
         return torch.full(args[0], float("nan"))
 
     module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
-    monkeypatch.setattr(received, "values_of", lambda group: Values() if virtual else None)
-    received._whole_ring(module, patching.context())
+    monkeypatch.setattr(pipeline, "values_of", lambda group: Values() if virtual else None)
+    pipeline._whole_ring(module, patching.context())
     monkeypatch.setattr(torch, "empty", dirty)
     x = torch.ones(4, requires_grad=True)
     Attention.apply(x, _Group(place)).sum().backward()
@@ -124,7 +127,7 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
 
 
 def test_two_threads_leave_torch_as_it_was():
-    empty, zeroed = torch.empty, received._Zeroed()
+    empty, zeroed = torch.empty, pipeline._Zeroed()
     zeroed.__enter__()
     zeroed.__enter__()  # of another thread
     zeroed.__exit__()
@@ -143,12 +146,12 @@ def test_prompts_without_labels_have_vectors_of_their_own():
 
 
 def test_what_fills_them_belongs_to_no_segment(monkeypatch):
-    from megatron_prism.runtime.recorder import host_clock, recorder
+    from megatron_prism.runtime.recorder import measurements, recorder
     from megatron_prism.runtime.world import VirtualWorld
 
     now = [0]
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
-    monkeypatch.setattr(host_clock, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(measurements, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     heard = recorder.Recorder(0, "cpu")
     world = VirtualWorld(1, 0, (0,), Values(), torch.device("cpu"), listeners=(heard,))
@@ -214,7 +217,7 @@ def test_images_whose_places_are_values_are_refused_on_shapes(meta):
         pass
 
     module = SimpleNamespace(LLaVAModel=LLaVAModel)
-    received._images_have_places(module, patching.context(meta))
+    pipeline._images_have_places(module, patching.context(meta))
     if not meta:
         LLaVAModel()
         return

@@ -12,9 +12,8 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph import world_graph
-from megatron_prism.replay import dag, kernels, maxplus, release, timeline, whatif
-from megatron_prism.replay.release import cuts, kept, releases
-from megatron_prism.replay.transfer import START, terms
+from megatron_prism.replay import answer_times, dependencies, loops, timeline, whatif
+from megatron_prism.replay.answer_times import START, cuts, kept, releases, terms
 
 SEEDS = st.integers(0, 2**32)
 ITERATIONS = 6
@@ -36,9 +35,9 @@ def prescribed(made, joined, local, seed):
     rng = np.random.default_rng(seed)
     durations = timeline.durations_of(joined, prices_of(made))
     classes = [int(made.classes.of[rank]) for rank in local]
-    mine = np.isin(joined.owner, classes) & (joined.kind == dag.COMPUTE)
+    mine = np.isin(joined.owner, classes) & (joined.kind == dependencies.COMPUTE)
     durations[mine] = rng.integers(0, 200, mine.sum())
-    return durations, *maxplus.evaluate(joined, durations)
+    return durations, *timeline.evaluate(joined, durations)
 
 
 def last_arrival(joined, mine, node, end):
@@ -50,7 +49,7 @@ def last_arrival(joined, mine, node, end):
 @given(SEEDS)
 def test_terms_give_what_the_whole_world_gives(seed):
     made, local = world_of(seed)
-    joined = dag.build(made, 3)
+    joined = dependencies.build(made, 3)
     assume(len(joined.order) == len(joined))
     classes = [int(made.classes.of[rank]) for rank in local]
     cut, mine = cuts(joined, classes)
@@ -89,7 +88,7 @@ def test_one_table_serves_every_iteration(seed):
     for rank in local:
         programs = whatif.apart(programs, [rank], f"local {rank}")
     made = world_graph.build(programs)
-    joined = dag.build(made, ITERATIONS)
+    joined = dependencies.build(made, ITERATIONS)
     assume(len(joined.order) == len(joined))
     table = releases(made, prices_of(made), local)
     assert table.loose == 0
@@ -111,11 +110,11 @@ def test_one_table_serves_every_iteration(seed):
 def test_interpreted_and_compiled_are_one(monkeypatch):
     pytest.importorskip("numba")
     made, local = world_of(7)
-    joined = dag.build(made, 3)
+    joined = dependencies.build(made, 3)
     cut, mine = cuts(joined, [int(made.classes.of[rank]) for rank in local])
     durations = timeline.durations_of(joined, prices_of(made))
     plain = terms(joined, durations, cut, mine)
-    monkeypatch.setattr(kernels, "SMALL", -1)
+    monkeypatch.setattr(loops, "SMALL", -1)
     for one, other in zip(plain, terms(joined, durations, cut, mine), strict=True):
         assert np.array_equal(one, other)
 
@@ -132,7 +131,7 @@ def test_a_lockstep_peer_needs_one_term_a_call():
             ),
         )
     ]
-    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.program import Programs
     from megatron_prism.core.world import World
 
     programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))
@@ -158,7 +157,7 @@ def test_a_table_is_kept(tmp_path, monkeypatch):
     prices = prices_of(made)
     first = kept(made, prices, local, tmp_path)
     (file,) = tmp_path.iterdir()
-    monkeypatch.setattr(release, "releases", None)  # not asked again
+    monkeypatch.setattr(answer_times, "releases", None)  # not asked again
     again = kept(made, prices, local, tmp_path)
     for field in dataclasses.fields(first):
         one, other = getattr(first, field.name), getattr(again, field.name)

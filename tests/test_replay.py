@@ -15,9 +15,9 @@ from test_graph import healthy
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE, PHASE_NAMES
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph as graph
-from megatron_prism.replay import dag, events, kernels, links, maxplus, timeline
+from megatron_prism.replay import dependencies, loops, network, timeline
 from megatron_prism.replay.costs import price
 from megatron_prism.replay.costs.machine import machine
 
@@ -30,7 +30,7 @@ ONE_NODE = 1 << 30  # ranks
 def executor(request, monkeypatch):
     if request.param == "compiled":
         pytest.importorskip("numba")
-        monkeypatch.setattr(kernels, "SMALL", -1)
+        monkeypatch.setattr(loops, "SMALL", -1)
 
 
 def replayed(programs, iterations=2):
@@ -41,9 +41,9 @@ def replayed(programs, iterations=2):
 def simulated(programs, iterations=2, **more):
     """(graph, outcome) of the event engine."""
     world_graph = graph.build(programs)
-    joined = dag.build(world_graph, iterations)
+    joined = dependencies.build(world_graph, iterations)
     durations = timeline.durations_of(joined, prices_of(world_graph))
-    return world_graph, events.simulate(joined, durations, **more)
+    return world_graph, network.simulate(joined, durations, **more)
 
 
 def assert_equal(programs, world_graph, joined, begin, end, naive):
@@ -86,7 +86,7 @@ def test_events_are_as_every_rank_for_itself(seed, disorder, contention):
     programs = random_programs(seed, disorder)
     naive = Simulation(programs, contention=contention)
     world_graph = graph.build(programs)
-    shared = links.ports(world_graph, ONE_NODE) if contention else None
+    shared = network.ports(world_graph, ONE_NODE) if contention else None
     world_graph, outcome = simulated(programs, links=shared)
     assert outcome.hangs == naive.hangs == bool(outcome.blocked)
     assert_equal(programs, world_graph, outcome.dag, outcome.begin, outcome.end, naive)
@@ -121,7 +121,7 @@ def test_the_random_worlds_hang_contend_and_split():
     for seed in range(40):
         programs = random_programs(seed, disorder=seed % 2 == 1)
         world_graph, alone = simulated(programs)
-        _, shared = simulated(programs, links=links.ports(world_graph, ONE_NODE))
+        _, shared = simulated(programs, links=network.ports(world_graph, ONE_NODE))
         seen["hangs"] += alone.hangs
         seen["contends"] += not np.array_equal(alone.end, shared.end)
         seen["splits"] += len(world_graph.classes) > programs.world.pp
@@ -141,10 +141,10 @@ def test_events_equal_the_longest_path(seed):
     start = np.concatenate(([0], np.cumsum(lengths[order])))
     before = np.concatenate([shuffled[np.array(lists[i], dtype=int)] for i in order]).astype(int)
     empty = np.zeros(n, dtype=np.int32)
-    made = dag.Dag(empty.astype(np.uint8), empty, empty, empty, start, before, (), ())
+    made = dependencies.Dag(empty.astype(np.uint8), empty, empty, empty, start, before, (), ())
     durations = rng.integers(0, 5, n) * rng.integers(0, 10**9, n)
-    begin, end = maxplus.evaluate(made, durations)
-    outcome = events.simulate(made, durations)
+    begin, end = timeline.evaluate(made, durations)
+    outcome = network.simulate(made, durations)
     assert np.array_equal(begin, outcome.begin)
     assert np.array_equal(end, outcome.end)
 
@@ -154,13 +154,13 @@ def test_interpreted_and_compiled_are_one(monkeypatch):
     pytest.importorskip("numba")
     for seed in range(8):
         programs = random_programs(seed)
-        shared = links.ports(graph.build(programs), ONE_NODE)
+        shared = network.ports(graph.build(programs), ONE_NODE)
         found = []
         for small in (1 << 40, -1):
-            monkeypatch.setattr(kernels, "SMALL", small)
+            monkeypatch.setattr(loops, "SMALL", small)
             _, outcome = simulated(programs, links=shared)
             order = outcome.dag.order
-            tail = kernels.tails(order, outcome.dag.start, outcome.dag.before, outcome.end)
+            tail = loops.tails(order, outcome.dag.start, outcome.dag.before, outcome.end)
             found.append((outcome.begin, outcome.end, order, tail))
         for a, b in zip(*found, strict=True):
             assert np.array_equal(a, b)
@@ -168,12 +168,12 @@ def test_interpreted_and_compiled_are_one(monkeypatch):
 
 def test_without_numba_large_graphs_are_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    kernels._compiled.cache_clear()
-    made = dag.build(graph.build(healthy(GRAPH_WORLDS[1])))
+    loops._compiled.cache_clear()
+    made = dependencies.build(graph.build(healthy(GRAPH_WORLDS[1])))
     assert len(made.order) == len(made)  # small ones need none
-    monkeypatch.setattr(kernels, "SMALL", -1)
+    monkeypatch.setattr(loops, "SMALL", -1)
     with pytest.raises(UsageError, match="numba") as raised:
-        dag.build(graph.build(healthy(GRAPH_WORLDS[1]))).order
+        dependencies.build(graph.build(healthy(GRAPH_WORLDS[1]))).order
     assert raised.value.fix == "pip install numba"
 
 
@@ -265,7 +265,7 @@ def test_slower_is_never_earlier(seed, more, data):
         return
     durations = made.durations.copy()
     durations[data.draw(st.integers(0, len(durations) - 1))] += more
-    begin, end = maxplus.evaluate(made.dag, durations)
+    begin, end = timeline.evaluate(made.dag, durations)
     assert (begin >= made.node_start).all()
     assert (end >= made.node_end).all()
     assert end.max() <= made.node_end.max() + more
@@ -286,7 +286,7 @@ def test_accounts_add_up(seed):
 @given(SEEDS)
 def test_the_critical_path_is_a_path_as_long_as_all_iterations(seed):
     made = some_timeline(seed)
-    path = maxplus.critical_path(made.dag, made.node_end)
+    path = timeline.critical_path(made.dag, made.node_end)
     if not path:
         return
     assert made.node_start[path[0]] == 0
@@ -306,7 +306,7 @@ def test_the_critical_path_is_a_path_as_long_as_all_iterations(seed):
 def test_slack_is_what_a_class_may_lose(seed, data):
     made = some_timeline(seed)
     index = data.draw(st.integers(0, len(made.graph.classes) - 1))
-    segments = np.flatnonzero((made.dag.kind == dag.COMPUTE) & (made.dag.owner == index))
+    segments = np.flatnonzero((made.dag.kind == dependencies.COMPUTE) & (made.dag.owner == index))
     if not segments.size:
         return
     least = made.slack()[index]
@@ -314,9 +314,9 @@ def test_slack_is_what_a_class_may_lose(seed, data):
     for node in segments.tolist():
         durations = made.durations.copy()
         durations[node] += least
-        assert maxplus.evaluate(made.dag, durations)[1].max() == made.node_end.max()
+        assert timeline.evaluate(made.dag, durations)[1].max() == made.node_end.max()
         durations[node] += 1
-        reached.append(maxplus.evaluate(made.dag, durations)[1].max() > made.node_end.max())
+        reached.append(timeline.evaluate(made.dag, durations)[1].max() > made.node_end.max())
     assert any(reached)
 
 
@@ -343,7 +343,7 @@ def test_two_ranks_that_receive_first_hang():
     assert outcome.hangs
     assert [(one.here, one.missing) for one in outcome.blocked] == [((1,), (0,)), ((0,), (1,))]
     with pytest.raises(PrismError, match="the job hangs"):
-        events.replay(world_graph, prices_of(world_graph))
+        network.replay(world_graph, prices_of(world_graph))
 
 
 RING = """prism-program 1
@@ -360,7 +360,7 @@ program rank=1 ranks=1-2
 
 
 def test_an_op_that_never_ends_is_a_verdict(executor):
-    world_graph, outcome = simulated(parse(RING), 1, faults=events.Faults(stuck=((0, 0),)))
+    world_graph, outcome = simulated(parse(RING), 1, faults=network.Faults(stuck=((0, 0),)))
     (blocked,) = outcome.blocked
     assert (blocked.here, blocked.missing) == ((1,), (0,))
     assert outcome.hangs
@@ -373,8 +373,8 @@ def test_an_op_that_never_ends_is_a_verdict(executor):
     [(4, [6]), (5, [5, 6]), (10, [5, 6]), (16, [5, 6, 16, 23]), (23, [5, 6, 16, 23, 23])],
 )
 def test_a_rank_that_stops_takes_the_others_with_it(moment, ended, executor):
-    _, outcome = simulated(parse(RING), 1, faults=events.Faults(stops={0: moment}))
-    real = outcome.dag.kind != dag.JOIN
+    _, outcome = simulated(parse(RING), 1, faults=network.Faults(stops={0: moment}))
+    real = outcome.dag.kind != dependencies.JOIN
     assert sorted(outcome.end[real & (outcome.end >= 0)].tolist()) == ended
 
 
@@ -390,8 +390,8 @@ def test_transfers_share_a_port_in_equal_parts(executor):
              f"- send {group} int8 in=70 peer=-2 batch=4"]  # fmt: skip
     programs = parse("\n".join(text))
     world_graph = graph.build(programs)
-    _, outcome = simulated(programs, 1, links=links.ports(world_graph, ONE_NODE))
-    ends = outcome.end[outcome.dag.kind == dag.MEET]
+    _, outcome = simulated(programs, 1, links=network.ports(world_graph, ONE_NODE))
+    ends = outcome.end[outcome.dag.kind == dependencies.MEET]
     assert sorted(ends.tolist()) == [70, 80, 140]
 
 
@@ -405,8 +405,8 @@ def test_ports_tell_the_node_from_the_network(executor):
     """
     for per_node, total in ((1, 200), (2, 100), (4, 200)):
         world_graph = graph.build(parse(text))
-        made = events.replay(
-            world_graph, prices_of(world_graph), 1, links.ports(world_graph, per_node)
+        made = network.replay(
+            world_graph, prices_of(world_graph), 1, network.ports(world_graph, per_node)
         )
         assert made.iteration_ns == total
 
@@ -419,8 +419,8 @@ def test_a_coalesced_call_moves_the_sum_of_its_parts():
     - all_reduce default_pg int8 n=50 reduce=sum batch=0
     """
     world_graph = graph.build(parse(text))
-    shared = links.ports(world_graph, ONE_NODE)
-    assert events.replay(world_graph, prices_of(world_graph), 1, shared).iteration_ns == 80
+    shared = network.ports(world_graph, ONE_NODE)
+    assert network.replay(world_graph, prices_of(world_graph), 1, shared).iteration_ns == 80
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -429,7 +429,7 @@ def test_sharing_changes_no_verdict(seed):
     """What hangs with shared links hangs without, and the other way round."""
     programs = random_programs(seed, disorder=True)
     world_graph, alone = simulated(programs)
-    _, shared = simulated(programs, links=links.ports(world_graph, 1))
+    _, shared = simulated(programs, links=network.ports(world_graph, 1))
     assert np.array_equal(alone.end < 0, shared.end < 0)
 
 

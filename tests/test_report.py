@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from test_graph import DP, PP, TP, WORLDS, healthy, stage_ops, with_rank
 
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Builder, Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, timeline
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.report import curves, figures, html, page_data, perfetto, text
+from megatron_prism.report import chrome_trace, metrics, page, text
+from megatron_prism.report import page as html
+from megatron_prism.report import page as page_data
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}\u2028'\""
 
@@ -75,7 +76,7 @@ def empty():
 
 
 TIMELINES = {"tiny": tiny, "empty": empty, "hostile": hostile}
-RENDERERS = {"text": text.render, "perfetto": perfetto.render, "html": html.render}
+RENDERERS = {"text": text.render, "perfetto": chrome_trace.render, "html": html.render}
 
 
 @pytest.mark.parametrize("what", TIMELINES)
@@ -114,7 +115,7 @@ def random_world(world, seed):
 @given(st.sampled_from(WORLDS[:4]), st.integers(0, 2**32), st.integers(1, 3))
 def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     made = replayed(random_world(world, seed), iterations)
-    found = figures.figures(made)
+    found = metrics.figures(made)
     assert sum(one.count for one in found.classes) == world.size
     for one in found.classes:
         parts = [one.compute, *one.exposed.values(), *one.waiting.values(), one.idle]
@@ -126,7 +127,7 @@ def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     assert sum(one.critical for one in found.classes) == sum(critical)
     parts = found.computing + found.exposed + found.bubble
     assert parts == pytest.approx(1 if made.iteration_ns else 0)
-    rows = curves.path_rows(made)
+    rows = page.path_rows(made)
     assert (rows[:, 2] - rows[:, 1]).sum() == made.iteration_ns
     assert (rows[1:, 1] == rows[:-1, 2]).all()
 
@@ -148,35 +149,35 @@ def test_the_bubble_of_forwards_then_backwards(p, m):
                     ops.append(Op("send", PP, "bf16", num_in=1, peer=step, handle=i, **at))
         ops.append(Op("all_reduce", "default_pg", "fp32", 1, 1, "sum"))
         made.append(Program.from_ops(stage, ops))
-    found = figures.figures(replayed(Programs.one_per_rank(made, world), meetings=0))
+    found = metrics.figures(replayed(Programs.one_per_rank(made, world), meetings=0))
     assert found.iteration_ns == 3000 * (m + p - 1)
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert found.exposed == 0
 
 
 def test_figures_that_the_slices_do_not_hold_are_unknown():
-    found = figures.figures(replayed(healthy(WORLDS[1])))
+    found = metrics.figures(replayed(healthy(WORLDS[1])))
     assert [found.tokens_per_s.value, found.mfu.value, found.flops_per_gpu.value] == [None] * 3
     assert "unknown: the slices do not say how many tokens" in text.render(
         replayed(healthy(WORLDS[1]))
     )
     said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9)}
     made = replayed(dataclasses.replace(tiny(), source=said))
-    found, seconds = figures.figures(made), made.iteration_ns / 1e9
+    found, seconds = metrics.figures(made), made.iteration_ns / 1e9
     assert found.tokens_per_s.value == pytest.approx(4096 / seconds)
     assert found.flops_per_gpu.value == pytest.approx(2 * 10**9 / seconds)
     assert found.mfu.value == pytest.approx(10**9 / seconds / 8 / 989.4e12)
     assert "of 989 TFLOP/s dense bf16" in found.mfu.basis
     unknown = dataclasses.replace(made, prices=dataclasses.replace(made.prices, peak=0.0))
-    assert "no peak" in figures.figures(unknown).mfu.basis
+    assert "no peak" in metrics.figures(unknown).mfu.basis
     made = replayed(dataclasses.replace(tiny(), source={**said, "tier": "cpu"}))
-    assert figures.figures(made).mfu.value is None
+    assert metrics.figures(made).mfu.value is None
     assert "unknown: the slices are of a CPU" in text.render(made)
     assert "measured on a CPU" in text.render(made)
 
 
 def test_calls_are_means_over_the_ranks_that_make_them():
-    found = {(c.name, c.group): c for c in figures.figures(replayed(tiny())).calls}
+    found = {(c.name, c.group): c for c in metrics.figures(replayed(tiny())).calls}
     assert found["all_reduce", TP].ranks == 8
     assert found["all_reduce", TP].calls == 2
     assert found["all_reduce", TP].bytes == 2 * 8192
@@ -204,21 +205,21 @@ def test_many_classes_are_shown_in_blocks_and_counted():
 # -- curves ----------------------------------------------------------------------------------------
 def test_memory_keeps_its_peak_and_its_last_value():
     made = replayed(tiny())
-    at, live = curves.live_memory(made, 0, buckets=1)
+    at, live = page.live_memory(made, 0, buckets=1)
     assert live.max() == made.graph.program_list[0].live_bytes().max() == 2048
     assert live[-1] == 1536
     assert live[0] == 1536  # what was there, and the first activation: before the first op
     assert (np.diff(at) >= 0).all()
     assert at[0] == 0
-    assert [len(c) for c in curves.live_memory(replayed(empty()), 0, 5)] == [0, 0]
+    assert [len(c) for c in page.live_memory(replayed(empty()), 0, 5)] == [0, 0]
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])
 def test_merging_loses_no_span_and_no_time_between(epsilon):
     made = replayed(healthy(WORLDS[2]))
     spans = made.spans(1)
-    codes = curves.step_codes(made, 1, spans)
-    merged = curves.merge(spans, codes, epsilon)
+    codes = page.step_codes(made, 1, spans)
+    merged = page.merge(spans, codes, epsilon)
     assert merged["count"].sum() == len(spans)
     assert merged["ready"].min() == spans["ready"].min()
     assert merged["end"].max() == spans["end"].max()
@@ -233,7 +234,7 @@ def test_merging_loses_no_span_and_no_time_between(epsilon):
 
 # -- the trace -------------------------------------------------------------------------------------
 def trace(made):
-    return json.loads(perfetto.render(made))
+    return json.loads(chrome_trace.render(made))
 
 
 @pytest.mark.parametrize("what", [*TIMELINES, "world"])

@@ -12,9 +12,10 @@ from test_graph import TP, WORLDS, edit, healthy, with_rank
 from test_report import HOSTILE, hostile, replayed, tiny
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.replay.costs.machine import machines
-from megatron_prism.report import html, text
+from megatron_prism.report import text
+from megatron_prism.report.page import _hash, render
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -23,7 +24,7 @@ CHROMIUM = next(
 
 @pytest.fixture
 def world(tmp_path):
-    return str(programs.save(tiny(), tmp_path / "world.prism"))
+    return str(program.save(tiny(), tmp_path / "world.prism"))
 
 
 def run(*words, capsys):
@@ -63,7 +64,7 @@ def test_files_are_written_and_never_overwritten(world, tmp_path, capsys):
     status, _, err = run(*words, capsys=capsys)
     assert status == 0
     assert f"wrote {page}" in err
-    assert page.read_text(encoding="utf-8") == html.render(replayed(tiny()))
+    assert page.read_text(encoding="utf-8") == render(replayed(tiny()))
     assert json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
     page.write_text("mine")
@@ -156,7 +157,7 @@ def test_measured_segments_are_not_priced_as_another_machines(tmp_path, capsys):
 @pytest.mark.parametrize(("device", "name"), [("NVIDIA H100 80GB HBM3", "H100"), ("", "H200")])
 def test_the_machine_is_the_one_of_the_slices(tmp_path, capsys, device, name):
     made = dataclasses.replace(tiny(), source={"device": device})
-    path = programs.save(made, tmp_path / "w.prism")
+    path = program.save(made, tmp_path / "w.prism")
     status, out, _ = run(path, capsys=capsys)
     assert status == 0
     assert f"8 x {name}" in out
@@ -243,7 +244,7 @@ def test_what_is_read_is_not_written(place, tmp_path, capsys):
     folder = tmp_path / "slices"
     folder.mkdir()
     for name in ("world.prism", "slices/slice-000000.prism"):
-        programs.save(healthy(WORLDS[2]), tmp_path / name)
+        program.save(healthy(WORLDS[2]), tmp_path / name)
     (tmp_path / "link").symlink_to(tmp_path / "world.prism")
     whole = (tmp_path / place).read_bytes()
     read = tmp_path / "world.prism" if place != "slices/slice-000000.prism" else folder
@@ -255,7 +256,7 @@ def test_what_is_read_is_not_written(place, tmp_path, capsys):
 def test_programs_that_do_not_fit_have_no_timeline(tmp_path, capsys):
     ops = list(healthy(WORLDS[2]).of(5))
     edit("all_reduce", TP, dtype="fp32")(ops)
-    broken = programs.save(with_rank(healthy(WORLDS[2]), 5, ops), tmp_path / "broken.prism")
+    broken = program.save(with_rank(healthy(WORLDS[2]), 5, ops), tmp_path / "broken.prism")
     status, out, err = run(broken, "--html", tmp_path / "page.html", capsys=capsys)
     assert (status, out) == (1, "")
     assert "<-- here" in err
@@ -269,7 +270,7 @@ DRIVER = Path(__file__).with_name("report_driver.js").read_text(encoding="utf-8"
 
 def in_browser(tmp_path, source, driver=DRIVER):
     """What the driver, put into the page with its own hash, has to say."""
-    own = f"'{html._hash(driver)}'".replace("'", "&#x27;")
+    own = f"'{_hash(driver)}'".replace("'", "&#x27;")
     page = source.replace("script-src ", f"script-src {own} ", 1)
     page = page.replace("</body>", f"<script data-driver>{driver}</script></body>")
     (tmp_path / "page.html").write_text(page, encoding="utf-8")
@@ -288,7 +289,7 @@ def in_browser(tmp_path, source, driver=DRIVER):
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("make", [tiny, hostile])
 def test_tabs_zoom_and_tips_work_and_labels_stay_text(make, tmp_path):
-    said, errors = in_browser(tmp_path, html.render(replayed(make())))
+    said, errors = in_browser(tmp_path, render(replayed(make())))
     assert errors == []
     tabs = ["pipeline", "breakdown", "critical", "collectives", "memory", "provenance", "reading"]
     assert said[1].split() == [
@@ -301,6 +302,6 @@ def test_tabs_zoom_and_tips_work_and_labels_stay_text(make, tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_a_foreign_script_does_not_run(tmp_path):
     """Even if a label did become markup, the policy would hold it."""
-    source = html.render(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)
+    source = render(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)
     _, errors = in_browser(tmp_path, source)
     assert any("Content Security Policy" in line for line in errors)

@@ -26,8 +26,7 @@ with warnings.catch_warnings():
     from megatron_prism.emulate.schedule import schedules
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.program_text import dump
+from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.slices import open_programs
 from megatron_prism.graph import world_graph
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from megatron_prism.emulate.schedule_tape import Tape
 
 from megatron_prism.graph import world_graph
-from megatron_prism.replay.unit_time import timeline
+from megatron_prism.replay.timeline import schedule_timeline
 
 pytestmark = pytest.mark.megatron
 OLD = release.startswith("0.16")
@@ -92,7 +92,7 @@ def test_every_step_gets_its_tensor(case):
         assert not done.made[rank]
     assert all(done.posted[channel] == len(sent) for channel, sent in done.sent.items())
     assert world_graph.build(programs).check() == []
-    assert timeline(programs).bubble > 0
+    assert schedule_timeline(programs).bubble > 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=CASES_IDS)

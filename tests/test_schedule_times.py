@@ -8,10 +8,10 @@ import pytest
 
 from megatron_prism.cli import main as cli
 from megatron_prism.cli import schedule
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.errors import ProgramError
-from megatron_prism.core.program_parse import parse
-from megatron_prism.replay.unit_time import Step, Timeline, timeline
+from megatron_prism.core.program_text import parse
+from megatron_prism.replay.timeline import ScheduleStep, ScheduleTimeline, schedule_timeline
 
 HAND = """
 prism-program 1
@@ -34,11 +34,11 @@ program rank=1 ranks=1
 
 
 def test_a_schedule_by_hand():
-    times = timeline(parse(HAND))
+    times = schedule_timeline(parse(HAND))
     assert [(s.label, s.start, s.end) for s in times.stages[0]] == [("0F", 0, 1), ("0B", 4, 6)]
     assert [(s.label, s.start, s.end) for s in times.stages[1]] == [("0F", 1, 2), ("0B", 2, 4)]
     assert (times.total, times.bubble, times.busy) == (6, Fraction(1, 2), (3, 3))
-    assert timeline(parse(HAND), {"forward": 1, "backward": 1}).total == 4
+    assert schedule_timeline(parse(HAND), {"forward": 1, "backward": 1}).total == 4
 
 
 def test_a_send_without_its_receive_is_a_deadlock():
@@ -46,7 +46,7 @@ def test_a_send_without_its_receive_is_a_deadlock():
         "0F recv PIPELINE_MODEL_PARALLEL_GROUP peer=-1 handle=0\n0F wait handle=0\n", ""
     )
     with pytest.raises(ProgramError, match=r"wait for each other: rank 0 at op 2 \(wait\)"):
-        timeline(parse(text))
+        schedule_timeline(parse(text))
 
 
 def test_parts_of_a_step_share_its_time_and_streams_run_side_by_side():
@@ -63,17 +63,18 @@ def test_parts_of_a_step_share_its_time_and_streams_run_side_by_side():
     -  host_wait note=device
     2F compute
     """
-    steps = {step.label: (step.start, step.end) for step in timeline(parse(text)).stages[0]}
+    first = schedule_timeline(parse(text)).stages[0]
+    steps = {step.label: (step.start, step.end) for step in first}
     assert steps == {"0F": (0, 1), "1F": (0, 1), "0B": (1, 3), "2F": (3, 4)}
-    assert timeline(parse(text)).busy == (4,)
+    assert schedule_timeline(parse(text)).busy == (4,)
 
 
 def drawn(stages, total, width=80):
-    return schedule.chart(Timeline(stages, tuple(Fraction() for _ in stages), total), width)
+    return schedule.chart(ScheduleTimeline(stages, tuple(Fraction() for _ in stages), total), width)
 
 
 def step(phase, microbatch, start, end, chunk=-1):
-    return Step(phase, microbatch, chunk, Fraction(start), Fraction(end))
+    return ScheduleStep(phase, microbatch, chunk, Fraction(start), Fraction(end))
 
 
 def test_the_drawing():
@@ -109,7 +110,7 @@ def megatron():
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 8), (3, 5), (4, 4), (4, 8), (8, 32), (16, 64)])
 def test_the_bubble_of_1f1b_is_the_textbooks(megatron, p, m):
     """(p-1)/(m+p-1), as in arXiv:2104.04473 2.2.1."""
-    assert timeline(megatron(p, microbatches=m)).bubble == Fraction(p - 1, m + p - 1)
+    assert schedule_timeline(megatron(p, microbatches=m)).bubble == Fraction(p - 1, m + p - 1)
 
 
 @pytest.mark.megatron
@@ -118,7 +119,7 @@ def test_the_bubble_of_1f1b_is_the_textbooks(megatron, p, m):
 def test_the_bubble_of_interleaving_is_the_textbooks(megatron, p, v, m, how):
     """The same with m v instead of m (2.2.2): every chunk is a v-th of the stage."""
     if p > 2 or how != {"overlap_p2p": False}:
-        assert timeline(megatron(p, v, m, **how)).bubble == Fraction(p - 1, m * v + p - 1)
+        assert schedule_timeline(megatron(p, v, m, **how)).bubble == Fraction(p - 1, m * v + p - 1)
 
 
 def run(*words, capsys):
@@ -160,7 +161,7 @@ def test_the_command_keeps_the_programs_and_overwrites_nothing(megatron, tmp_pat
     out = tmp_path / "a.prism"
     words = ("pp=4", "vpp=2", "microbatches=8", "-o", str(out))
     assert run(*words, capsys=capsys)[0] == 0
-    assert programs.load(out) == megatron(4, 2, 8)
+    assert program.load(out) == megatron(4, 2, 8)
     status, _, err = run(*words, capsys=capsys)
     assert status == 2
     assert "exists and is not overwritten" in err

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import programs
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
+from megatron_prism.core.program import Program, Programs, load, save
 from megatron_prism.core.program_text import dump
-from megatron_prism.core.programs import Programs
 from megatron_prism.core.slices import SliceStore, assemble, open_programs, stand_in_for
 from megatron_prism.core.world import World
 
@@ -94,7 +92,7 @@ def test_finished_slices_are_kept(tmp_path):
     assert again.ranks() == [0]
     again.put(program(4))
     assert again.ranks() == [0, 4]
-    assert programs.load(again.path(4)).programs == (program(4),)
+    assert load(again.path(4)).programs == (program(4),)
 
 
 def test_groups_that_the_sizes_do_not_give_are_kept(tmp_path):
@@ -127,7 +125,7 @@ def test_slices_of_another_job_are_refused_by_what_differs(tmp_path, source, wor
 
 def test_force_drops_the_old_slices_and_their_world(tmp_path):
     store_in(tmp_path)
-    programs.save(assemble(tmp_path), tmp_path / "world.prism")
+    save(assemble(tmp_path), tmp_path / "world.prism")
     other = SliceStore(tmp_path, WORLD, {**SOURCE, "settings": "xyz"})
     other.prepare(True)
     assert list(tmp_path.iterdir()) == []
@@ -135,7 +133,7 @@ def test_force_drops_the_old_slices_and_their_world(tmp_path):
 
 def test_a_new_slice_outdates_the_world_that_was_made_without_it(tmp_path):
     store = store_in(tmp_path)
-    programs.save(assemble(tmp_path), tmp_path / "world.prism")
+    save(assemble(tmp_path), tmp_path / "world.prism")
     store.put(program(1, ns=7))
     assert open_programs(tmp_path).of(1)[0].ns == 7
 
@@ -263,7 +261,7 @@ def test_programs_are_opened_wherever_they_are(tmp_path):
     made = open_programs(tmp_path / "d")
     assert made.program_of.tolist() == [0] * 4 + [1] * 4
     assert dict(made.source) == SOURCE
-    programs.save(made, tmp_path / "w.prism")
+    save(made, tmp_path / "w.prism")
     (tmp_path / "w.txt").write_text(dump(made))
     assert open_programs(tmp_path / "w.prism") == made
     assert open_programs(tmp_path / "w.txt") == made
@@ -302,7 +300,7 @@ def broken(tmp_path):
     of = np.array([0] * 4 + [1, 2, 1, 1])
     bad = program(5, reduce="max")
     made = Programs(WORLD, (program(0), program(4), bad), of, source=SOURCE)
-    return str(programs.save(made, tmp_path / "broken.prism"))
+    return str(save(made, tmp_path / "broken.prism"))
 
 
 def prism(*words, capsys):

@@ -17,12 +17,12 @@ PARTS = {
     "megatron_prism.replay.costs.prices.price": {"replay/costs/__init__.py"},
     "megatron_prism.replay.timeline.replay": {"replay/priced_graph.py", "replay/overlap.py"},
     "megatron_prism.replay.overlap.replay": {"replay/priced_graph.py"},
-    "megatron_prism.replay.maxplus.evaluate": {
-        "replay/timeline.py", "replay/overlap.py", "predict/paths.py",
+    "megatron_prism.replay.timeline.evaluate": {
+        "replay/timeline.py", "replay/overlap.py", "predict/sampler.py",
     },
     "megatron_prism.predict.sampler.Sampler": {
         "predict/__init__.py", "predict/predict.py", "predict/compare.py", "predict/whatifs.py",
-        "predict/whole_run.py",
+        "predict/campaign.py",
     },
     "megatron_prism.predict.Sampler": set(),
     "megatron_prism.hang.analyze.of_dumps": {
@@ -79,7 +79,7 @@ def test_public_functions_keep_their_names():
     """``megatron_prism.replay`` is the function, also where the package of that name came first."""
     code = (
         "from megatron_prism.replay.timeline import Timeline; import megatron_prism as prism; "
-        "import megatron_prism.replay.dag; from megatron_prism import replay; "
+        "import megatron_prism.replay.dependencies; from megatron_prism import replay; "
         "assert callable(prism.replay) and prism.replay is replay"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,14 +11,12 @@ from pricing import priced
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict import Sampler, needed, predict, quantile
-from megatron_prism.predict.distribution import Distribution
-from megatron_prism.predict.spreads import Variability, variability
-from megatron_prism.replay import dag as dags
-from megatron_prism.replay import maxplus, timeline
+from megatron_prism.predict.distributions import Distribution
+from megatron_prism.predict.variability import Variability, variability
+from megatron_prism.replay import dependencies, timeline
 
 TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"
 NORMAL = statistics.NormalDist()
@@ -97,7 +95,7 @@ def every_rank(world, sigma, count, seed):
     world_graph = still(Programs.one_per_rank(own, world))
     made, prices = world_graph.graph, world_graph.prices
     assert len(made.classes) == world.size
-    dag, found = dags.build(made), []
+    dag, found = dependencies.build(made), []
     for _ in range(count):
         factors = np.exp(sigma * rng.standard_normal(world.size))
         compute = tuple(
@@ -105,7 +103,7 @@ def every_rank(world, sigma, count, seed):
             for ns, rank in zip(prices.compute, made.classes.representatives, strict=True)
         )
         drawn = timeline.durations_of(dag, dataclasses.replace(prices, compute=compute))
-        found.append(maxplus.evaluate(dag, drawn)[1].max())
+        found.append(timeline.evaluate(dag, drawn)[1].max())
     return np.sort(found)
 
 

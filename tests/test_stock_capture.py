@@ -12,10 +12,10 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import SliceStore, open_programs
 from megatron_prism.core.world import World
+from megatron_prism.emulate import capture
 from megatron_prism.emulate import capture as stock_capture
-from megatron_prism.emulate import slice_source
 from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
-from megatron_prism.emulate.pace_capture import CAPTURE_STEPS
+from megatron_prism.emulate.pace import CAPTURE_STEPS
 
 TIER = SimpleNamespace(name="cpu")
 
@@ -84,7 +84,7 @@ def simulated(tmp_path, monkeypatch):
     """A job's capture: call with the tier, its train steps and those before an evaluation."""
     monkeypatch.setattr(stock_capture, "busy_ns", lambda trace, hosts: trace)
     monkeypatch.setattr(stock_capture, "launches", lambda trace, hosts: f"of {trace}")
-    monkeypatch.setattr(stock_capture.model_flops, "of_running_job", dict)
+    monkeypatch.setattr(stock_capture, "of_running_job", dict)
 
     def run(tier, wanted, evaluated=(), gathered=False):
         options = SimpleNamespace(
@@ -146,9 +146,7 @@ def simulated(tmp_path, monkeypatch):
 def test_tokens_and_flops_are_those_of_the_iteration_that_is_written_down(simulated, monkeypatch):
     """--step-batch-size-schedule: at the end the batch may be twice as large."""
     batches = iter([8, 16, 32])
-    monkeypatch.setattr(
-        stock_capture.model_flops, "of_running_job", lambda: {"batch": next(batches)}
-    )
+    monkeypatch.setattr(stock_capture, "of_running_job", lambda: {"batch": next(batches)})
     capture, log = simulated("cpu", 8)
     assert [what for _, what in log].count("written") == 1
     assert capture._flops == {"batch": 8}
@@ -235,7 +233,7 @@ def test_a_host_that_was_disturbed_is_said(simulated, used, ms, says):
 
 
 def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
-    now = slice_source.source_of("0.19.2", "cuda", "H200")
+    now = capture.source_of("0.19.2", "cuda", "H200")
     before = {key: value for key, value in now.items() if key != "timing"}
     store = SliceStore(tmp_path, World(8), before)
     store.put(Program.from_ops(0, [Op("compute", ns=1)]))
@@ -247,7 +245,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
             SliceStore(tmp_path, World(8), source).put(program)
         with pytest.raises(ProgramError, match="some are of another release"):
             open_programs(tmp_path)
-    paced = slice_source.source_of("0.19.2", "cuda", "H200", tmp_path)
+    paced = capture.source_of("0.19.2", "cuda", "H200", tmp_path)
     assert dict(paced.items() - now.items()) == {"peers": "paced"}
     for folder, first, second, said in (
         ("a", now, paced, "peers at once, not paced"), ("b", paced, now, "peers paced, not at once")
@@ -256,7 +254,7 @@ def test_slices_whose_times_mean_something_else_are_of_another_job(tmp_path):
         SliceStore(tmp_path / folder, World(8), first).put(Program.from_ops(0, [Op("compute")]))
         with pytest.raises(UsageError, match=said):
             StockCapture(options(tmp_path / folder), TIER, second, None)
-    assert "timing" not in slice_source.source_of("0.19.2", "meta", "")
+    assert "timing" not in capture.source_of("0.19.2", "meta", "")
 
 
 def test_an_iteration_in_which_somebody_made_the_job_wait_is_left_out(simulated, monkeypatch):

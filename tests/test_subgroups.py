@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_prism.core.subgroups import subgroups
+from megatron_prism.core.groups import subgroups
 from megatron_prism.core.world import World
 
 torch = pytest.importorskip("torch")

@@ -8,14 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict.fitted import fitted
-from megatron_prism.predict.spreads import variability
+from megatron_prism.predict.variability import fitted, variability
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -75,7 +73,7 @@ def test_the_table_is_printed_and_kept(reality, tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(3)
     made = captured(rng, 60)
     (tmp_path / "job-slices").mkdir()
-    programs.save(made, tmp_path / "job-slices" / "world.prism")
+    program.save(made, tmp_path / "job-slices" / "world.prism")
     samples = (1e4 * rng.lognormal(0, 0.1, 64)).round().tolist()
     call = {"op": "all_reduce", "ranks": 2, "bytes": 4, "ns": 10_000, "samples": samples}
     stored = {"format": 1, "source": "made up", "collectives": [call]}

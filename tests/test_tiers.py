@@ -234,11 +234,11 @@ def test_shapes_of_one_size_are_equal(monkeypatch):
     """As replicas are, whose parameters' hashes Megatron compares."""
     import torch
 
-    from megatron_prism.runtime.devices import cuda_stubs
+    from megatron_prism.runtime.devices import cuda
     from megatron_prism.runtime.devices.remap import Remap
 
     told = []
-    monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))
+    monkeypatch.setattr(cuda, "watcher", SimpleNamespace(host_waited=told.append))
     with Remap("meta"):
         a, b = torch.zeros(2, 3, device="cuda"), torch.zeros(2, 4, device="cuda")
         assert torch.equal(a, a)
@@ -257,11 +257,11 @@ def test_reads_of_what_is_the_hosts_wait_for_no_device(file, heard, monkeypatch)
     """Megatron compares states of the CPU's generator, which no GPU holds."""
     import torch
 
-    from megatron_prism.runtime.devices import cuda_stubs
+    from megatron_prism.runtime.devices import cuda
     from megatron_prism.runtime.devices.remap import Remap
 
     told = []
-    monkeypatch.setattr(cuda_stubs, "watcher", SimpleNamespace(host_waited=told.append))
+    monkeypatch.setattr(cuda, "watcher", SimpleNamespace(host_waited=told.append))
     scope = {}
     text = "def read(torch, a):\n    return torch.all(a == a).item(), bool((a == a).all())\n"
     exec(compile(text, f"/somewhere/{file}", "exec"), scope)

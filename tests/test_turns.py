@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_prism.core import programs
+from megatron_prism.core import program
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -201,7 +200,7 @@ def test_a_results_file_keeps_what_captures_took(modules, tmp_path):
     ops = [Op("compute", ns=3_000_000, host=2_000_000), Op("mark"), Op("compute", ns=1_000_000)]
     timed = np.array([[3_100_000, 900_000], [2_900_000, 1_150_000]])
     one = dataclasses.replace(Program.from_ops(0, ops), samples=timed)
-    programs.save(Programs.one_per_rank([one]), tmp_path / "w.prism")
+    program.save(Programs.one_per_rank([one]), tmp_path / "w.prism")
     assert turns.of_captures(tmp_path / "w.prism") == [
         {"rank": 0, "device_ms": 4.0, "host_ms": 2.0, "timed_ms": [4.0, 4.0]}
     ]

@@ -22,8 +22,8 @@ from megatron_prism.runtime import world as session
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.mixed_groups import Mixed
 from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
-from megatron_prism.runtime.traffic import Row, Tally
 from megatron_prism.runtime.values import Values, rms
+from megatron_prism.runtime.world import Row, Tally
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 # torch 2.13 renames what Megatron still calls by the old names

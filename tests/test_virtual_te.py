@@ -11,28 +11,23 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import world
-from megatron_prism.runtime.te import (
-    attention,
-    context_parallel,
-    context_values,
-    fp8,
-    optimizers,
-    recipes,
+from megatron_prism.runtime.te import attention, context_parallel, fp8, optimizers
+from megatron_prism.runtime.te.attention import (
+    DotProductAttention,
+    SplitAlongDim,
+    apply_rotary_pos_emb,
 )
-from megatron_prism.runtime.te.attention import DotProductAttention, SplitAlongDim
+from megatron_prism.runtime.te.base import general_gemm
+from megatron_prism.runtime.te.common import Lazy, absent_function
 from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
-from megatron_prism.runtime.te.gemm import general_gemm
 from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
-from megatron_prism.runtime.te.linear import Linear
-from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
-from megatron_prism.runtime.te.permutation import (
+from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
+from megatron_prism.runtime.te.moe import (
     moe_permute_with_probs,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from megatron_prism.runtime.te.rope import apply_rotary_pos_emb
-from megatron_prism.runtime.te.unsupported import Lazy, absent_function
+from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
 from megatron_prism.runtime.values import Values
 
 
@@ -233,10 +228,12 @@ def test_sliding_windows_and_softmax_offsets(window, softmax, monkeypatch):
 
 
 def test_a_window_costs_what_it_sees(monkeypatch):
-    from megatron_prism.runtime.te import announce
+    from megatron_prism.runtime.te import context_parallel
 
     found = []
-    monkeypatch.setattr(announce, "fused", lambda name, flops, *tensors: found.append(flops))
+    monkeypatch.setattr(
+        context_parallel, "fused", lambda name, flops, *tensors: found.append(flops)
+    )
     for window in ((-1, 0), (15, 0), (500, 0)):
         module = DotProductAttention(4, 8, window_size=window)
         module(*(torch.empty(64, 2, 4, 8, device="meta") for _ in range(3)))
@@ -273,15 +270,15 @@ def test_blocks_under_dropout_have_the_gradients_of_what_they_computed():
     """Forward and backward drop the same probabilities, whatever the order of the blocks."""
     o = SimpleNamespace(form="sbhd", mask_type="causal", scale=0.3, dropout=0.4)
     q, blocks = leaf(4, 1, 4, 8), [(leaf(4, 1, 2, 8), leaf(4, 1, 2, 8)) for _ in range(2)]
-    seed = context_values.dropout_seed(o)
-    out, lse = context_values.forward_values(q, blocks, o, 1, seed)
-    kept, _ = context_values.forward_values(q, blocks, o, 1)
+    seed = context_parallel.dropout_seed(o)
+    out, lse = context_parallel.forward_values(q, blocks, o, 1, seed)
+    kept, _ = context_parallel.forward_values(q, blocks, o, 1)
     assert not torch.allclose(out, kept)
     grad = torch.randn_like(out)
     dq, *wanted = torch.autograd.grad(out, [q, *blocks[1], *blocks[0]], grad)
     with torch.no_grad():
         parts = [
-            context_values.block_gradients(q, blocks[i], out, grad, lse, o, (1, i, 2), seed)
+            context_parallel.block_gradients(q, blocks[i], out, grad, lse, o, (1, i, 2), seed)
             for i in (1, 0)
         ]
     got = [parts[0][0] + parts[1][0], *parts[0][1:], *parts[1][1:]]
@@ -291,7 +288,7 @@ def test_blocks_under_dropout_have_the_gradients_of_what_they_computed():
 def test_dropped_probabilities_are_made_up_for():
     o = SimpleNamespace(form="sbhd", mask_type="no_mask", scale=0.3, dropout=0.25)
     q, block = leaf(4, 1, 2, 8), (leaf(4, 1, 2, 8), torch.ones(4, 1, 2, 8))
-    outs = [context_values.forward_values(q, [block], o, 0, seed)[0] for seed in range(400)]
+    outs = [context_parallel.forward_values(q, [block], o, 0, seed)[0] for seed in range(400)]
     mean = torch.stack(outs).mean((0, -1))  # of weights that sum up to one
     torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0, atol=0.1)
 
@@ -495,7 +492,7 @@ def test_meta_shapes():
     ("use", "named"),
     [
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
-        (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()).__enter__(), "CustomRecipe"),
+        (lambda: fp8.autocast(fp8_recipe=fp8.CustomRecipe()).__enter__(), "CustomRecipe"),
         (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
         (lambda: absent_function("userbuffers", fix="leave it out")(), "userbuffers"),
         (lambda: Lazy("transformer_engine.pytorch.ops").Sequential(), "ops.Sequential"),

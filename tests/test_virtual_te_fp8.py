@@ -6,29 +6,19 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
-from megatron_prism.runtime.te import (
-    base,
-    fp8,
-    gather_fp8,
-    padding,
-    parameters_fp8,
-    quantized,
-    recipes,
-    rng,
-)
+from megatron_prism.runtime.te import base, fp8, moe, parameters_fp8, rng
 from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
-from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
 from megatron_prism.runtime.te.norm import RMSNorm
 
 ROWS, WIDE, OUT = 256, 512, 384
 RECIPES = {
-    "delayed": recipes.DelayedScaling,
-    "tensorwise": recipes.Float8CurrentScaling,
-    "blockwise": recipes.Float8BlockScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
+    "delayed": fp8.DelayedScaling,
+    "tensorwise": fp8.Float8CurrentScaling,
+    "blockwise": fp8.Float8BlockScaling,
+    "mxfp8": fp8.MXFP8BlockScaling,
 }
 # scales of an input by columns, and of a weight both ways: multiples of 128 need no padding but
 # that to 4 square blocks
@@ -50,7 +40,7 @@ def live():
     with LiveBytes("meta") as counter:
         yield counter
     fp8.FP8GlobalStateManager.reset()
-    padding.counts["made_up"] = False
+    moe.counts["made_up"] = False
 
 
 def meta(*shape, **kwargs):
@@ -135,7 +125,7 @@ def test_a_weight_in_fp8_is_kept_only_where_microbatches_are_numbered(live):
         module, x = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
         before = live.current()
         for _ in range(2):
-            with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+            with fp8.autocast(fp8_recipe=fp8.Float8CurrentScaling()):
                 module(x, is_first_microbatch=first).sum().backward()
             module.weight.grad = x.grad = None
         assert live.current() - before == stays
@@ -180,8 +170,8 @@ def test_products_in_fp8_are_announced_as_such(live, monkeypatch):
         def add(self, name, flops, traffic, tensors):
             told.append((name, flops, str(tensors[0].dtype)))
 
-    monkeypatch.setattr(work, "meter", Meter())
-    with fp8.autocast(fp8_recipe=recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID)):
+    monkeypatch.setattr(kernels, "meter", Meter())
+    with fp8.autocast(fp8_recipe=fp8.DelayedScaling(fp8_format=fp8.Format.HYBRID)):
         out = layer(Linear)(meta(ROWS, WIDE, requires_grad=True))
     out.sum().backward()
     flops = 2 * ROWS * WIDE * OUT
@@ -191,7 +181,7 @@ def test_products_in_fp8_are_announced_as_such(live, monkeypatch):
 
 
 def test_padding_is_a_copy_unless_every_count_fits(live):
-    pad, unpad = padding.Fp8Padding(2, align_size=16), padding.Fp8Unpadding(2, align_size=16)
+    pad, unpad = moe.Fp8Padding(2, align_size=16), moe.Fp8Unpadding(2, align_size=16)
     x = meta(40, 8, requires_grad=True)
     out, counts = pad(x, [7, 33])
     assert (out.shape, counts) == ((64, 8), [16, 48])
@@ -200,7 +190,7 @@ def test_padding_is_a_copy_unless_every_count_fits(live):
     same = meta(48, 8)
     assert pad(same, [16, 32]) == (same, [16, 32])
     assert unpad(same, [16, 32]) is same
-    padding.counts["made_up"] = True  # shares of tier meta, which no router would give
+    moe.counts["made_up"] = True  # shares of tier meta, which no router would give
     out, counts = pad(same, [16, 32])
     assert counts == [32, 32]
     assert unpad(out, [16, 32]).shape == (48, 8)
@@ -208,10 +198,10 @@ def test_padding_is_a_copy_unless_every_count_fits(live):
 
 def test_padding_puts_rows_back():
     x = torch.arange(12.0).view(6, 2)
-    out, counts = padding.Fp8Padding(2, align_size=4)(x, [1, 5])
+    out, counts = moe.Fp8Padding(2, align_size=4)(x, [1, 5])
     assert counts == [4, 8]
     assert torch.equal(out[4:9], x[1:])
-    assert torch.equal(padding.Fp8Unpadding(2, align_size=4)(out, [1, 5]), x)
+    assert torch.equal(moe.Fp8Unpadding(2, align_size=4)(out, [1, 5]), x)
 
 
 def test_dimensions_that_fp8_cannot_multiply_are_named(live):
@@ -220,7 +210,7 @@ def test_dimensions_that_fp8_cannot_multiply_are_named(live):
 
 
 def test_mxfp8_wants_whole_blocks_of_rows_and_of_columns(live):
-    with fp8.autocast(fp8_recipe=recipes.MXFP8BlockScaling()):
+    with fp8.autocast(fp8_recipe=fp8.MXFP8BlockScaling()):
         for module, x in (
             (layer(Linear), meta(48, WIDE)),
             (
@@ -244,7 +234,7 @@ def test_a_backward_that_cublas_would_refuse_is_refused(rows, out, live):
         Linear(WIDE, out, bias=False, device="meta", params_dtype=torch.bfloat16),
         meta(rows, WIDE, requires_grad=True),
     )
-    with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+    with fp8.autocast(fp8_recipe=fp8.Float8CurrentScaling()):
         done = module(x)
     with pytest.raises(RuntimeError, match="24: not divisible by 16"):
         done.sum().backward()
@@ -260,13 +250,13 @@ def test_parts_of_blocks_travel_in_high_precision(rows, dtype, cast, live, monke
         assert to.numel() == 2 * part.numel()
         travelled.append((tuple(part.shape), part.dtype))
 
-    monkeypatch.setattr(gather_fp8, "group_size", lambda group: 2)
-    monkeypatch.setattr(gather_fp8.dist, "all_gather_into_tensor", gather)
-    monkeypatch.setattr(gather_fp8, "_coalesced", lambda *_: contextlib.nullcontext())
-    q = quantized.quantizer_of(recipes.Float8BlockScaling(), "input")
+    monkeypatch.setattr(parameters_fp8, "group_size", lambda group: 2)
+    monkeypatch.setattr(parameters_fp8.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(parameters_fp8, "_coalesced", lambda *_: contextlib.nullcontext())
+    q = fp8.quantizer_of(fp8.Float8BlockScaling(), "input")
     q.set_usage(True, False)
     x = meta(rows, WIDE)
-    whole, _ = gather_fp8.gather_quantized(q(x) if cast else x, None, q)
+    whole, _ = parameters_fp8.gather_quantized(q(x) if cast else x, None, q)
     assert travelled[-1] == ((rows, WIDE), dtype)
     assert len(travelled) == (2 if dtype == torch.uint8 else 1)  # scales and values
     assert (whole.rows.shape, whole.rows.dtype) == ((2 * rows, WIDE), torch.float8_e4m3fn)
@@ -285,7 +275,7 @@ def test_a_recompute_keeps_a_part_of_its_input_where_ranks_share_it(live, monkey
     module, leaf = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
     x = leaf * 1
     given = {"distribute_saved_activations": True, "tp_group": "tp"}
-    with fp8.autocast(fp8_recipe=recipes.Float8CurrentScaling()):
+    with fp8.autocast(fp8_recipe=fp8.Float8CurrentScaling()):
         out = rng.checkpoint(lambda x: module(x, is_first_microbatch=True), x, **given)
     assert x.shape == (ROWS * WIDE // 4,)
     out.sum().backward()
@@ -296,10 +286,10 @@ def test_a_recompute_keeps_a_part_of_its_input_where_ranks_share_it(live, monkey
 @pytest.mark.parametrize(
     ("use", "named"),
     [
-        (lambda: fp8.autocast(fp8_recipe=recipes.NVFP4BlockScaling()), "NVFP4BlockScaling"),
-        (lambda: fp8.autocast(fp8_recipe=recipes.CustomRecipe()), "CustomRecipe"),
-        (lambda: fp8.autocast(fp8_recipe=recipes.DelayedScaling(fp8_dpa=True)), "attention in FP8"),
-        (lambda: fp8.fp8_model_init(recipe=recipes.NVFP4BlockScaling()), "NVFP4BlockScaling"),
+        (lambda: fp8.autocast(fp8_recipe=fp8.NVFP4BlockScaling()), "NVFP4BlockScaling"),
+        (lambda: fp8.autocast(fp8_recipe=fp8.CustomRecipe()), "CustomRecipe"),
+        (lambda: fp8.autocast(fp8_recipe=fp8.DelayedScaling(fp8_dpa=True)), "attention in FP8"),
+        (lambda: fp8.fp8_model_init(recipe=fp8.NVFP4BlockScaling()), "NVFP4BlockScaling"),
     ],
 )
 def test_what_is_missing_is_named(use, named):
@@ -335,7 +325,7 @@ def test_a_parameter_in_fp8_is_its_values_and_takes_no_second_copy(name, live):
 
 def test_megatrons_buffer_becomes_the_values_of_a_parameter(live, monkeypatch):
     monkeypatch.setattr(parameters_fp8.dist, "all_reduce", lambda *args, **kwargs: None)
-    with fp8.fp8_model_init(enabled=True, recipe=recipes.Float8BlockScaling()):
+    with fp8.fp8_model_init(enabled=True, recipe=fp8.Float8BlockScaling()):
         weight = layer(Linear, device=torch.device("meta")).weight
     buffer = torch.empty(OUT * WIDE, dtype=torch.uint8, device="meta")
     parameters_fp8.replace_raw_data(weight.data, buffer.view(OUT, WIDE))

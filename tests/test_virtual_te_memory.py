@@ -9,8 +9,7 @@ from megatron_prism.runtime.devices.live_bytes import LiveBytes
 from megatron_prism.runtime.te import base
 from megatron_prism.runtime.te.attention import DotProductAttention
 from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
-from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.te import router
+from megatron_prism.runtime.te import moe
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -41,7 +41,7 @@ def test_tokens_take_the_experts_that_megatron_gives_them(name):
     args = {"topk": 4, "use_pre_softmax": False, "score_function": "softmax", **empty}
     args |= CASES[name]
     ours, theirs = both(
-        lambda x: router.fused_topk_with_score_function(x, **args),
+        lambda x: moe.fused_topk_with_score_function(x, **args),
         lambda x: topk_routing_with_score_function(x, **args),
     )
     for a, b in zip(ours, theirs, strict=True):
@@ -53,15 +53,15 @@ def test_scores_and_the_loss_made_of_them(score_function):
     from megatron.core.transformer.moe import moe_utils
 
     ours, theirs = both(
-        lambda x: router.fused_compute_score_for_moe_aux_loss(x, 2, score_function)[::-1],
+        lambda x: moe.fused_compute_score_for_moe_aux_loss(x, 2, score_function)[::-1],
         lambda x: moe_utils.compute_routing_scores_for_aux_loss(x, 2, score_function)[::-1],
     )
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
     counts, grads = ours[1].sum(0), []
-    for function in (router.fused_moe_aux_loss, moe_utils.switch_load_balancing_loss_func):
+    for function in (moe.fused_moe_aux_loss, moe_utils.switch_load_balancing_loss_func):
         probs = ours[0].clone().requires_grad_()
-        words = ("coeff", "moe_aux_loss_coeff")[function is not router.fused_moe_aux_loss]
+        words = ("coeff", "moe_aux_loss_coeff")[function is not moe.fused_moe_aux_loss]
         loss = function(probs=probs, tokens_per_expert=counts, total_num_tokens=6, num_experts=8,
                         topk=2, **{words: 0.1})  # fmt: skip
         (3 * loss).backward()
@@ -71,7 +71,7 @@ def test_scores_and_the_loss_made_of_them(score_function):
 
 def test_it_keeps_a_map_and_scores_in_the_logits_type():
     logits = torch.randn(6, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    probs, kept = router.fused_topk_with_score_function(
+    probs, kept = moe.fused_topk_with_score_function(
         logits, 2, False, None, None, None, "softmax", None
     )
     assert (probs.shape, probs.dtype, kept.dtype) == ((6, 8), torch.bfloat16, torch.bool)
@@ -83,4 +83,4 @@ def test_it_keeps_a_map_and_scores_in_the_logits_type():
 
 def test_a_later_score_function_is_refused():
     with pytest.raises(UnsupportedError, match="sqrtsoftplus"):
-        router.fused_compute_score_for_moe_aux_loss(torch.randn(2, 4), 1, "sqrtsoftplus")
+        moe.fused_compute_score_for_moe_aux_loss(torch.randn(2, 4), 1, "sqrtsoftplus")

@@ -13,17 +13,15 @@ from test_graph import TP, WORLDS, healthy, with_rank
 
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.program_text import dump
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph as graph
-from megatron_prism.replay import events, timeline, whatif
+from megatron_prism.replay import network, timeline, whatif
 from megatron_prism.replay.costs import price
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.dag import COMPUTE, MEET
-from megatron_prism.replay.scale import data_parallel
+from megatron_prism.replay.dependencies import COMPUTE, MEET
+from megatron_prism.replay.whatif import data_parallel
 
 SEEDS = st.integers(0, 2**32)
 
@@ -107,7 +105,7 @@ def test_a_fault_of_one_rank():
     first = next(i for i, op in enumerate(programs.of(5)) if op.name == "compute")
     joined = timeline.build(world_graph, 1)
     durations = timeline.durations_of(joined, prices_of(world_graph))
-    outcome = events.simulate(joined, durations, faults=events.Faults(stuck=((index, first),)))
+    outcome = network.simulate(joined, durations, faults=network.Faults(stuck=((index, first),)))
     assert outcome.hangs
     waits = [one for one in outcome.blocked if index in one.missing]
     assert {world_graph.program_list[c][o].group

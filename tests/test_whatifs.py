@@ -13,7 +13,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.predict import Sampler, study, whatifs
-from megatron_prism.predict.replicas import replica_of
+from megatron_prism.predict.sampler import replica_of
 from megatron_prism.predict.whatifs import p95
 
 

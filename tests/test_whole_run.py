@@ -11,12 +11,11 @@ from pricing import priced
 from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict import Sampler, whole_run
-from megatron_prism.predict.spreads import Variability
-from megatron_prism.predict.whole_run import Plan
+from megatron_prism.predict import Sampler, campaign
+from megatron_prism.predict.campaign import Plan
+from megatron_prism.predict.variability import Variability
 
 S = 1e9
 PLAN = Plan(1000, mtbf=3600 * S, interval=600 * S, checkpoint=30 * S, restart=120 * S)
@@ -40,8 +39,8 @@ def spread(**parts):
 ], ids=["usual", "often", "free", "no checkpoint"])  # fmt: skip
 def test_draws_have_the_mean_of_the_closed_form(plan):
     work = np.full(20_000, 10_000 * S)
-    took, failures = whole_run.finish(work, plan, plan.interval, np.random.default_rng(0))
-    mean = whole_run.expected(10_000 * S, plan, plan.interval)
+    took, failures = campaign.finish(work, plan, plan.interval, np.random.default_rng(0))
+    mean = campaign.expected(10_000 * S, plan, plan.interval)
     assert took.mean() == pytest.approx(mean, abs=4 * took.std() / math.sqrt(len(took)))
     # failures are a Poisson stream: as many as mtbfs went by
     assert failures.mean() == pytest.approx(mean / plan.mtbf, rel=0.02)
@@ -59,7 +58,7 @@ def test_a_stretch_has_the_distribution_of_a_simulation_step_by_step():
         return spent + length
 
     played = np.sort([get_through(700 * S) for _ in range(3000)])
-    drawn, _ = whole_run.finish(np.full(6000, 700 * S), plan, math.inf, rng)
+    drawn, _ = campaign.finish(np.full(6000, 700 * S), plan, math.inf, rng)
     points = np.concatenate([played, drawn])
     below = [np.searchsorted(np.sort(x), points, side="right") / len(x) for x in (played, drawn)]
     assert np.abs(below[0] - below[1]).max() < 1.63 * math.sqrt(1 / 3000 + 1 / 6000)
@@ -72,11 +71,11 @@ def test_the_best_interval_is_best_and_daly_is_near(checkpoint):
     def cost(x):
         return math.expm1((x + checkpoint) / mtbf) / x
 
-    best = whole_run.best_interval(checkpoint, mtbf)
+    best = campaign.best_interval(checkpoint, mtbf)
     assert cost(best) <= min(cost(best * 0.99), cost(best * 1.01))
     if checkpoint < 100:
-        assert whole_run.daly(checkpoint, mtbf) == pytest.approx(best, rel=0.01)
-        assert whole_run.young(checkpoint, mtbf) == pytest.approx(best, rel=0.2)
+        assert campaign.daly(checkpoint, mtbf) == pytest.approx(best, rel=0.01)
+        assert campaign.young(checkpoint, mtbf) == pytest.approx(best, rel=0.2)
 
 
 def test_chances_against_the_normal():
@@ -84,7 +83,7 @@ def test_chances_against_the_normal():
     n, sigma = 10_000, 0.1
     mean = math.exp(sigma**2 / 2)
     deadline = n * mean * S * (1 + 1e-3)
-    found = whole_run.predict_run(sampler(), spread(step=sigma), Plan(n, deadline=deadline))
+    found = campaign.predict_run(sampler(), spread(step=sigma), Plan(n, deadline=deadline))
     assert found.iteration == pytest.approx(mean * S, rel=0.01)
     assert found.failures == 0
     assert found.interval is None
@@ -94,8 +93,8 @@ def test_chances_against_the_normal():
 
 
 def test_clusters_do_not_average_out():
-    wide = whole_run.predict_run(sampler(), spread(gpu=0.1), Plan(100_000))
-    narrow = whole_run.predict_run(sampler(), spread(step=0.1), Plan(100_000))
+    wide = campaign.predict_run(sampler(), spread(gpu=0.1), Plan(100_000))
+    narrow = campaign.predict_run(sampler(), spread(step=0.1), Plan(100_000))
 
     def width(found):
         levels = dict(found.quantiles)
@@ -113,10 +112,10 @@ def test_what_cannot_be_is_refused():
         ({"restart": -1.0}, "a cost is negative"),
     ]:
         with pytest.raises(UsageError, match=says):
-            whole_run.predict_run(sampler(), spread(), dataclasses.replace(PLAN, **change))
+            campaign.predict_run(sampler(), spread(), dataclasses.replace(PLAN, **change))
     rare = dataclasses.replace(PLAN, mtbf=10 * S, interval=3600 * S)
     with pytest.raises(PrismError, match="never gets through"):
-        whole_run.predict_run(sampler(), spread(), rare)
+        campaign.predict_run(sampler(), spread(), rare)
 
 
 TEXT = "prism-program 1\nworld size=4\nprogram ranks=0-3\n0F compute ns=5s\n"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli.output import check_outputs, console, print_json, steps
-from megatron_prism.core.artefact import write_whole
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
-    from megatron_prism.core.programs import Programs
-    from megatron_prism.core.recipe_schema import Recipe
+    from megatron_prism.core.program import Programs
+    from megatron_prism.core.recipe import Recipe
     from megatron_prism.hang.dumps import DumpSet
     from megatron_prism.hang.fault_plan import Fault
     from megatron_prism.hang.fault_planting import Planted
@@ -88,7 +88,7 @@ def _write(args: argparse.Namespace, found: Diagnosis) -> None:
 def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     """The verdict on dumps, tried on the job's programs where these are named."""
     from megatron_prism.hang import analyze as judge
-    from megatron_prism.hang import dump_workers
+    from megatron_prism.hang.dumps import read
 
     words = [args.programs, *args.settings] if args.programs else list(args.settings)
     words += [f"programs={args.job}"] * bool(args.job)
@@ -114,7 +114,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
                          fix="--recipe NAME (and --programs DIR, if it was captured)")  # fmt: skip
     if overrides and "recipe" not in settings:
         raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
-    dumps = dump_workers.read(args.dumps)
+    dumps = read(args.dumps)
     found = judge.of_dumps(dumps)
     if not settings:
         return found
@@ -165,10 +165,10 @@ def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
 
     if path is not None:
         return open_programs(path)
-    from megatron_prism.emulate import capture_recipe
+    from megatron_prism.emulate import recipe_job
 
     assert recipe is not None, "the job's programs or its recipe"
-    return capture_recipe.capture(recipe, place, console=console(stderr=True), keep=False)
+    return recipe_job.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
 def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
@@ -202,8 +202,7 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
 
 
 def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
-    from megatron_prism.hang.fault_files import load_plan
-    from megatron_prism.hang.fault_plan import parse
+    from megatron_prism.hang.fault_plan import load_plan, parse
 
     found: list[Fault] = []
     seed, truth = 0, None

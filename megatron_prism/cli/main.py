@@ -34,8 +34,8 @@ from megatron_prism.cli.programs import calibrate, capture, check, classes, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.world import world
-from megatron_prism.core.artefact import unwinding
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import unwinding
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -82,7 +82,7 @@ def emulate(args: argparse.Namespace) -> int:
     parameters, communication by group and the peak of live memory; -o keeps it all in a folder.
     """
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.core.artefact import ArtefactFolder
+    from megatron_prism.core.files import ArtefactFolder
 
     recipe = recipes.load(args.recipe, args.settings)
     out = args.out or (Path(recipe.prism.out) if recipe.prism.out else None)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from megatron_prism.core.artefact import check_not_taken, check_writable
 from megatron_prism.core.errors import UsageError, shown
+from megatron_prism.core.files import check_not_taken, check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.program import Programs
 
 __all__ = [
     "check_outputs",

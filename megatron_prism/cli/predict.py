@@ -7,8 +7,10 @@ hurts, as text, JSON or a page; or compares layouts.  Without torch.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +19,253 @@ from megatron_prism.cli.output import (
     check_outputs,
     console,
     print_json,
+    print_table,
     progress,
     steps,
     warn_without_times,
 )
-from megatron_prism.cli.predict_settings import plan, refuse_unused, settings_of
-from megatron_prism.cli.predict_text import show, show_comparison, show_run, show_study
-from megatron_prism.core.artefact import write_whole
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core import units
+from megatron_prism.core.errors import UnitError, UsageError
+from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
-    from megatron_prism.core.programs import Programs
-    from megatron_prism.predict import Prediction
+    from megatron_prism.core.program import Programs
+    from megatron_prism.predict import Comparison, Prediction, RunPrediction, Study
+    from megatron_prism.predict.compare import Chance
 
 __all__ = ["predict"]
+
+
+_MOST_SAMPLES = 5_000_000
+_RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
+_DEFAULTS = {"machine": None, "calibration": None, "variability": None}
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
+    keys = {
+        **dict.fromkeys(("machine", "calibration", "variability"), arguments.name),
+        "samples": arguments.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
+        "seed": arguments.count(0, 1 << 62, "seed=2"),
+        "slow": arguments.number("slow=1.2"),
+        **dict.fromkeys(("deadline", "mtbf"), _span),
+        **dict.fromkeys(("checkpoint_cost", "restart"), _duration),
+        "iterations": arguments.count(1, 1 << 40, "iterations=500000"),
+        "checkpoint": lambda text: text if text == "best" else _span(text),
+    }
+    return {**_DEFAULTS, "seed": 0, **arguments.read(words, keys, "predict")}
+
+
+def refuse_unused(settings: dict[str, Any], against: bool) -> None:
+    """UsageError for keys that a comparison does not look at."""
+    given = [key for key in ("slow", *_RUN) if settings.get(key) is not None]
+    if against and given:
+        raise UsageError(
+            f"{', '.join(given)} with --against", fix="predict each layout alone for that"
+        )
+
+
+def plan(settings: dict[str, Any]) -> Any:
+    """The run that was asked for, if one was."""
+    from megatron_prism.predict.campaign import Plan
+
+    given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
+    if not given:
+        return None
+    if "iterations" not in given:
+        raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
+    interval = given.get("checkpoint")
+    return Plan(
+        given["iterations"],
+        given.get("deadline"),
+        given.get("mtbf"),
+        None if interval == "best" else interval,
+        given.get("checkpoint_cost", 0.0),
+        given.get("restart", 0.0),
+    )
+
+
+def _span(text: str) -> float:
+    """ns, more than none."""
+    if not (ns := _duration(text)):
+        raise UnitError("that is no time at all", fix="a duration above 0: 30d, 3h, 10min")
+    return ns
+
+
+def _duration(text: str) -> float:
+    """ns, 0 or more; ``30d`` as well."""
+    text = text.strip()
+    try:
+        bare = math.isfinite(float(text)) and float(text) > 0
+    except ValueError:
+        bare = False
+    if bare:  # nanoseconds elsewhere: nobody means them here
+        raise UnitError(
+            f"{text} of what?", fix=f"with a unit: {text}d, {text}h, {text}min, {text}s"
+        )
+    days = text.removesuffix("d")
+    try:
+        ns = float(days) * 24 * 3600e9 if days != text else float(units.parse_ns(text))
+    except ValueError:
+        ns = math.nan
+    if not 0 <= ns < math.inf:
+        raise UnitError(f"{text!r} is no duration", fix="write it like 30d, 3h, 10min, 30s")
+    return ns
+
+
+def ms(ns: float | None) -> str:
+    """``1,234.5 ms``."""
+    return "unknown" if ns is None or ns != ns else f"{ns / 1e6:,.1f} ms"
+
+
+def _change(ns: float) -> str:
+    return f"{'+' if ns > 0 else ''}{ms(ns)}"
+
+
+Rows = list[tuple[str, ...]]
+
+
+def show(result: Prediction) -> None:
+    """The prediction."""
+    out, spread = console(), result.variability
+    out.print(result.graph)
+    out.print(f"  without variation  {ms(result.steady)}  (as prism replay has it)")
+    out.print(
+        f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
+    )
+    out.print(f"                     of {result.replicas:,} copies of the model counts")
+    rows: Rows = []
+    for one in result.quantiles:
+        over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
+        between = f"needs {one.needed:,} samples"
+        if one.ns is not None:
+            between = f"{ms(one.low)} to {ms(one.high)}"
+        rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between))
+    print_table(("iteration", "", "over that", "95 % interval"), rows)
+    p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
+    if p95 is not None:
+        out.print("\nwhat moves p95")
+        rows = [
+            (f"{part} spread {getattr(spread, part):.2g} halved", ms(ns),
+             _change(ns - result.halved_from))
+            for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
+            if getattr(spread, part)
+        ]  # fmt: skip
+        rows += [
+            (
+                f"one GPU of class {index} takes {result.slow_by:g} x as long",
+                ms(ns),
+                _change(ns - result.slow_from),
+            )
+            for index, ns in result.slow.items()
+        ]
+        print_table(("if", "p95", "change"), rows)
+    out.print(f"\nspreads: {result.source}")
+    out.print(f"calls: {result.calls}")
+    out.print("durations: " + "\n           ".join(result.durations))
+    out.print("not in it: contention, drift of a rank between two calls")
+
+
+def show_study(study: Study) -> None:
+    """What-ifs."""
+    out = console()
+    out.print("\np95 if a spread were half, or twice as large")
+    rows: Rows = [(bar.what, ms(bar.halved), ms(bar.doubled)) for bar in study.tornado]
+    print_table(("what varies", "half", "twice"), rows)
+    placed, hot = study.placement, study.hot
+    factors = [f"x {factor:g}" for factor in placed.factors]
+    if len(placed.classes) == 1:
+        out.print("\none slow GPU; there is one class")
+        rows = [(factor, ms(p95)) for factor, (p95,) in zip(factors, placed.p95, strict=True)]
+        print_table(("slower", "p95"), rows)
+    else:
+        out.print("\none slow GPU, best and worst class")
+        rows = [
+            (factor, ms(min(row)), ms(max(row)), f"{gain:.3f}")
+            for factor, row, gain in zip(factors, placed.p95, placed.gain, strict=True)
+        ]
+        print_table(("slower", "best p95", "worst p95", "worst / best"), rows)
+    out.print(f"\none hot node ({hot[0].ranks} GPUs), of each kind that there is")
+    nodes = [dict(node.p95) for node in hot]
+    rows = [(f"x {factor:g}", *(ms(node[factor]) for node in nodes)) for factor in placed.factors]
+    print_table(("slower", *(f"node {node.node}" for node in hot)), rows)
+    if study.scale:
+        out.print("\nother worlds")
+        rows = [(f"{p.ranks:,}", ms(p.steady), ms(p.p50), ms(p.p95)) for p in study.scale]
+        print_table(("ranks", "without variation", "p50", "p95"), rows)
+    out.print(study.note)
+
+
+def _long(ns: float | None) -> str:
+    """Days, hours, minutes or seconds."""
+    if ns is None:
+        return "none"
+    for name, size in (("days", 86_400e9), ("h", 3_600e9), ("min", 60e9)):
+        if ns >= 2 * size:
+            return f"{ns / size:,.1f} {name}"
+    return f"{ns / 1e9:,.3g} s"
+
+
+def show_run(run: RunPrediction) -> None:
+    """A whole run."""
+    out = console()
+    plan = run.plan
+    out.print(f"\n{plan.iterations:,} iterations of {ms(run.iteration)} on average")
+    rows = [("iterations alone", _long(run.work)), ("mean, all included", _long(run.mean))]
+    rows += [(f"p{100 * level:g}", _long(ns)) for level, ns in run.quantiles]
+    rows.append(("failures", f"{run.failures:,.1f}"))
+    if run.interval is not None:
+        said = f"{_long(run.interval)} of work"
+        if run.young is not None:
+            best = f"best {_long(run.best)}, Young {_long(run.young)}, Daly {_long(run.daly)}"
+            said = f"{said} ({best})"
+        rows.append(("between checkpoints", said))
+    if run.chance is not None:
+        low, high = 100 * (run.chance_low or 0), 100 * (run.chance_high or 0)
+        said = f"{100 * run.chance:.1f} %, 95 % interval {low:.1f} to {high:.1f} %"
+        rows.append((f"by the deadline, {_long(plan.deadline)}", said))
+    print_table(("the whole run", ""), rows)
+
+
+def _percent(one: Chance) -> str:
+    return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
+
+
+def show_comparison(found: Comparison) -> None:
+    """Layouts side by side."""
+    out = console()
+    first = found.layouts[0].name
+    out.print(f"{found.samples:,} iterations each, one network for all, seed {found.seed}\n")
+    head = ["layout", "ranks", "microbatches", "no variation"]
+    head += [f"p{100 * one.level:g}" for one in found.layouts[0].quantiles]
+    rows = [
+        (
+            one.name,
+            f"{one.ranks:,}",
+            f"{one.microbatches:,}",
+            ms(one.steady),
+            *(ms(q.ns) for q in one.quantiles),
+        )
+        for one in found.layouts
+    ]
+    print_table(head, rows)
+    out.print("\n95 % intervals")
+    rows = [
+        (one.name, *("unknown" if q.ns is None else f"{ms(q.low)} to {ms(q.high)}"
+                     for q in one.quantiles))
+        for one in found.layouts
+    ]  # fmt: skip
+    print_table([head[0], *head[4:]], rows)
+    out.print()
+    rows = [
+        (one.name, "" if one.slower is None else _percent(one.slower), _percent(one.fastest))
+        for one in found.layouts
+    ]
+    print_table(("layout", f"{first} is faster", "fastest of all"), rows)
+    if found.note:
+        out.print(f"\nbeware: {found.note}")
+    for name, one in found.rests_on.items():
+        out.print(f"\n{name}\n  spreads: {one.spreads}\n  calls: {one.calls}")
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -87,11 +322,11 @@ def _programs(path: str) -> Programs:
         programs = open_programs(path)
         warn_without_times(programs)
         return programs
-    from megatron_prism.emulate import capture_recipe
+    from megatron_prism.emulate import recipe_job
 
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "slices"
-        return capture_recipe.capture(recipe.load(path, []), folder, console=console(stderr=True))
+        return recipe_job.capture(recipe.load(path, []), folder, console=console(stderr=True))
 
 
 def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:

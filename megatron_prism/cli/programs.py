@@ -17,7 +17,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.programs import Programs
+    from megatron_prism.core.program import Programs
 
 __all__ = ["calibrate", "capture", "check", "classes", "show"]
 
@@ -33,12 +33,12 @@ def capture(args: argparse.Namespace) -> int:
     on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
     """
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.emulate import capture_recipe
+    from megatron_prism.emulate import recipe_job
 
     if args.out is None:
         raise UsageError("a capture needs a folder", fix="-o DIR")
     recipe = recipes.load(args.recipe, args.settings)
-    capture_recipe.capture(recipe, args.out, force=args.force, console=console())
+    recipe_job.capture(recipe, args.out, force=args.force, console=console())
     return 0
 
 
@@ -75,8 +75,8 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _overview(programs: Programs) -> None:
-    from megatron_prism.core.selectors import format_ranks
     from megatron_prism.core.units import format_bytes
+    from megatron_prism.core.world import format_ranks
 
     out = console()
     out.print(str(programs.world))
@@ -93,7 +93,7 @@ def _overview(programs: Programs) -> None:
 
 
 def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> None:
-    from megatron_prism.core.membership import named_group
+    from megatron_prism.core.groups import named_group
     from megatron_prism.core.program_text import format_op
 
     program = programs.of(rank)
@@ -127,8 +127,8 @@ def classes(args: argparse.Namespace) -> int:
 
     prism classes DIR
     """
-    from megatron_prism.core.selectors import format_ranks
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.world import format_ranks
     from megatron_prism.graph import world_graph as graph
 
     made = graph.build(open_programs(args.programs))
@@ -166,11 +166,12 @@ def check(args: argparse.Namespace) -> int:
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.graph import world_graph as graph
-    from megatron_prism.hang import analyze as hang
+    from megatron_prism.hang import from_programs
 
     made = graph.build(open_programs(Path(args.programs)))
     found = made.check()
-    circle = None if found else hang.of_graph(made)  # calls that match may still wait in a circle
+    # calls that match may still wait in a circle
+    circle = None if found else from_programs.of_graph(made)
     if circle is not None and circle.verdict == "healthy":
         circle = None
     if args.json:
@@ -219,7 +220,7 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def _from_nccl_tests(args: argparse.Namespace) -> int:
-    from megatron_prism.core.artefact import write_whole
+    from megatron_prism.core.files import write_whole
     from megatron_prism.replay.costs import nccl_tests
 
     files = [word for word in args.from_nccl_tests if "=" not in word or Path(word).exists()]

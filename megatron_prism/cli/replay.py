@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, warn_without_times
-from megatron_prism.core.artefact import write_whole
 from megatron_prism.core.errors import UnitError
+from megatron_prism.core.files import write_whole
 
 if TYPE_CHECKING:
     from megatron_prism.replay.priced_graph import WhatIf

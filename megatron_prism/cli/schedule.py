@@ -22,10 +22,10 @@ from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from megatron_prism.core.programs import Programs
-    from megatron_prism.replay.unit_time import Step, Timeline
+    from megatron_prism.core.program import Programs
+    from megatron_prism.replay.timeline import ScheduleStep, ScheduleTimeline
 
-__all__ = ["chart", "parse_settings", "schedule"]
+__all__ = ["chart", "schedule"]
 
 _MOST_STAGES = 4096  # longer pipelines take minutes to play
 _MOST_STEPS = 500_000  # forwards of all stages that are recorded: about a gigabyte
@@ -45,17 +45,17 @@ def schedule(args: argparse.Namespace) -> int:
     forward_only align_grad_reduce ep_overlap delay_wgrad variable_lengths shape=4096x1x8192 dtype,
     and what chunks are made of: layers layout first_layers last_layers mtp.
     """
-    from megatron_prism.core import programs
-    from megatron_prism.replay.unit_time import timeline
+    from megatron_prism.core import program
+    from megatron_prism.replay.timeline import schedule_timeline
 
     settings = parse_settings(args.settings)
     out = Path(args.out) if args.out else None
     if out is not None and out.exists() and not args.force:  # before the work, not after
         raise UsageError(f"{out} exists and is not overwritten", fix="--force, or another name")
     recorded = _record(settings)
-    times = timeline(recorded)
+    times = schedule_timeline(recorded)
     if out is not None:
-        programs.save(recorded, out, force=args.force)
+        program.save(recorded, out, force=args.force)
     if args.json:
         print_json(_as_json(recorded, times))
         return 0
@@ -141,8 +141,8 @@ def _record(settings: dict[str, Any]) -> Programs:
 
 
 # -- output ----------------------------------------------------------------------------------------
-def _title(recorded: Programs, times: Timeline) -> str:
-    from megatron_prism.replay.unit_time import cost_of
+def _title(recorded: Programs, times: ScheduleTimeline) -> str:
+    from megatron_prism.replay.timeline import cost_of
 
     costs = ", ".join(f"{phase} {cost}" for phase, cost in cost_of(recorded).items())
     said = {**recorded.source}
@@ -172,8 +172,8 @@ def _number(value: Fraction) -> str:
     return str(value) if value.denominator == 1 else f"{float(value):.2f}"
 
 
-def _as_json(recorded: Programs, times: Timeline) -> dict[str, object]:
-    from megatron_prism.replay.unit_time import cost_of
+def _as_json(recorded: Programs, times: ScheduleTimeline) -> dict[str, object]:
+    from megatron_prism.replay.timeline import cost_of
 
     stages = [
         {
@@ -193,14 +193,14 @@ def _as_json(recorded: Programs, times: Timeline) -> dict[str, object]:
     }
 
 
-def chart(times: Timeline, width: int) -> list[str]:
+def chart(times: ScheduleTimeline, width: int) -> list[str]:
     """One line per stage (two where forwards and backwards overlap), at most ``width`` wide.
 
     A unit is as wide as its longest name; a chart that is too wide loses its middle.
     """
     most = max((step.microbatch for steps in times.stages for step in steps), default=0)
     unit = len(str(most)) + 1
-    rows: list[tuple[str, list[Step]]] = []
+    rows: list[tuple[str, list[ScheduleStep]]] = []
     for number, steps in enumerate(times.stages):
         if _overlap(steps):
             rows.append((f"stage {number} F", [s for s in steps if s.phase == "forward"]))
@@ -221,11 +221,11 @@ def chart(times: Timeline, width: int) -> list[str]:
     return [*shown, last] if last else shown
 
 
-def _overlap(steps: Sequence[Step]) -> bool:
+def _overlap(steps: Sequence[ScheduleStep]) -> bool:
     return any(b.start < a.end for a, b in zip(steps, steps[1:], strict=False))
 
 
-def _line(steps: Sequence[Step], unit: int, cells: int) -> str:
+def _line(steps: Sequence[ScheduleStep], unit: int, cells: int) -> str:
     line = ["."] * cells
     for step in steps:
         begin, end = round(step.start * unit), round(step.end * unit)
@@ -234,7 +234,7 @@ def _line(steps: Sequence[Step], unit: int, cells: int) -> str:
     return "".join(line)
 
 
-def _letter(step: Step) -> str:
+def _letter(step: ScheduleStep) -> str:
     """f and B without chunks; a b c … and A B C … with them."""
     forward = step.phase == "forward"
     if step.chunk < 0:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BY_METHOD", "BY_NAME", "TABLE", "Collective"]
+__all__ = ["BY_METHOD", "BY_NAME", "TABLE"]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,20 @@ Programs are what capture writes and analysis reads.  ``ops.py`` says what an op
 
 from __future__ import annotations
 
+import json
+import os
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_prism.core.errors import ProgramError, WorldError
+from megatron_prism.core.files import whole_file
 from megatron_prism.core.ops import (
     ALLOCATION,
     CODE,
@@ -27,9 +34,11 @@ from megatron_prism.core.ops import (
     REDUCE,
     TEXTS,
     Op,
+    limits,
 )
+from megatron_prism.core.world import World
 
-__all__ = ["Builder", "Program"]
+__all__ = ["Builder", "Program", "Programs", "load", "save"]
 
 
 _HANDLE = list(OP.names or ()).index("handle")
@@ -273,3 +282,246 @@ class Program:
         """How many ops of each name there are."""
         codes, counts = np.unique(self.ops["name"], return_counts=True)
         return {NAMES[code]: int(count) for code, count in zip(codes, counts, strict=True)}
+
+
+FORMAT = 4  # of the file; raised when its content changes meaning, and older ones then convert
+_NO_SAMPLES = np.empty((0, 0), dtype=np.int64)
+_NO_NOTES = ALLOCATION.descr[:3]  # of allocations in format 1
+# ops of earlier formats: without the host's times, and without what products take
+_OLD_OPS = {1: OP.descr[:-3], 2: OP.descr[:-3], 3: OP.descr[:-1]}
+SUFFIX = ".prism"
+_WORLD_FIELDS = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order")
+
+
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]  # description -> groups of global ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a world.
+
+    world      : sizes of the job; Megatron's groups follow from them
+    programs   : one per kind of rank
+    program_of : int32 [world.size], index into ``programs`` for every rank
+    groups     : description -> tuple of groups (global ranks in group order), for groups that do
+                 not follow from the sizes; they replace Megatron's of the same name
+    source     : where it all comes from: versions, tier, arguments; plain text
+    path       : what they were read from, for messages; "" if nothing was
+    """
+
+    world: World
+    programs: tuple[Program, ...]
+    program_of: np.ndarray
+    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    source: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        of = np.ascontiguousarray(self.program_of, dtype=np.int32)
+        object.__setattr__(self, "program_of", of)
+        if of.shape != (self.world.size,):
+            raise ProgramError(
+                f"{self.world.size} ranks need a program each, but {of.size} are assigned",
+                fix="say which ranks run each program",
+            )
+        missing = np.flatnonzero((of < 0) | (of >= len(self.programs)))
+        if missing.size:
+            raise ProgramError(
+                f"rank {missing[0]} and {missing.size - 1} others have no program",
+                fix="capture the missing slices, or name those ranks in a program",
+            )
+
+    @staticmethod
+    def one_per_rank(
+        programs: Sequence[Program],
+        world: World | None = None,
+        *,
+        groups: Groups | None = None,
+        source: Mapping[str, str] | None = None,
+    ) -> Programs:
+        """A world in which every rank has a program of its own, as in a real run's dumps."""
+        ordered = tuple(sorted(programs, key=lambda program: program.rank))
+        own = np.arange(len(ordered), dtype=np.int32)
+        return Programs(world or World(len(ordered)), ordered, own, groups or {}, source or {})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Programs):
+            return NotImplemented
+        return (
+            self.world == other.world
+            and self.programs == other.programs
+            and np.array_equal(self.program_of, other.program_of)
+            and dict(self.groups) == dict(other.groups)
+            and dict(self.source) == dict(other.source)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of(self, rank: int) -> Program:
+        """The program that ``rank`` runs."""
+        return self.programs[int(self.program_of[self.world.check_rank(rank)])]
+
+    def ranks_of(self, index: int) -> np.ndarray:
+        """The ranks that run program ``index``, ascending, int64 [n]."""
+        return np.flatnonzero(self.program_of == index)
+
+    def release(self) -> tuple[int, int]:
+        """megatron-core's release as (0, 16), which decides its list of groups."""
+        parts = self.source.get("megatron_core", "0.16").split(".")
+        return (int(parts[0]), int(parts[1])) if all(p.isdigit() for p in parts[:2]) else (0, 16)
+
+
+def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Write ``programs`` to one file, whole or not at all; UsageError if the place is taken."""
+    path = Path(path)
+    arrays: dict[str, np.ndarray] = {"program_of": programs.program_of}
+    heads = []
+    for i, program in enumerate(programs.programs):
+        arrays[f"ops{i}"], arrays[f"allocations{i}"] = program.ops, program.allocations
+        if program.samples.size:
+            arrays[f"samples{i}"] = program.samples
+        if program.hosts.size:
+            arrays[f"hosts{i}"] = program.hosts
+        if program.streams.size:
+            arrays[f"streams{i}"] = program.streams
+        if program.history.size:
+            arrays[f"history{i}"] = program.history
+        heads.append({"rank": program.rank, "strings": program.strings, "splits": program.splits})
+    head = {
+        "format": FORMAT,
+        "world": {name: getattr(programs.world, name) for name in _WORLD_FIELDS},
+        "groups": {name: list(map(list, groups)) for name, groups in programs.groups.items()},
+        "source": dict(programs.source),
+        "programs": heads,
+    }
+    arrays["head"] = np.frombuffer(json.dumps(head).encode(), dtype=np.uint8)
+    with whole_file(path, force=force) as file:
+        write = np.savez_compressed if _small(arrays) else np.savez
+        write(file, **arrays)  # type: ignore[arg-type] # no array is called allow_pickle
+    return path
+
+
+def _small(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether packing costs no time worth speaking of (loading must stay under half a second)."""
+    return sum(array.nbytes for array in arrays.values()) < 1 << 24
+
+
+def load(path: str | os.PathLike[str]) -> Programs:
+    """Read what ``save`` wrote.  ProgramError for foreign, truncated or newer files."""
+    path = Path(path)
+    try:
+        stored = np.load(path, allow_pickle=False)
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ProgramError(f"{path} is no file of programs", fix=FIX)
+        with stored:
+            if "head" not in stored.files:
+                raise ProgramError(f"{path} is no file of programs", fix=FIX)
+            head = json.loads(stored["head"].tobytes())
+            _check_format(path, head)
+            arrays = {name: stored[name] for name in stored.files if name != "head"}
+    except FileNotFoundError as error:
+        raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
+    except IsADirectoryError as error:
+        raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
+    except PermissionError as error:
+        raise ProgramError(
+            f"cannot read {path}: {error.strerror}", fix="name a file that you may read"
+        ) from error
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
+            RecursionError) as error:  # fmt: skip
+        raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error
+    return _assemble(path, head, arrays)
+
+
+FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
+
+
+def _check_format(path: Path, head: object) -> None:
+    version = head.get("format") if isinstance(head, dict) else None
+    if version not in range(1, FORMAT + 1):
+        what = f"format {version}" if isinstance(version, int) else "no format version"
+        raise ProgramError(
+            f"{path} has {what}; this release reads 1 to {FORMAT}",
+            fix="write it again with this release, or read it with the one that wrote it",
+        )
+
+
+def _with_notes(old: np.ndarray) -> np.ndarray:
+    """Allocations of format 1, which did not say whose storage it is."""
+    new = np.zeros(old.size, dtype=ALLOCATION)
+    for name in old.dtype.names or ():
+        new[name] = old[name]
+    return new
+
+
+def _with_times(old: np.ndarray) -> np.ndarray:
+    """Ops of an earlier format; what that did not say is unknown."""
+    new = np.empty(old.size, dtype=OP)
+    for name in OP.names or ():
+        new[name] = old[name] if name in (old.dtype.names or ()) else -1
+    return new
+
+
+def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Programs:
+    try:
+        programs = []
+        for i, one in enumerate(head["programs"]):
+            ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
+            if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
+                allocations = _with_notes(allocations)
+            if (old := _OLD_OPS.get(head["format"])) and ops.dtype == np.dtype(old):
+                ops = _with_times(ops)
+            if ops.dtype != OP or allocations.dtype != ALLOCATION:
+                raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
+            splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])
+            samples = arrays.get(f"samples{i}", _NO_SAMPLES)
+            segments = int((ops["name"] == CODE["compute"]).sum())
+            if samples.size and (samples.dtype != np.int64 or samples.shape[1:] != (segments,)):
+                raise ProgramError(f"{path}: samples of program {i} are not its own", fix=FIX)
+            hosts = arrays.get(f"hosts{i}", _NO_SAMPLES.ravel())
+            if hosts.size and (hosts.dtype != np.int64 or hosts.ndim != 1 or not samples.size):
+                raise ProgramError(f"{path}: host times of program {i} are not its own", fix=FIX)
+            streams = arrays.get(f"streams{i}", _NO_SAMPLES.ravel().astype(np.int16))
+            if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):
+                raise ProgramError(f"{path}: streams of program {i} are not its own", fix=FIX)
+            history = arrays.get(f"history{i}", _NO_SAMPLES.reshape(0, 4))
+            if history.dtype != np.int64 or history.ndim != 2 or history.shape[1] != 4:
+                raise ProgramError(f"{path}: the history of program {i} is not its own", fix=FIX)
+            texts = tuple(one["strings"])
+            columns = (ops, texts, splits, allocations, samples, hosts, streams, history)
+            made = Program(one["rank"], *columns)
+            if wrong := _wrong(made):
+                raise ProgramError(f"{path} is damaged: program {i} has {wrong}", fix=FIX)
+            programs.append(made)
+        if not all(isinstance(text, str) for pair in head["source"].items() for text in pair):
+            raise TypeError("its source is no text")
+        groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
+        return Programs(
+            World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, WorldError) as error:
+        raise ProgramError(f"{path} is damaged: {error}", fix=FIX) from error
+
+
+def _wrong(program: Program) -> str:
+    """The first value that a program cannot have, in words; the text form has the same bounds."""
+    if type(program.rank) is not int or program.rank < 0:
+        return f"rank {program.rank!r}"
+    if not all(isinstance(text, str) for text in program.strings):
+        return "texts that are none"
+    texts, splits = len(program.strings) - 1, len(program.splits) - 1
+    most = dict.fromkeys(TEXTS, texts) | {"splits": splits}
+    bounds = {name: (-1 if name == "splits" else 0, top) for name, top in most.items()}
+    bounds |= {name: (0, len(known) - 1) for name, known in CODED.items()}
+    columns = [
+        (name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()
+    ]
+    columns.append(("note", program.allocations["note"], (0, texts)))
+    columns.append(("before", program.allocations["before"], (0, len(program))))
+    columns.append(("samples", program.samples, limits("ns")))
+    columns.append(("hosts", program.hosts, (0, limits("host")[1])))
+    for name, values, (low, high) in columns:
+        if values.size and not (low <= values.min() and values.max() <= high):
+            odd = values.min() if values.min() < low else values.max()
+            return f"{name} {odd} outside {low} to {high}"
+    return ""

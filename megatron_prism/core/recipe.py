@@ -10,26 +10,541 @@ without ``=``, octal
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
-from megatron_prism.core import guards, recipe_checks, recipe_schema
-from megatron_prism.core.errors import RecipeError
-from megatron_prism.core.recipe_schema import Hardware, Model, Parallel, Prism, Recipe, Train
+from megatron_prism.core import files
+from megatron_prism.core.errors import RecipeError, WorldError
+from megatron_prism.core.world import DEFAULT_ORDER, World
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Hardware", "Model", "Parallel", "Prism", "Recipe", "Train", "find", "given",
-           "keys", "load",
-           "load_prism_section", "shipped", "summary"]  # fmt: skip
+__all__ = [
+    "Model",
+    "Parallel",
+    "Recipe",
+    "check",
+    "find",
+    "given",
+    "keys",
+    "load",
+    "load_prism_section",
+    "shipped",
+    "summary",
+]
+
+
+def _by_layout(recipe: Recipe) -> bool:
+    return recipe.model.extra.get("pipeline_model_parallel_layout") is not None
+
+
+def layer_rules(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(message, fix) where the layers do not split."""
+    m, p = recipe.model, recipe.parallel
+    ends = (p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage)
+    standalone = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    if _by_layout(recipe):
+        return
+    if any(ends) and standalone:
+        yield (
+            "both ways of splitting layers unevenly are set: num_layers_in_…_pipeline_stage and "
+            "account_for_…_in_pipeline_split",
+            "drop one of them",
+        )
+    if any(ends):
+        middle = m.num_layers - sum(end or 0 for end in ends)
+        stages = p.pp - sum(end is not None for end in ends)
+        if stages < 0 or middle < 0 or (middle % stages if stages else middle):
+            yield (
+                f"{m.num_layers} layers less {' and '.join(str(e) for e in ends if e)} at the ends "
+                f"leave {middle} for {stages} stages",
+                "change parallel.num_layers_in_first_pipeline_stage or …_last_…",
+            )
+        uneven = [n for n in (*ends, middle // stages if stages else None) if n]
+    else:
+        uneven = [m.num_layers + standalone]
+    chunks = p.vpp or 1
+    pieces = chunks if any(ends) else p.pp * chunks
+    for number in uneven:
+        if number % pieces:
+            what = f"pp {p.pp} x vpp {p.vpp}" if p.vpp else f"pp {p.pp}"
+            unit = f" + {standalone} for embedding and loss = {number}" if standalone else ""
+            whole = [n * pieces - standalone for n in (number // pieces, number // pieces + 1)]
+            near = " or ".join(str(n) for n in whole if n > 0)
+            near = f"{near} layers there" if any(ends) else f"model.num_layers={near}"
+            yield (
+                f"{number - standalone} layers{unit} do not split over "
+                + (f"vpp {p.vpp}" if any(ends) else f"{what} = {pieces} chunks"),
+                f"use {near}, or change parallel.pp or parallel.vpp",
+            )
+
+
+def layers_of(recipe: Recipe, stage: int) -> tuple[int, ...]:
+    """Layers of each chunk of one stage, as Megatron will split them.
+
+    core/transformer/transformer_block.py get_num_layers_to_build @core_v0.16.1.  With an explicit
+    ``pipeline_model_parallel_layout`` only Megatron knows: an empty tuple.
+    """
+    m, p = recipe.model, recipe.parallel
+    if _by_layout(recipe):
+        return ()
+    chunks, last = p.vpp or 1, p.pp - 1
+    ends = {0: p.num_layers_in_first_pipeline_stage, last: p.num_layers_in_last_pipeline_stage}
+    given = [n for n in ends.values() if n is not None]
+    if (own := ends.get(stage)) is not None:
+        layers = own
+    elif given:
+        layers = (m.num_layers - sum(given)) // (p.pp - len(given))
+    else:
+        extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+        layers = (m.num_layers + extra) // p.pp
+    split = [layers // chunks] * chunks
+    if stage == 0:
+        split[0] -= p.account_for_embedding_in_pipeline_split
+    if stage == last:
+        split[-1] -= p.account_for_loss_in_pipeline_split
+    return tuple(split)
+
+
+def describe(recipe: Recipe) -> str:
+    """``4 = 80 / (pp 4 x vpp 5)``, or every stage's chunks where they differ."""
+    p = recipe.parallel
+    if _by_layout(recipe):
+        return "by model.extra.pipeline_model_parallel_layout"
+    stages = [layers_of(recipe, stage) for stage in range(p.pp)]
+    if len({n for chunks in stages for n in chunks}) == 1:
+        over = f"pp {p.pp}" + (f" x vpp {p.vpp}" if p.vpp else "")
+        return f"{stages[0][0]} = {recipe.model.num_layers} / ({over})"
+    middle = stages[1] if p.pp > 2 else None
+    words = [f"first stage {_chunks(stages[0])}"]
+    if middle is not None:
+        words.append(f"middle stages {_chunks(middle)}")
+    return ", ".join([*words, f"last stage {_chunks(stages[-1])}"])
+
+
+def _chunks(layers: tuple[int, ...]) -> str:
+    if len(set(layers)) == 1:
+        return f"{layers[0]}" + (f" x {len(layers)}" if len(layers) > 1 else "")
+    return "+".join(map(str, layers))
+
+
+CHOICES = {
+    "model.normalization": ("LayerNorm", "RMSNorm"),
+    "model.position_embedding_type": ("learned_absolute", "rope", "none"),
+    "model.moe_token_dispatcher_type": ("allgather", "alltoall", "flex"),
+    "model.moe_router_score_function": ("softmax", "sigmoid"),
+    "model.moe_router_dtype": (None, "fp32", "fp64"),
+    "train.fp8": (None, "delayed", "tensorwise", "blockwise", "mxfp8"),
+    "train.optimizer": ("adam", "sgd"),
+    "train.recompute_granularity": (None, "full", "selective"),
+    "train.recompute_method": (None, "uniform", "block"),
+    "prism.tier": ("auto", "cuda", "cpu", "meta"),
+    # recorded:PATH belongs to scripts: a recording is of their command line
+    "prism.values": ("mirror", "noise"),
+    "prism.transformer_impl": ("transformer_engine", "local", "local_flash"),
+}
+POSITIVE = {
+    "model": ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size",
+              "ffn_hidden_size", "num_query_groups", "kv_channels", "make_vocab_size_divisible_by",
+              "max_position_embeddings", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+    "train": ("micro_batch_size", "global_batch_size", "iterations", "recompute_num_layers"),
+    "parallel": ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+}  # fmt: skip
+
+FRACTIONS = ("attention_dropout", "hidden_dropout", "rotary_percent")  # of model; 1.0 included
+# TransformerConfig's names of what a recipe says in a place of its own
+RENAMED = {
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    "num_moe_experts": "model.num_experts",
+    "layernorm_epsilon": "model.norm_epsilon",
+}
+
+# fields of TransformerConfig that need more than the model and the loop that a recipe stands for
+BEYOND = (
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "fine_grained_activation_offloading",
+    "heterogeneous_block_specs",
+    "hybrid_context_parallel",
+    "mtp_num_layers",
+    "multi_latent_attention",
+)
+
+
+def check(recipe: Recipe) -> None:
+    """RecipeError or WorldError for the first rule the recipe breaks."""
+    for key, choices in CHOICES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(recipe, section), name)
+        if value not in choices:
+            words = ["null" if choice is None else choice for choice in choices]
+            raise RecipeError(f"{key}: {value!r} is no choice", fix=f"use {' or '.join(words)}")
+    for section, names in POSITIVE.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and value < 1:
+                raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
+            if value is not None and value >= 1 << 31:  # tensors of such sizes overflow in torch
+                most = (1 << 31) - 1
+                raise RecipeError(f"{section}.{name} is {value}", fix=f"use at most {most}")
+    for rule in (_numbers, _extra):
+        for message, fix in rule(recipe):
+            raise RecipeError(message, fix=fix)
+    _world(recipe)  # parallel sizes first
+    for rules in (_model, _experts, _batches, layer_rules, _training):
+        for message, fix in rules(recipe):
+            raise RecipeError(message, fix=fix)
+
+
+def _world(recipe: Recipe) -> None:
+    """A WorldError says which sizes do not fit, in the keys of a recipe what to type instead."""
+    try:
+        recipe.world  # noqa: B018
+    except WorldError as error:
+        here = re.sub(r"\b(size|tp|cp|pp|ep|etp|vpp|order)=", r"parallel.\1=", error.fix or "")
+        fix = here.replace("parallel.size=", "parallel.world_size=")
+        raise WorldError(error.message, fix=fix) from None
+
+
+def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, t = recipe.model, recipe.train
+    if not (0 <= t.lr < math.inf):
+        yield f"train.lr is {t.lr}", "use a number of at least 0"
+    for section, part in (("model", m), ("train", t)):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section}.{name} is {value}", "use a finite number"
+    if m.init_method_std < 0:
+        yield f"model.init_method_std is {m.init_method_std}", "use a number of at least 0"
+    for name in FRACTIONS:
+        if not 0 <= getattr(m, name) <= 1:
+            yield f"model.{name} is {getattr(m, name)}", "use a number from 0 to 1"
+    # training/initialize.py _set_random_seed: positive; numpy's are of 32 bits, stages add to it
+    if not 1 <= t.seed < 1 << 31:
+        yield f"train.seed is {t.seed}", f"use a number from 1 to {(1 << 31) - 1}"
+
+
+def _extra(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """``model.extra`` would win over the key that everything else is derived from."""
+    places = {name: f"{part}.{name}" for part in ("train", "parallel", "model")
+              for name in vars(getattr(recipe, part))} | RENAMED  # fmt: skip
+    for key, value in recipe.model.extra.items():
+        if key in places:
+            yield f"model.extra.{key}: the recipe has {places[key]}", f"{places[key]}={value}"
+        if key in BEYOND and value not in (None, False, 0, "none"):
+            yield (
+                f"model.extra.{key}: recipes build a plain GPT, without that",
+                "run the job's own script: prism run --prism-ranks 0 -- pretrain_gpt.py …",
+            )
+
+
+def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        yield (
+            f"hidden_size {m.hidden_size} is not divisible by {m.num_attention_heads} heads",
+            "change model.num_attention_heads, or give model.kv_channels",
+        )
+    if m.num_attention_heads % recipe.num_query_groups:
+        yield (
+            f"{m.num_attention_heads} attention heads do not share {recipe.num_query_groups} "
+            "query groups evenly",
+            "set model.num_query_groups to a divisor of model.num_attention_heads",
+        )
+    split = {"model.num_attention_heads": m.num_attention_heads}
+    if m.num_experts is None:
+        split["model.ffn_hidden_size"] = recipe.ffn_hidden_size
+    for name, value in split.items():
+        if value % p.tp:
+            yield (
+                f"{name} {value} is not divisible by tp {p.tp}",
+                f"set parallel.tp to a divisor of {value}, or change {name}",
+            )
+    groups = recipe.num_query_groups
+    if groups % p.tp and p.tp % groups:
+        yield (
+            f"{groups} query groups and tp {p.tp}: neither divides the other",
+            f"set parallel.tp to a divisor or a multiple of {groups}",
+        )
+    # core/transformer/transformer_config.py __post_init__
+    if p.sequence_parallel and p.tp == 1:
+        yield (
+            "sequence_parallel splits activations over tp, but tp is 1",
+            "set parallel.sequence_parallel=false, or parallel.tp to 2 or more",
+        )
+    pieces = (p.tp if p.sequence_parallel else 1) * (2 * p.cp if p.cp > 1 else 1)
+    if m.seq_length % pieces:
+        yield (
+            f"seq_length {m.seq_length} is not divisible by {pieces} "
+            f"(tp {p.tp if p.sequence_parallel else 1} x {2 if p.cp > 1 else 1} x cp {p.cp})",
+            f"use model.seq_length={-(-m.seq_length // pieces) * pieces}",
+        )
+    if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
+        yield (
+            f"max_position_embeddings {m.max_position_embeddings} < seq_length {m.seq_length}",
+            f"set model.max_position_embeddings={m.seq_length}, or leave it out",
+        )
+
+
+def _experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    m, p = recipe.model, recipe.parallel
+    if m.num_experts is None:
+        if p.ep > 1:
+            yield f"ep {p.ep} needs experts, but the model is dense", "set model.num_experts"
+        return
+    if m.num_experts % p.ep:
+        yield (
+            f"{m.num_experts} experts are not divisible by ep {p.ep}",
+            f"set parallel.ep to a divisor of {m.num_experts}",
+        )
+    if m.moe_router_topk > m.num_experts:
+        yield (
+            f"moe_router_topk {m.moe_router_topk} of {m.num_experts} experts",
+            f"set model.moe_router_topk to at most {m.num_experts}",
+        )
+    if p.tp > 1 and not p.sequence_parallel:  # core/transformer/moe/moe_layer.py forward, training
+        yield (
+            f"an MoE model with tp {p.tp} trains only with sequence parallelism",
+            "set parallel.sequence_parallel=true",
+        )
+
+
+def _batches(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    t, p, dp = recipe.train, recipe.parallel, recipe.world.dp
+    one = t.micro_batch_size * dp
+    if t.global_batch_size % one:
+        nearest = max(one, round(t.global_batch_size / one) * one)
+        yield (
+            f"global_batch_size {t.global_batch_size} is not divisible by "
+            f"micro_batch_size {t.micro_batch_size} x dp {dp} = {one}",
+            f"use train.global_batch_size={nearest}",
+        )
+    # core/pipeline_parallel/schedules.py:1007
+    if p.vpp is not None and recipe.num_microbatches % p.pp:
+        nearest = max(1, round(recipe.num_microbatches / p.pp)) * p.pp * one
+        yield (
+            f"the interleaved schedule takes microbatches in rounds of pp {p.pp}, but there are "
+            f"{recipe.num_microbatches} = {t.global_batch_size} / "
+            f"(micro batch {t.micro_batch_size} x dp {dp})",
+            f"use train.global_batch_size={nearest}, or parallel.vpp=null",
+        )
+
+
+def _training(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    t = recipe.train
+    # training/arguments.py validate_args
+    if t.overlap_param_gather and not (t.use_distributed_optimizer and t.overlap_grad_reduce):
+        yield (
+            "overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce",
+            "set train.use_distributed_optimizer=true train.overlap_grad_reduce=true",
+        )
+    if t.recompute_granularity == "full" and not (t.recompute_method and t.recompute_num_layers):
+        yield (
+            "recompute_granularity full needs a method and a number of layers",
+            "set train.recompute_method=uniform train.recompute_num_layers=1",
+        )
+    if t.recompute_granularity != "full" and (t.recompute_method or t.recompute_num_layers):
+        yield (
+            "recompute_method and recompute_num_layers mean something with granularity full only",
+            "set train.recompute_granularity=full, or drop the two",
+        )
+
+
+@dataclass
+class Model:
+    """The GPT model, by the names of Megatron's arguments (training/arguments.py @core_v0.16.1)."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int  # tokens of one sample
+    vocab_size: int  # before padding
+    ffn_hidden_size: int | None = None  # None: 4 x hidden_size, as Megatron
+    num_query_groups: int | None = None  # None: one key/value head per attention head
+    kv_channels: int | None = None  # None: hidden_size / num_attention_heads
+    make_vocab_size_divisible_by: int = 128
+    max_position_embeddings: int | None = None  # None: seq_length
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    qk_layernorm: bool = False
+    swiglu: bool = False
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: int = 10000
+    rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    untie_embeddings_and_output_weights: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    init_method_std: float = 0.02
+
+    num_experts: int | None = None  # None: a dense model
+    moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size
+    moe_layer_freq: Any = 1  # every n-th layer, or a list of 0 and 1 per layer
+    moe_router_topk: int = 2
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_dtype: str | None = None
+    moe_router_force_load_balancing: bool = False
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+    moe_grouped_gemm: bool = False
+    moe_token_dispatcher_type: str = "alltoall"
+    moe_permute_fusion: bool = False
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
+
+    extra: dict[str, Any] = field(default_factory=dict)  # verbatim to TransformerConfig
+
+
+@dataclass
+class Parallel:
+    """How the job is split over its ranks."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None  # model chunks per stage; None: no interleaving
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None  # None: tp
+    sequence_parallel: bool = False
+    order: str = DEFAULT_ORDER
+    # which stages get more or fewer layers (transformer_block.py get_num_layers_to_build
+    # @core_v0.16.1)
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+
+@dataclass
+class Train:
+    """One training run: batches, precision, optimizer, overlap, recomputation."""
+
+    micro_batch_size: int = 1  # sequences
+    global_batch_size: int = 1  # sequences
+    iterations: int = 3
+    bf16: bool = True
+    fp8: str | None = None  # recipe: delayed, tensorwise, blockwise or mxfp8; None: no FP8
+    optimizer: str = "adam"
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    grad_reduce_in_fp32: bool = True
+    recompute_granularity: str | None = None  # full or selective
+    recompute_method: str | None = None  # uniform or block, with full only
+    recompute_num_layers: int | None = None
+    seed: int = 1234
+    data: str = "mock"  # or the path of a text file, read as bytes
+
+
+@dataclass
+class Prism:
+    """What to emulate, and where: the same as the --prism-* flags."""
+
+    ranks: str | None = None  # a selector; None: one representative rank per stage
+    tier: str = "auto"
+    values: str = "mirror"
+    out: str | None = None  # artefact folder
+    # local: Megatron's own layers; local_flash: the same, on meta without the s x s scores
+    transformer_impl: str = "transformer_engine"
+
+
+@dataclass
+class Hardware:
+    """What the job is meant for; a free name that only appears in titles."""
+
+    name: str = ""
+
+
+@dataclass
+class Recipe:
+    """One job.  Building it checks it: RecipeError or WorldError, with arithmetic and fix."""
+
+    model: Model
+    parallel: Parallel
+    train: Train = field(default_factory=Train)
+    prism: Prism = field(default_factory=Prism)
+    hardware: Hardware = field(default_factory=Hardware)
+    name: str = ""  # empty: the name of the file
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def world(self) -> World:
+        """The job's ranks.  WorldError when the sizes do not fit."""
+        p = self.parallel
+        return World(p.world_size, p.tp, p.cp, p.pp, p.ep, p.etp, p.vpp, p.order)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one rank in one iteration."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.world.dp)
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        return self.model.ffn_hidden_size or 4 * self.model.hidden_size
+
+    @property
+    def kv_channels(self) -> int:
+        return self.model.kv_channels or self.model.hidden_size // self.model.num_attention_heads
+
+    @property
+    def num_query_groups(self) -> int:
+        return self.model.num_query_groups or self.model.num_attention_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding (training/tokenizer/tokenizer.py _vocab_size_with_padding)."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tp
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    def layers_of(self, stage: int) -> tuple[int, ...]:
+        """Transformer layers of each chunk of a stage, as Megatron will split them."""
+        return layers_of(self, stage)
+
+    def derived(self) -> dict[str, str]:
+        """What follows from the recipe, each with its arithmetic, for people."""
+        m, p, t, world = self.model, self.parallel, self.train, self.world
+        rows = {"dp": f"{world.dp} = {world.size} / (tp {p.tp} x cp {p.cp} x pp {p.pp})"}
+        if m.num_experts:
+            rows["expert dp"] = (
+                f"{world.edp} = {world.size} / (etp {world.etp} x ep {p.ep} x pp {p.pp})"
+            )
+        rows["microbatches"] = (
+            f"{self.num_microbatches} = {t.global_batch_size} / "
+            f"(micro batch {t.micro_batch_size} x dp {world.dp})"
+        )
+        rows["layers per chunk"] = describe(self)
+        rows["vocabulary"] = f"{self.padded_vocab_size:,} (padded from {m.vocab_size:,})"
+        rows["tokens per iteration"] = (
+            f"{t.global_batch_size * m.seq_length:,} = {t.global_batch_size} x {m.seq_length}"
+        )
+        return rows
+
 
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?P<value>.*)", re.DOTALL)
 # YAML 1.1 reads these as base 8 and base 60; nobody who writes a recipe means that
@@ -110,7 +625,7 @@ def find(path: str | Path) -> Path:
 
 def keys(section: type[DataclassInstance] = Recipe, prefix: str = "") -> list[str]:
     """Every key a recipe may set, dotted, in the order of the schema."""
-    hints = get_type_hints(section, vars(recipe_schema))
+    hints = get_type_hints(section)
     found: list[str] = []
     for item in fields(section):
         kind = hints[item.name]
@@ -125,7 +640,7 @@ def _is_section(kind: object) -> TypeGuard[type[DataclassInstance]]:
 
 def _read(file: Path) -> DictConfig:
     try:
-        text = guards.read_yaml_text(file)
+        text = files.read_yaml_text(file)
         for number, line in enumerate(text.splitlines(), 1):
             if match := _LINE.match(line):
                 _refuse_odd(match["value"], f"{file}, line {number}")
@@ -153,7 +668,7 @@ def _override(token: str) -> DictConfig:
         raise RecipeError(f"{token!r}: {why}", fix=fix)
     _refuse_odd(match["value"], f"override {token!r}")
     try:
-        return OmegaConf.from_dotlist([guards.flat(token)])
+        return OmegaConf.from_dotlist([files.flat(token)])
     except (ValueError, YAMLError, errors.OmegaConfBaseException) as error:
         reason = str(error).partition("\n")[0]
         raise RecipeError(
@@ -187,7 +702,7 @@ def _plain(config: DictConfig, file: Path) -> Recipe:
         recipe = OmegaConf.to_object(config)
     except errors.MissingMandatoryValue as error:
         key = str(error.full_key)
-        if _is_section(kind := get_type_hints(Recipe, vars(recipe_schema)).get(key)):
+        if _is_section(kind := get_type_hints(Recipe).get(key)):
             key = keys(kind, f"{key}.")[0]
         raise RecipeError(
             f"{file}: {key} is missing", fix=f"add {key}=VALUE, or put it there"
@@ -203,15 +718,15 @@ def _unknown(key: str, where: str) -> RecipeError:
     known, leaf = keys(), key.rpartition(".")[2]
     close = [name for name in known if name.rpartition(".")[2] == leaf]
     sections = [item.name for item in fields(Recipe)]
-    if leaf in recipe_checks.RENAMED:  # Megatron's own word
-        close = [recipe_checks.RENAMED[leaf]]
+    if leaf in RENAMED:  # Megatron's own word
+        close = [RENAMED[leaf]]
     close = close or difflib.get_close_matches(key, [*known, *sections], n=2, cutoff=0.75)
     fix = (
         f"did you mean {' or '.join(close)}?"
         if close
         else f"the sections are {', '.join(sections)}"
     )
-    taken = {*recipe_checks.RENAMED, *(name.rpartition(".")[2] for name in known)}
+    taken = {*RENAMED, *(name.rpartition(".")[2] for name in known)}
     if key.startswith("model.") and leaf not in taken:
         verbatim = f"a field of TransformerConfig goes to model.extra.{leaf}"
         fix = f"{fix} Or: {verbatim}" if close else verbatim

@@ -18,15 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core import job_settings, programs
-from megatron_prism.core.artefact import check_writable
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.files import check_writable
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
-from megatron_prism.core.program import Program
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.selectors import format_ranks
-from megatron_prism.core.world import AXES, World
+from megatron_prism.core.program import FIX, Program, Programs, load, save
+from megatron_prism.core.program_text import parse
+from megatron_prism.core.world import AXES, World, format_ranks
 
 __all__ = [
     "AGE",
@@ -93,7 +91,7 @@ class SliceStore:
                 path.unlink(missing_ok=True)
         for rank in self.ranks():
             try:
-                self.check(programs.load(self.path(rank)), self.path(rank))
+                self.check(load(self.path(rank)), self.path(rank))
             except ProgramError as error:
                 if isinstance(error.__cause__, PermissionError):
                     raise  # it may be a good one
@@ -131,7 +129,7 @@ class SliceStore:
         everyone = np.zeros(self.world.size, dtype=np.int32)
         one = Programs(self.world, (program,), everyone, groups or {}, self.source)
         (self.folder / WORLD).unlink(missing_ok=True)  # it was made without this slice
-        programs.save(one, self.path(program.rank), force=True)
+        save(one, self.path(program.rank), force=True)
 
 
 def _ours(path: Path) -> bool:
@@ -160,7 +158,7 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
     paths = sorted(p for p in Path(folder).iterdir() if _NAME.fullmatch(p.name))
     if not paths:
         raise ProgramError(f"{folder} holds no slices", fix=_instead(Path(folder)))
-    slices = [programs.load(path) for path in paths]
+    slices = [load(path) for path in paths]
     first = slices[0]
     if len({one.source.get(AGE) for one in slices}) > 1:
         raise ProgramError(f"slices in {folder}: some are {_AGED}", fix="capture all of them again")
@@ -297,11 +295,11 @@ def _opened(path: str | os.PathLike[str]) -> Programs:
     try:
         if place.is_dir():
             whole = place / WORLD
-            return programs.load(whole) if whole.exists() else assemble(place)
+            return load(whole) if whole.exists() else assemble(place)
         with open(place, "rb") as file:  # once: it may be a pipe
             start = file.read(64)
             if start.startswith(b"PK"):
-                return programs.load(place)
+                return load(place)
             rest = b"" if b"\0" in start else file.read()  # nor is /dev/zero read to its end
         text = io.TextIOWrapper(io.BytesIO(start + rest), encoding="utf-8-sig").read()
     except OSError as error:
@@ -309,5 +307,5 @@ def _opened(path: str | os.PathLike[str]) -> Programs:
         fix = f"prism capture RECIPE -o {place}, or name a file" if absent else "name a file"
         raise ProgramError(f"cannot read {place}: {error.strerror}", fix=fix) from error
     except UnicodeDecodeError as error:
-        raise ProgramError(f"{place} is neither programs nor text", fix=programs.FIX) from error
+        raise ProgramError(f"{place} is neither programs nor text", fix=FIX) from error
     return parse(text, str(place))

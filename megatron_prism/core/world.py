@@ -21,26 +21,234 @@ Coordinates(tp=1, cp=0, dp=1, pp=1, ep=0, etp=1, edp=1)
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_prism.core import selectors
 from megatron_prism.core.errors import WorldError
-from megatron_prism.core.rank_groups import FAMILIES, Family, family, orthogonal_rank_groups
-from megatron_prism.core.selectors import format_ranks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "AXES",
     "DEFAULT_ORDER",
     "FAMILIES",
-    "Coordinates",
     "World",
+    "family",
     "format_ranks",
     "implied_size",
     "orthogonal_rank_groups",
 ]
+
+
+HELP = "write 0,517 or 0-127:8 for ranks, pp=3,tp=0 for coordinates, 'pp=0;pp=3' for several"
+_NUMBERS = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
+_CONDITION = re.compile(r"(?P<axis>[a-z]+)\s*=\s*(?P<value>\d+)")
+
+
+class HasRanks(Protocol):
+    """What a selector needs of a world; ``world.World`` is the one that has it."""
+
+    def check_rank(self, rank: int) -> int: ...
+    def matching(self, **coordinates: int) -> np.ndarray: ...
+
+
+def select(world: HasRanks, text: str) -> tuple[int, ...]:
+    """Ranks that ``text`` names, ascending, each once.
+
+    WorldError with the fix when it names none, one outside the world, or cannot be read.
+    """
+    ranks: set[int] = set()
+    for selector in text.split(";"):
+        terms = [term.strip() for term in selector.split(",")]
+        if any("=" in term for term in terms):
+            ranks.update(_by_coordinates(world, selector.strip(), terms))
+        else:
+            for term in terms:
+                ranks.update(_by_number(world, term, text))
+    return tuple(sorted(ranks))
+
+
+def _by_coordinates(world: HasRanks, selector: str, terms: list[str]) -> list[int]:
+    wanted: dict[str, int] = {}
+    for term in terms:
+        match = _CONDITION.fullmatch(term)
+        if match is None or match["axis"] in wanted:
+            what = "is given twice" if match else "is no condition like pp=3"
+            raise WorldError(f"selector {selector!r}: {term!r} {what}", fix=HELP)
+        wanted[match["axis"]] = int(match["value"])
+    found: list[int] = world.matching(**wanted).tolist()
+    if not found:
+        raise WorldError(
+            f"selector {selector!r}: no rank of {world} has all of these", fix="drop one condition"
+        )
+    return found
+
+
+def _by_number(world: HasRanks, term: str, text: str) -> range:
+    match = _NUMBERS.fullmatch(term)
+    if match is None:
+        raise WorldError(f"ranks {text!r}: {term!r} is no rank, range or condition", fix=HELP)
+    first = world.check_rank(int(match["first"]))
+    last = first if match["last"] is None else world.check_rank(int(match["last"]))
+    step = 1 if match["step"] is None else int(match["step"])
+    if last < first or step < 1:
+        raise WorldError(
+            f"ranks {text!r}: {term!r} is an empty range",
+            fix=f"write {last}-{first}" if last < first else "use a step of at least 1",
+        )
+    return range(first, last + 1, step)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The ranks in few words that ``select`` reads back: ``0-120:8``, ``0-3,9``; no ranks, no text.
+
+    Runs of three or more evenly spaced ranks become a range, greedily from the lowest.
+    """
+    rest = sorted(set(ranks))
+    words = []
+    at = 0
+    while at < len(rest):
+        end = at + 1
+        step = rest[end] - rest[at] if end < len(rest) else 1
+        while end + 1 < len(rest) and rest[end + 1] - rest[end] == step:
+            end += 1
+        if end - at >= 2 and end < len(rest):
+            words.append(f"{rest[at]}-{rest[end]}" + (f":{step}" if step > 1 else ""))
+            at = end + 1
+        else:
+            words.append(str(rest[at]))
+            at += 1
+    return ",".join(words)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of group that ``initialize_model_parallel`` creates.
+
+    desc   : Megatron's group_desc, also what a Flight Recorder dump says
+    grid   : ``dense`` or ``expert``
+    axes   : the axes its members differ in; an empty tuple is a group of one
+    pick   : ``all`` members of that slice, its ``ends`` (first and last) or its ``first``;
+             in one case the whole ``world``
+    twin   : a gloo copy ``<desc>_GLOO`` is made beside it unless --disable-gloo-process-groups
+    since  : first megatron-core release that makes it
+    """
+
+    desc: str
+    grid: str
+    axes: tuple[str, ...]
+    pick: str = "all"
+    twin: bool = False
+    since: tuple[int, int] = (0, 0)
+
+
+# In Megatron's order of creation (parallel_state.py:830-1340 @core_v0.16.1, :930-1580
+# @core_v0.19.0), for one distributed optimizer instance and without hierarchical or hybrid context
+# parallelism.
+FAMILIES = (
+    Family("GTP_WEIGHT_REMAT_GROUP", "dense", (), since=(0, 19)),
+    Family("DATA_PARALLEL_GROUP_WITH_CP", "dense", ("dp", "cp"), twin=True),
+    Family("DATA_PARALLEL_GROUP", "dense", ("dp",), twin=True),
+    Family("CONTEXT_PARALLEL_GROUP", "dense", ("cp",)),
+    Family("MODEL_PARALLEL_GROUP", "dense", ("tp", "pp")),
+    Family("TENSOR_MODEL_PARALLEL_GROUP", "dense", ("tp",)),
+    Family("PIPELINE_MODEL_PARALLEL_GROUP", "dense", ("pp",)),
+    Family("EMBEDDING_GROUP", "dense", ("pp",), pick="ends"),
+    Family("POSITION_EMBEDDING_GROUP", "dense", ("pp",), pick="first"),
+    Family("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "dense", ("tp", "dp", "cp")),
+    Family("TENSOR_AND_DATA_PARALLEL_GROUP", "dense", ("tp", "dp")),
+    Family("TENSOR_AND_CONTEXT_PARALLEL_GROUP", "dense", ("tp", "cp")),
+    Family("EXPERT_GTP_WEIGHT_REMAT_GROUP", "expert", (), since=(0, 19)),
+    Family("EXPERT_MODEL_PARALLEL_GROUP", "expert", ("ep",)),
+    Family("EXPERT_TENSOR_PARALLEL_GROUP", "expert", ("tp",)),
+    Family("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "expert", ("tp", "ep")),
+    Family("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", "expert", ("tp", "ep", "pp")),
+    Family(
+        "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP",
+        "expert",
+        ("tp", "ep", "pp"),
+        since=(0, 19),
+    ),
+    Family("EXPERT_DATA_PARALLEL_GROUP", "expert", ("dp",), twin=True),
+    Family(
+        "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        "expert",
+        ("tp", "ep", "dp", "pp"),
+        pick="world",
+    ),
+)
+
+
+def orthogonal_rank_groups(
+    world_size: int,
+    parallel_size: Sequence[int],
+    mask: Sequence[bool],
+    containing: Iterable[int] | None = None,
+) -> list[list[int]]:
+    """Every group whose members differ only in the masked axes; the first axis varies fastest.
+
+    The same lists of Python ints, in the same order, as Megatron's own
+    generate_masked_orthogonal_rank_groups (megatron/core/parallel_state.py:251 @core_v0.16.1,
+    unchanged @core_v0.19.0), which walks every rank in Python.  With ``containing`` only the
+    groups that hold one of these ranks are built, whatever the size of the world.  Beware where
+    the *list* is used and not its members: Megatron counts and concatenates all tp-ep-pp groups to
+    make INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP (:1332 @core_v0.16.1).
+
+    Raises WorldError where Megatron asserts: more groups than the sizes can number.
+    """
+    sizes, kept = np.asarray(parallel_size, dtype=np.int64), np.asarray(mask, dtype=bool)
+    strides = np.cumprod(np.concatenate(([1], sizes[:-1]))).astype(np.int64)
+    group_size = int(np.prod(sizes[kept]))
+    num_groups = world_size // group_size
+    if num_groups > (possible := int(np.prod(sizes[~kept]))):
+        raise WorldError(
+            f"sizes {' x '.join(map(str, sizes))} = {int(np.prod(sizes))} number {possible} groups "
+            f"of {group_size}, not the {num_groups} that {world_size} ranks need",
+            fix="pass sizes whose product is the world size",
+        )
+    if containing is None:
+        firsts = _corners(sizes[~kept], strides[~kept])[:num_groups]
+    else:
+        ranks = np.fromiter(containing, dtype=np.int64)
+        if ranks.size and not (ranks.min() >= 0 and ranks.max() < world_size):
+            outside = sorted(set(ranks[(ranks < 0) | (ranks >= world_size)].tolist()))
+            raise WorldError(
+                f"ranks {outside} are outside a world of {world_size} ranks",
+                fix=f"choose ranks from 0 to {world_size - 1}",
+            )
+        where = (ranks[:, None] // strides % sizes)[:, ~kept]  # int64 [ranks, axes not spanned]
+        # Groups are numbered over the axes they do not span, the first fastest; since strides grow
+        # along the axes, that is also the order of their lowest ranks.
+        firsts = np.unique(where @ strides[~kept])
+        if num_groups < possible:
+            firsts = np.intersect1d(firsts, _corners(sizes[~kept], strides[~kept])[:num_groups])
+    groups: list[list[int]] = (firsts[:, None] + _corners(sizes[kept], strides[kept])).tolist()
+    return groups
+
+
+def _corners(sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:
+    """All sums of coordinate x stride, int64 [prod(sizes)], first axis fastest."""
+    total = np.zeros(1, dtype=np.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        total = (np.arange(size)[:, None] * stride + total).reshape(-1)
+    return total
+
+
+def family(desc: str) -> Family:
+    """The row called ``desc`` (or its gloo twin).  WorldError if there is none."""
+    for row in FAMILIES:
+        if desc == row.desc or row.twin and desc == f"{row.desc}_GLOO":
+            return row
+    raise WorldError(
+        f"Megatron makes no group called {desc}",
+        fix=f"use one of {', '.join(row.desc for row in FAMILIES)}",
+    )
+
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 # What Megatron passes; --use-tp-pp-dp-mapping gives tp-cp-ep-pp-dp (training/initialize.py:378
@@ -206,7 +414,7 @@ class World:
 
     def select(self, text: str) -> tuple[int, ...]:
         """Ranks that a selector names, ascending: ``0,517`` · ``0-127:8`` · ``pp=3,tp=0;5``."""
-        return selectors.select(self, text)
+        return select(self, text)
 
     # -- groups
     # --------------------------------------------------------------------------------------

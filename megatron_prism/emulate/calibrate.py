@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_prism.core.artefact import check_writable, write_whole
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import check_writable, write_whole
 
 __all__ = ["calibrate"]
 

@@ -12,16 +12,16 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_prism.core.artefact import write_whole
-from megatron_prism.emulate.calibrate_calls import Behind, Call, in_a_row
-from megatron_prism.emulate.calibrate_host import host_calls, middle
+from megatron_prism.core.files import write_whole
 from megatron_prism.emulate.calibrate_overlap import overlaps
 from megatron_prism.replay.costs.collectives import METHOD
 
@@ -29,7 +29,212 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
     from megatron_prism.runtime.devices.signatures import Group
 
-__all__ = ["main"]
+__all__ = ["Behind", "middle"]
+
+
+ONE_WAY = ("broadcast", "send")
+
+_DROPPED = 4  # spans of the beginning
+_PRODUCT, _COPIED = 8192, 1 << 26  # rows; bytes: both sides fill every GPU's cache (B200: 126 MB)
+_AHEAD_CYCLES = 3_000_000  # about 2 ms of busy waiting, in which the host gets ahead
+_HEAT_S, _COOLS_S = 1.0, 0.1  # of products, if nothing was computed for so long
+
+Call = Callable[[], object]
+Mark = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+class Behind:
+    """Measures on this process's GPU."""
+
+    def __init__(self) -> None:
+        def matrix(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
+
+        half = _PRODUCT // 2
+        self._factors = matrix(_PRODUCT, half), matrix(half, half)
+        self._product = matrix(_PRODUCT, half)
+        self._from, self._to = (
+            torch.zeros(_COPIED, dtype=torch.uint8, device="cuda") for _ in range(2)
+        )
+        self._word = torch.zeros(1, device="cuda")
+        self._used = 0.0
+
+    def __call__(self, name: str, call: Call, count: int, group: Group) -> list[int]:
+        """ns of up to ``count`` calls of a collective ``name``; all ranks of ``group`` must call
+        this.  Times that are no more than the copies' own are left out."""
+        dist.all_reduce(self._word, group=group)
+        call()  # connections are made now
+        torch.cuda.synchronize()
+        if time.monotonic() - self._used > _COOLS_S:
+            self._heat()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        marks = [
+            (self._span(None, group), self._span(call, group)) for _ in range(count + _DROPPED)
+        ]
+        torch.cuda.synchronize()
+        without, within = (
+            torch.tensor([begin.elapsed_time(end) * 1e6 for begin, end in column], device="cuda")
+            for column in zip(*marks[_DROPPED:], strict=True)
+        )
+        self._used = time.monotonic()
+        return of_all_ranks(name, within - without.median(), group)
+
+    def _heat(self) -> None:
+        end = time.monotonic() + _HEAT_S
+        while time.monotonic() < end:
+            for _ in range(50):
+                self._compute()
+            torch.cuda.synchronize()
+
+    def _compute(self) -> None:
+        torch.mm(*self._factors, out=self._product)
+
+    def _span(self, call: Call | None, group: Group) -> Mark:
+        """Marks around two copies, with the call between them, if there is one."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._compute()
+        dist.all_reduce(self._word, group=group)
+        begin.record()
+        self._to.copy_(self._from)
+        if call is not None:
+            call()
+        self._to.copy_(self._from)
+        end.record()
+        return begin, end
+
+
+def of_all_ranks(name: str, spent: torch.Tensor, group: Group) -> list[int]:
+    """ns of each call that took any time, from what it took this rank (float [calls])."""
+    op = dist.ReduceOp.MAX if name in ONE_WAY else dist.ReduceOp.MIN
+    dist.all_reduce(spent, op=op, group=group)
+    return [round(ns) for ns in spent.tolist() if ns >= 1]
+
+
+def in_a_row(call: Call, count: int) -> list[int]:
+    """The host's ns for each of ``count`` calls, which return when they are done."""
+    found = []
+    call()
+    for _ in range(count):
+        begin = time.perf_counter_ns()
+        call()
+        found.append(time.perf_counter_ns() - begin)
+    return found
+
+
+WorkCall = Callable[[], dist.Work | None]
+Row = dict[str, Any]  # JSON: op, asynchronous, ns, again
+
+_BYTES = 1 << 18
+_REPEATS, _CALLS = 7, 20
+_DEPTH = 40  # frames above a call in Megatron's forward
+_WIDTH = 256  # of the model between calls
+_TIMES = {"ns", "again"}
+
+
+def host_calls(rank: int, size: int) -> list[Row]:
+    """Rows {op, asynchronous, ns, again}: medians of ``_REPEATS`` means of ``_CALLS`` calls of this
+    rank after a step of the model, and right after such a call (messages: no ``again``).
+
+    Every rank of the default group (``size`` of them) must call it.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    part = torch.zeros(_BYTES // 2 // size, dtype=torch.bfloat16, device="cuda")
+    whole, other = (torch.zeros(part.numel() * size, dtype=torch.bfloat16, device="cuda")
+                    for _ in range(2))  # fmt: skip
+    rows, between = [], _step("cuda")
+    for asynchronous in (False, True):
+        calls: dict[str, WorkCall] = {
+            "all_reduce": _with(c10d.AllreduceOptions, asynchronous, group.allreduce, [whole]),
+            "broadcast": _with(c10d.BroadcastOptions, asynchronous, group.broadcast, [whole]),
+            "all_gather": _with(
+                c10d.AllgatherOptions, asynchronous, group._allgather_base, whole, part
+            ),
+            "reduce_scatter": _with(
+                c10d.ReduceScatterOptions, asynchronous, group._reduce_scatter_base, part, whole
+            ),
+            "all_to_all": _with(
+                c10d.AllToAllOptions, asynchronous, group.alltoall_base, other, whole, [], []
+            ),
+        }
+        for name, call in calls.items():
+            ns, again = _host_ns(call, between)
+            rows.append({"op": name, "asynchronous": asynchronous, "ns": ns, "again": again})
+    ring = [
+        dist.P2POp(dist.isend, whole, (rank + 1) % size),
+        dist.P2POp(dist.irecv, other, (rank - 1) % size),
+    ]
+    both, _ = _host_ns(lambda: dist.batch_isend_irecv(ring)[-1], between)
+    rows.append({"op": "message", "asynchronous": True, "ns": both // len(ring)})
+    return rows
+
+
+def middle(rounds: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of several ``host_calls``, each with the medians of its times: a shared host is slow
+    or quick for ten seconds at a time, so one moment does not say how it usually is."""
+    return [
+        rows[0]
+        | {
+            key: round(statistics.median(row[key] for row in rows))
+            for key in _TIMES & rows[0].keys()
+        }
+        for rows in zip(*rounds, strict=True)
+    ]
+
+
+def _with(
+    kind: Callable[[], Any],
+    asynchronous: bool,
+    method: Callable[..., dist.Work | None],
+    *args: object,
+) -> WorkCall:
+    """The call with its options; ``rootRank`` 0 where there is a root."""
+    options = kind()
+    options.asyncOp = asynchronous
+    return lambda: method(*args, options)
+
+
+def _step(device: str) -> Callable[[], None]:
+    """Backward and forward of a small model: some forty kernels of a few us each."""
+    nn, width = torch.nn, _WIDTH
+    layer = (nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+    model = nn.Sequential(*layer, nn.Linear(width, width), nn.LayerNorm(width)).to(device)
+    given = torch.ones(_WIDTH, _WIDTH, device=device)
+
+    def step() -> None:
+        model(given).sum().backward()
+        model(given)
+
+    return step
+
+
+def _host_ns(call: WorkCall, between: WorkCall) -> tuple[int, int]:
+    """ns of the host for one call with ``between`` before it, and for one right after that; deep in
+    the Python stack."""
+    return _below(_DEPTH, lambda: _measured(call, between))
+
+
+def _below(depth: int, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    return _below(depth - 1, measure) if depth else measure()
+
+
+def _measured(call: WorkCall, between: WorkCall) -> tuple[int, int]:
+    found = []
+    for _ in range(_REPEATS + 1):  # the first makes connections
+        torch.cuda.synchronize()
+        spent = [0, 0]
+        for _ in range(_CALLS):
+            between()
+            for turn in range(len(spent)):
+                begin = time.perf_counter_ns()
+                work = call()
+                spent[turn] += time.perf_counter_ns() - begin
+        found.append(spent)
+        if work is not None:  # synchronous calls of NCCL's group return none
+            work.wait()
+    first, again = (round(statistics.median(column)) for column in zip(*found[1:], strict=True))
+    return first // _CALLS, again // _CALLS
+
 
 FORMAT = 1
 # bytes of the message; protocols change between two of them (2 MiB take twice as long as 1)

@@ -14,26 +14,114 @@ them: the iteration that follows is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_prism.core import programs
-from megatron_prism.core.artefact import check_writable
+from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import check_writable
+from megatron_prism.core.groups import subgroups
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
-from megatron_prism.core.slices import Origin, SliceStore
-from megatron_prism.core.subgroups import subgroups
-from megatron_prism.emulate import model_flops, nvlink_keepalive
+from megatron_prism.core.recipe import Model, Recipe
+from megatron_prism.core.slices import AGE, PACED, PEERS, Origin, SliceStore
+from megatron_prism.emulate import nvlink_keepalive
 from megatron_prism.runtime.listeners import TrainingListener
-from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns
-from megatron_prism.runtime.recorder.launches import launches
+from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
 
-__all__ = ["KEPT", "StockCapture", "check_free", "disturbed"]
+__all__ = [
+    "StockCapture",
+    "check_free",
+    "disturbed",
+    "of_recipe",
+    "of_running_job",
+    "source_of",
+    "versions",
+]
+
+
+TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
+
+
+def versions() -> dict[str, str]:
+    """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
+    found = {"torch": importlib.metadata.version("torch")}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
+    return found
+
+
+def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
+    """What decides the content of a stock job's slices, besides its arguments, which are not known
+    before Megatron has parsed them; ``pace``: --prism-pace while they are recorded."""
+    found = {
+        "megatron_core": megatron.partition(" ")[0],
+        **versions(),
+        "tier": tier,
+        "device": device,
+    }
+    if tier == "cuda":
+        found[AGE] = TIMING
+    return found if pace is None else {**found, PEERS: PACED}
+
+
+# of model.extra, where recipes let it through: layers that this module does not know
+_OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")
+
+
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
+    what a slice says of its job."""
+    m = recipe.model
+    tokens = recipe.train.global_batch_size * m.seq_length
+    found = {"tokens_per_iteration": str(tokens)}
+    if any(m.extra.get(key) for key in _OTHER):
+        return found
+    query = recipe.kv_channels * m.num_attention_heads
+    keys = recipe.kv_channels * recipe.num_query_groups
+    # projections; scores and their product with the values, half of which a causal mask leaves
+    attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
+    logits = m.hidden_size * recipe.padded_vocab_size
+    flops = 6 * tokens * (m.num_layers * attention + _mlp(m) + logits)
+    return {**found, "model_flops_per_iteration": str(flops)}
+
+
+def _mlp(m: Model) -> int:
+    """Multiplications per token in all MLPs and experts."""
+    ffn, products = m.ffn_hidden_size or 4 * m.hidden_size, 3 if m.swiglu else 2
+    every = range(m.num_layers)
+    if not m.num_experts:
+        experts = [False for _ in every]
+    elif isinstance(m.moe_layer_freq, int):
+        experts = [i % m.moe_layer_freq == 0 for i in every]
+    else:
+        experts = [bool(m.moe_layer_freq[i]) for i in every]
+    routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
+    shared = m.moe_shared_expert_intermediate_size or 0
+    width = sum(routed + shared if moe else ffn for moe in experts)
+    return m.hidden_size * products * width
+
+
+def of_running_job() -> dict[str, str]:
+    """The same of the stock job that trains in this process, as Megatron itself counts it; empty
+    if none does."""
+    training = sys.modules.get("megatron.training.training")
+    calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
+    if training is None or calculator is None:
+        return {}
+    args, batch = training.get_args(), calculator.get_current_global_batch_size()
+    flops = round(training.num_floating_point_operations(args, batch))
+    return {
+        "tokens_per_iteration": str(batch * args.seq_length),
+        "model_flops_per_iteration": str(flops),
+    }
+
 
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
@@ -114,7 +202,7 @@ class StockCapture(TrainingListener):
         """UsageError if the folder has slices of another job; ``force`` replaces one by one."""
         there = self.store.ranks() if self.store.folder.is_dir() and not force else ()
         for rank in there:
-            found = programs.load(self.store.path(rank))
+            found = program.load(self.store.path(rank))
             self._there[self.store.path(rank)] = Origin(found.world, found.source)
         self._compare()
 
@@ -163,7 +251,7 @@ class StockCapture(TrainingListener):
         hopeless = len(self._others) > 1 and not self._recordings  # all may have an evaluation
         self._quick = self.tier.name != "meta" and (self._written or hopeless)
         if not self._quick:  # the next iteration's batch may be another
-            self._now = model_flops.of_running_job()
+            self._now = of_running_job()
         self._recorder.start(quick=self._quick)
 
     def _clock_next(self, left: int, timed: int) -> bool:
@@ -179,8 +267,7 @@ class StockCapture(TrainingListener):
         import torch
 
         from megatron_prism.runtime.recorder import events
-        from megatron_prism.runtime.recorder.paced import PacedRecorder
-        from megatron_prism.runtime.recorder.recorder import Recorder
+        from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder
         from megatron_prism.runtime.world import current
 
         world = current()

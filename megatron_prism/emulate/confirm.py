@@ -11,23 +11,74 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from megatron_prism.core.ops import Op
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.recipe_schema import Recipe
+from megatron_prism.core.program import Programs
+from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate import recipe_job
-from megatron_prism.emulate.witness import Watch
+from megatron_prism.emulate.call_guard import Guard
+from megatron_prism.emulate.options import HangOptions
+from megatron_prism.runtime.call_check import frames
+from megatron_prism.runtime.recorder.fields import details
 
 if TYPE_CHECKING:
+    from megatron_prism.core.world import World
     from megatron_prism.emulate.signatures import Summary
+    from megatron_prism.hang.alignment import Placed
     from megatron_prism.hang.dumps import DumpSet, Entry
-    from megatron_prism.hang.placement import Placed
     from megatron_prism.hang.verdict import Diagnosis
+    from megatron_prism.runtime.devices import Tier
+    from megatron_prism.runtime.listeners import Args, Kwargs
+    from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Trial", "confirm"]
+__all__ = ["Watch", "Witness", "confirm"]
+
+
+_ITERATION = 2  # the first steady one
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """programs: folder or file of the world; call: how many calls of the iteration come before the
+    one in question."""
+
+    programs: Path
+    call: int
+
+
+class Witness(Guard):
+    """Follows calls as a Guard does; ``said`` is what it has seen."""
+
+    def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
+        options = SimpleNamespace(world=world, rank=rank, ranks=(rank,))
+        super().__init__(options, HangOptions((), 0, False, watch.programs, True), tier, None)
+        self.watch = watch
+        self.calls: list[dict[str, object]] = []
+        self.frames: list[str] = []
+        self.differs: list[str] = []
+
+    def _check(self, group: PrismGroup, op: str, args: Args, kwargs: Kwargs, site: str) -> None:
+        if self.iteration == _ITERATION:
+            if len(self.calls) == self.watch.call:
+                self.frames = frames()
+            fields = details(group, op, args, kwargs)
+            kept = {k: v for k, v in fields.items() if k in ("dtype", "num_in", "num_out")}
+            self.calls.append({"name": op, "group": group.desc, "site": site, **kept})
+        super()._check(group, op, args, kwargs, site)
+
+    def _fail(self, kind: str, call: Op, number: int, *more: Any) -> None:
+        found = more[1] if len(more) > 1 else ()
+        self.differs.append(f"{call.name} #{number + 1} of {call.group}: {'; '.join(found)}")
+
+    def said(self) -> dict[str, object]:
+        """Plain values: calls, frames at the call in question, what peers would call otherwise."""
+        return {"calls": self.calls, "frames": self.frames, "differs": self.differs,
+                "compared": self._compared}  # fmt: skip
+
 
 _STEPS = 3
 _MOST = 4  # culprits that are run

@@ -8,38 +8,149 @@ Finder picks goes wrong and says so on stderr (``[prism-fault] fired …``) and 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import distributed as dist
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.core.membership import named_group
+from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import Op
-from megatron_prism.emulate import injected
-from megatron_prism.hang.fault_files import truth_line
-from megatron_prism.hang.fault_kinds import VALUES
-from megatron_prism.hang.fault_plan import FIX, Call, Fault, Finder
-from megatron_prism.runtime.arguments import arguments
+from megatron_prism.hang.fault_plan import FIX, VALUES, Call, Fault, Finder, truth_line
 from megatron_prism.runtime.call_check import nccl_lets_through
+from megatron_prism.runtime.process_group import Done, arguments
 from megatron_prism.runtime.recorder.fields import details
-from megatron_prism.runtime.work import Done
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
     from megatron_prism.emulate.signatures import Chunk
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
-    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
 
-__all__ = ["Injector"]
+__all__ = ["Injector", "leave"]
+
+
+_SIGNALS = {"sigkill": signal.SIGKILL, "segfault": signal.SIGSEGV, "sigstop": signal.SIGSTOP}
+_IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+           "fp64": torch.float64, "int64": torch.int64, "int32": torch.int32}  # fmt: skip
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+           "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT}  # fmt: skip
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OTHERS = {  # our name -> c10d's method and the options that it takes
+    "all_reduce": ("allreduce", dist.AllreduceOptions),
+    "broadcast": ("broadcast", dist.BroadcastOptions),
+    "barrier": ("barrier", dist.BarrierOptions),
+}
+
+
+def another_tensor(fault: Fault, op: str, args: Args) -> list[object]:
+    """shape, dtype: the arguments with another tensor."""
+    if op not in _IN_PLACE:
+        raise UnsupportedError(
+            f"{fault}: {op} has two tensors that must fit", fix=f"prism hang DIR fault={fault}"
+        )
+    old = args[0][0]
+    if fault.kind == "dtype":
+        name = fault.params.get("to", "bf16" if old.dtype == torch.float32 else "fp32")
+        if name not in _DTYPES:
+            raise UnsupportedError(f"{fault}: {name}", fix=f"to= one of {', '.join(_DTYPES)}")
+        new = old.detach().to(_DTYPES[name])
+    else:
+        count = fault.number("n", old.numel() // 2 if old.numel() > 1 else old.numel() + 1)
+        new = torch.zeros(count or 0, dtype=old.dtype, device=old.device)
+    return [[new], *args[1:]]
+
+
+def options(fault: Fault, given: dist.ReduceOptions, size: int) -> None:
+    """root, reduce_op: changed in the options of the call."""
+    if fault.kind == "root":
+        given.rootRank = fault.number("to", (given.rootRank + 1) % size) or 0
+        return
+    default = "sum" if given.reduceOp == dist.ReduceOp(dist.ReduceOp.MAX) else "max"
+    given.reduceOp = dist.ReduceOp(_REDUCE[fault.params.get("to", default)])
+
+
+def splits(fault: Fault, args: Args, size: int, mine: int) -> list[object]:
+    """An all-to-all whose rows go to another member than they should; as many as before."""
+    if len(args) < 4 or isinstance(args[1], (list, tuple)) or size < 3:
+        raise UnsupportedError(f"{fault}: that all-to-all has no splits among two others",
+                               fix=f"another group=, or prism hang DIR fault={fault}")  # fmt: skip
+    rows, moved = list(args[3]) or [len(args[1]) // size] * size, fault.number("rows", 1) or 0
+    giver, taker = sorted((m for m in range(size) if m != mine), key=lambda m: -rows[m])[:2]
+    rows[giver] -= moved
+    rows[taker] += moved
+    return [*args[:3], rows, *args[4:]]
+
+
+def another_call(fault: Fault, op: str, args: Args) -> tuple[str, str, list[object]]:
+    """(our name, c10d's method, its arguments) of the collective that is made instead."""
+    name = fault.params.get("to", "all_reduce" if op == "broadcast" else "broadcast")
+    if name not in _OTHERS:
+        raise UnsupportedError(f"{fault}: a running rank cannot make that of {op}",
+                               fix=f"to= one of {', '.join(_OTHERS)}")  # fmt: skip
+    method, kind = _OTHERS[name]
+    ins, outs = arguments(op, args)
+    return name, method, [kind()] if name == "barrier" else [(ins or outs)[:1], kind()]
+
+
+def spoil_tensors(fault: Fault, tensors: Sequence[torch.Tensor], what: str) -> None:
+    """nan, inf, bitflip: the first number of each of ``tensors``, which are of ``what``."""
+    values = [t for t in tensors if t.is_floating_point() and t.numel()]
+    if not values:  # Megatron's first calls broadcast whole numbers
+        raise UnsupportedError(
+            f"{fault}: {what} gives no fractions that could be {fault.kind}",
+            fix="another call: op=all_reduce, phase=backward, nth=",
+        )
+    for tensor in values:
+        first = (0,) * tensor.dim()
+        if fault.kind != "bitflip":
+            tensor.data[first] = float(fault.kind)
+            continue
+        bits = 8 * tensor.element_size()
+        bit = fault.number("bit", bits - 2) or 0  # below the sign: the highest of the exponent
+        if bit >= bits:
+            raise UnsupportedError(f"{fault}: {what} has {bits} bits", fix=f"bit={bits - 2}")
+        word = tensor.data[first].reshape(1).clone().view(_WORDS[tensor.element_size()])
+        mask = 1 << bit if bit < bits - 1 else -(1 << bit)  # the sign of a signed word
+        tensor.data[first] = (word ^ mask).view(tensor.dtype)[0]
+
+
+def leave(fault: Fault) -> None | NoReturn:
+    """The rank raises, ends or stands still."""
+    if fault.kind in ("gil", "sigstop") or (fault.kind == "data_stall" and "s" not in fault.params):
+        sys.stderr.write(
+            f"prism: this process (pid {os.getpid()}) now stands still for good, as {fault} says: "
+            "end it with kill -9; a verdict without waiting is prism hang DIR fault=…\n"
+        )
+        sys.stderr.flush()
+    if fault.kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[fault.kind])
+    elif fault.kind == "exit":
+        os._exit(fault.number("code", 1) or 0)
+    elif fault.kind == "gil":
+        ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock while it waits
+    elif fault.kind == "data_stall":
+        time.sleep(fault.number("s", 1 << 30) or 0)
+    elif fault.kind == "data_end":
+        raise StopIteration("[prism-fault] the data loader ended")
+    elif fault.kind == "oom":
+        raise torch.OutOfMemoryError(f"[prism-fault] {fault}")
+    else:
+        raise RuntimeError(f"[prism-fault] {fault}")
+    return None
+
 
 _GOES_ON = (*VALUES, "delay", "slow", "data_stall", "env")  # wrong, or late, and no rank waits
 _LOST = ("drop", "p2p_lost", "skip_microbatch")
@@ -135,7 +246,7 @@ class Injector:
                     if not self.dry:
                         tensors = output if isinstance(output, (list, tuple)) else [output]
                         found = [t for t in tensors if isinstance(t, torch.Tensor)]
-                        injected.spoil(finder.fault, found, "the model's output")
+                        spoil_tensors(finder.fault, found, "the model's output")
 
             for chunk in chosen:
                 chunk.register_forward_hook(spoil)
@@ -241,15 +352,15 @@ class Injector:
         if kind == "swap":
             return self._swap(fault, group, call, args, kwargs, outs)
         if kind in ("shape", "dtype"):
-            healthy, args = args, injected.another_tensor(fault, op, args)
+            healthy, args = args, another_tensor(fault, op, args)
             if nccl_lets_through(*(_op(group, op, words, kwargs) for words in (args, healthy))):
                 self.survived.pop(str(fault), None)
         elif kind in ("root", "reduce_op"):
-            injected.options(fault, args[-1], group.size())
+            options(fault, args[-1], group.size())
         elif kind == "splits":
-            args = injected.splits(fault, args, group.size(), group.rank())
+            args = splits(fault, args, group.size(), group.rank())
         elif kind == "op":
-            name, method, args = injected.another_call(fault, op, args)
+            name, method, args = another_call(fault, op, args)
             call, kwargs = make(name, lambda g, *a: getattr(g, method)(*a)), {}
         elif kind == "group":
             group = self._other_group(fault, group)
@@ -262,13 +373,13 @@ class Injector:
                                        fix="a pipeline of three stages, or p2p_lost")  # fmt: skip
             args[1] = other
         elif kind in VALUES:
-            injected.spoil(fault, ins, f"{op} of {group.desc}")
+            spoil_tensors(fault, ins, f"{op} of {group.desc}")
         elif kind == "delay":
             time.sleep((fault.number("ms", 1000) or 0) / 1000)
         elif kind == "gpu_hang":
             torch.cuda._sleep(1 << 62)
         else:
-            injected.leave(fault)
+            leave(fault)
         return call(group, *args, **kwargs)
 
     def _swap(

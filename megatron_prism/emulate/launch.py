@@ -15,28 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.core.files import check_writable
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.emulate import exit_status
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.flag_world import queues, without_engine
+from megatron_prism.emulate.options import queues, without_engine
 from megatron_prism.emulate.session import Session
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.capture import StockCapture
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.run import Run
+    from megatron_prism.emulate.session import Run
     from megatron_prism.runtime.world import VirtualWorld
 
-__all__ = [
-    "TESTED",
-    "attach",
-    "attach_from_command_line",
-    "build_run",
-    "run_script",
-    "start_world",
-]
+__all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
 
 _attached = False
 TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.19.0 reports 0.19.1
@@ -144,7 +137,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
     from megatron_prism.emulate import capture as stock_capture
     from megatron_prism.emulate import summary
     from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.run import Run
+    from megatron_prism.emulate.session import Run
     from megatron_prism.runtime import devices as tiers
     from megatron_prism.runtime.values import Values
 
@@ -175,7 +168,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
 
 def _add_listeners(run: Run, session: Session) -> None:
     """What ``run.options`` ask for beside the training itself, in the order of being told."""
-    from megatron_prism.emulate import call_guard, memory_watch, nccl_reserve, summary
+    from megatron_prism.emulate import call_guard, device_memory, summary
 
     options, monitor = run.options, run.monitor
     if run.pace is not None:
@@ -186,8 +179,8 @@ def _add_listeners(run: Run, session: Session) -> None:
         guards = (made,)
         run.on_arguments.append(made.is_of)
     monitor.who = f"rank {options.rank} ({summary.coordinates(options)})"
-    run.memory = memory_watch.from_options(options)
-    held = run.tally = nccl_reserve.from_options(options)
+    run.memory = device_memory.watch_from_options(options)
+    held = run.tally = device_memory.reserve_from_options(options)
     if held is not None:
         monitor.held = lambda: held.held
     run.recording = _recording(options)
@@ -209,10 +202,10 @@ def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
     import torch
 
     from megatron_prism.emulate import capture as stock_capture
-    from megatron_prism.emulate import slice_source
+    from megatron_prism.emulate.capture import source_of
 
     device = torch.cuda.get_device_name() if tier.name == "cuda" else tier.name
-    source = slice_source.source_of(run.version, tier.name, device, options.pace)
+    source = source_of(run.version, tier.name, device, options.pace)
     capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
@@ -261,10 +254,10 @@ def _job_words(argv: Sequence[str]) -> list[str]:
 
 def _pace(options: flags.Options, version: str, store: Any) -> Any:
     """When virtual ranks answer; captures the slices that are missing."""
-    from megatron_prism.emulate import pace, pace_capture
+    from megatron_prism.emulate import pace
 
     pace.check(options)
-    pace_capture.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
+    pace.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
     return pace.Pace(options, version)
 
 

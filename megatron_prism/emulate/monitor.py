@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
-from megatron_prism.emulate.memory_watch import explain
+from megatron_prism.emulate.device_memory import explain
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
 
-__all__ = ["PARTS", "Iteration", "TrainingMonitor"]
+__all__ = ["PARTS", "TrainingMonitor"]
 
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")

@@ -10,18 +10,278 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_prism.core.errors import UsageError
-from megatron_prism.core.world import World
-from megatron_prism.emulate import hang_flags
-from megatron_prism.emulate.flag_world import SIZES, local_ranks, processes, target_world
+from megatron_prism.core.errors import UsageError, WorldError
+from megatron_prism.core.files import check_writable
+from megatron_prism.core.world import World, format_ranks, implied_size
+from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
-__all__ = ["FLAGS", "TIERS", "Options", "add_flags", "from_command_line"]
+__all__ = [
+    "HangOptions",
+    "Options",
+    "TIERS",
+    "add_flags",
+    "from_command_line",
+    "queues",
+    "without_engine",
+]
+
+
+# Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
+SIZES = {
+    "--tensor-model-parallel-size": "tp",
+    "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "cp",
+    "--expert-model-parallel-size": "ep",
+    "--expert-tensor-parallel-size": "etp",
+}
+
+
+def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
+    """(this process, number of processes, whether a launcher set the variables)."""
+    if "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env:
+        process, k = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
+        if not 0 <= process < k:
+            raise UsageError(
+                f"RANK={process} is none of WORLD_SIZE={k} processes",
+                fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
+            )
+        return process, k, True
+    return 0, 1, False
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise UsageError(f"{name}={env[name]} is no number", fix=f"unset {name}") from None
+
+
+def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: bool, k: int) -> World:
+    given = {name: getattr(args, name) for name in ("tp", "pp", "cp", "ep")}
+    sizes = {name: 1 if size is None else size for name, size in given.items()}
+    sizes["etp"] = sizes["tp"] if args.etp is None else args.etp
+    for name, size in sizes.items():
+        if size < 1:
+            raise WorldError(f"{name} is {size}", fix="parallel sizes are positive numbers")
+    size = args.prism_world_size
+    if size is None and not launched and "WORLD_SIZE" in env:
+        size = _number(env, "WORLD_SIZE", 1)
+    if size is None:
+        size = implied_size(**sizes)
+        while size < k:  # more processes than the smallest world: add data-parallel replicas
+            size += implied_size(**sizes)
+    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+    try:
+        return World(size=size, order=order, **sizes)
+    except WorldError as error:
+        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
+
+
+def _in_flags(fix: str | None) -> str | None:
+    """``size=56`` of a World's fix as the flag that says it."""
+    names = {name: flag for flag, name in SIZES.items()} | {"size": "--prism-world-size"}
+    pattern = rf"\b({'|'.join(names)})=(?=\d)"
+    return fix and re.sub(pattern, lambda found: f"{names[found[1]]}=", fix)
+
+
+def local_ranks(
+    args: argparse.Namespace, world: World, env: Mapping[str, str], launched: bool, k: int
+) -> tuple[int, ...]:
+    if args.prism_ranks is None:
+        first = 0 if launched else _number(env, "RANK", 0)
+        ranks = tuple(range(first, first + k))
+    else:
+        text = str(args.prism_ranks)
+        ranks = tuple(world.select(text))
+        named = "=" not in text
+        if len(ranks) > k and named:
+            raise UsageError(
+                f"--prism-ranks {text} names {len(ranks)} ranks, but there "
+                f"{'is one process' if k == 1 else f'are {k} processes'}",
+                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank",
+            )
+        ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
+    if len(ranks) < k:
+        raise UsageError(
+            f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
+            fix=f"name {k} ranks, or start {len(ranks)} processes",
+        )
+    for rank in ranks:
+        if not 0 <= rank < world.size:
+            raise WorldError(
+                f"rank {rank} is outside the world of {world.size} ranks",
+                fix=f"choose a rank between 0 and {world.size - 1}, or raise --prism-world-size",
+            )
+    return ranks
+
+
+def queues() -> str:
+    """CUDA_DEVICE_MAX_CONNECTIONS where nothing is said: FSDP refuses the one that others
+    need, and CUDA's own choice is 8."""
+    return "8" if {"--use-torch-fsdp2", "--use-megatron-fsdp"} & set(sys.argv) else "1"
+
+
+def without_engine() -> bool:
+    """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
+    optimizer, and Megatron takes torch's AdamW."""
+    words, flag = sys.argv, "--transformer-impl"
+    given = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
+    given += [word.partition("=")[2] for word in words if word.startswith(flag + "=")]
+    return bool(given) and set(given) == {"local"}
+
+
+HANG_FLAGS: dict[str, dict[str, Any]] = {
+    "--prism-fault": {
+        "action": "append",
+        "default": None,
+        "metavar": "KIND@SEL",
+        "help": "make a fault happen: drop@rank=37,iter=2,group=tp,nth=2 (repeatable)",
+    },
+    "--prism-fault-plan": {
+        "default": None,
+        "metavar": "YAML",
+        "help": "a list of faults as a file",
+    },
+    "--prism-fault-seed": {
+        "type": int,
+        "default": None,
+        "metavar": "N",
+        "help": "draws the ranks of rank=any:K (default 0)",
+    },
+    "--prism-fault-dry-run": {
+        "action": "store_true",
+        "help": "say which call every fault would hit, and make none happen",
+    },
+    "--prism-fault-truth": {
+        "default": None,
+        "metavar": "FILE",
+        "help": "write what was injected, a JSON line per fault: the truth that verdicts are "
+        "scored with",
+    },
+    "--prism-world": {
+        "default": None,
+        "metavar": "DIR",
+        "help": "programs of the whole job (prism capture): every call is checked against them",
+    },
+    "--prism-rendezvous": {
+        "default": None,
+        "choices": ("strict", "nccl", "gloo", "off"),
+        "help": "strict: stop at a call that peers would not make (default with --prism-world); "
+        "nccl, gloo: only where that library would hang or abort, else warn",
+    },
+    "--prism-sanitize": {
+        "action": "store_true",
+        "help": "also stop where this rank leaves the order of its own program in --prism-world",
+    },
+}
+
+
+@dataclass(frozen=True)
+class HangOptions:
+    """faults: the plan; programs: folder or file of the world's programs; strict: check calls;
+    policy: strict, or let through what nccl or gloo lets through; truth: file for what was
+    injected."""
+
+    faults: tuple[Fault, ...]
+    seed: int
+    dry_run: bool
+    programs: Path | None
+    strict: bool
+    sanitize: bool = False
+    policy: str = "strict"
+    truth: Path | None = None
+
+
+def hang_options(
+    args: argparse.Namespace, env: Mapping[str, str], world: World, local: tuple[int, ...]
+) -> HangOptions | None:
+    """What was asked for, or None.  UsageError for a fault of a rank that nobody plays here."""
+    texts = args.prism_fault
+    if texts is None:  # the flag wins over the environment
+        texts = [t for t in env.get("PRISM_FAULT", "").split(";") if t]
+    faults = tuple(parse(text) for text in texts)
+    if args.prism_fault_plan:
+        faults += load_plan(args.prism_fault_plan)
+    programs = Path(args.prism_world) if args.prism_world else None
+    policy = args.prism_rendezvous or ("off" if programs is None else "strict")
+    strict = policy != "off"
+    if args.prism_sanitize and (programs is None or not strict):
+        raise UsageError("--prism-sanitize compares with the programs of the world",
+                         fix="--prism-world DIR (prism capture)")  # fmt: skip
+    seed = args.prism_fault_seed or 0
+    for given, flag in ((args.prism_fault_dry_run, "--prism-fault-dry-run"),
+                        (args.prism_fault_seed is not None, "--prism-fault-seed")):  # fmt: skip
+        if given and not faults:
+            raise UsageError(f"{flag} without a fault", fix="--prism-fault drop@rank=0")
+    truth = Path(args.prism_fault_truth) if args.prism_fault_truth else None
+    if truth is not None:
+        if not faults or args.prism_fault_dry_run:
+            raise UsageError("--prism-fault-truth says what was injected, and nothing is",
+                             fix="--prism-fault drop@rank=0, no --prism-fault-dry-run")  # fmt: skip
+        if not truth.absolute().parent.is_dir():
+            raise UsageError(
+                f"cannot write {truth}: {truth.parent} is no folder", fix=f"mkdir -p {truth.parent}"
+            )
+        check_writable(truth.absolute().parent, "--prism-fault-truth FILE")
+        if truth.is_dir():
+            raise UsageError(f"{truth} is a folder", fix=f"--prism-fault-truth {truth / 'truth'}")
+        if truth.exists() and not args.prism_force:
+            raise UsageError(f"{truth} exists and is not overwritten", fix="--prism-force")
+    for fault in faults:
+        virtual = set(fault.ranks(world, seed)) - set(local)
+        if virtual and fault.only_time:
+            _check_paced(fault, args)
+        elif virtual and fault.kind == "env":
+            raise UsageError(f"{fault}: programs do not say what a variable changes on a virtual "
+                             "rank", fix=f"--prism-ranks {min(virtual)}")  # fmt: skip
+        elif virtual and (programs is None or not strict):
+            raise UsageError(
+                f"{fault}: rank {min(virtual)} is virtual here and answers at once",
+                fix="--prism-world DIR says what it would do (prism capture), or run it with "
+                f"--prism-ranks {min(virtual)}",
+            )
+    if strict and programs is None and len(local) < 2:
+        raise UsageError(
+            "one local rank, and nothing to compare its calls with",
+            fix="--prism-world DIR (prism capture), or several local ranks",
+        )
+    if not (faults or strict):
+        return None
+    return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
+                       args.prism_sanitize, policy, truth)  # fmt: skip
+
+
+def slow_factors(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:
+    """Virtual ranks that a fault makes slow, in the words of ``--prism-slow``."""
+    parts = []
+    for fault in found.faults if found is not None else ():
+        virtual = set(fault.ranks(world, found.seed)) - set(local)  # type: ignore[union-attr]
+        if fault.kind == "slow" and virtual:
+            parts.append(f"{format_ranks(virtual)}:{fault.factor('factor', 2):g}")
+    return ";".join(parts)
+
+
+def _check_paced(fault: Fault, args: argparse.Namespace) -> None:
+    """UsageError: a virtual rank that is late is felt only where virtual ranks take their time."""
+    if fault.kind == "slow" and args.prism_pace:
+        if len(fault.select) > 1:
+            raise UsageError(f"{fault}: a paced rank is slow in every iteration",
+                             fix=f"slow@rank={fault.select['rank']}:factor=1.5")  # fmt: skip
+        return
+    if fault.kind == "slow":
+        how = f"--prism-pace DIR --prism-slow {fault.select['rank']}:{fault.factor('factor', 2):g}"
+    else:
+        how = f"prism hang DIR fault={fault} says what it costs"
+    raise UsageError(f"{fault}: virtual ranks answer at once, however late they are", fix=how)
+
 
 TIERS = ("auto", "cuda", "cpu", "meta")
 
@@ -90,7 +350,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "YAML",
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
-    **hang_flags.FLAGS,
+    **HANG_FLAGS,
 }
 
 
@@ -114,7 +374,7 @@ class Options:
     capture: Path | None = None
     pace: Path | None = None
     slow: str = ""
-    hang: hang_flags.HangOptions | None = None
+    hang: HangOptions | None = None
     memory: Path | None = None
     ballast: str | None = None
 
@@ -207,8 +467,8 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     process, k, launched = processes(env)
     world = target_world(args, env, launched, k)
     ranks = local_ranks(args, world, env, launched, k)
-    hang = hang_flags.options(args, env, world, ranks)
-    slow = [args.prism_slow or "", hang_flags.slow(hang, world, ranks)]
+    hang = hang_options(args, env, world, ranks)
+    slow = [args.prism_slow or "", slow_factors(hang, world, ranks)]
     return Options(
         world=world,
         process=process,

@@ -9,27 +9,181 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_prism.core import job_settings, slices
-from megatron_prism.core.errors import UsageError
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core import job_settings, program, slices
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import format_ranks
 from megatron_prism.emulate import nvlink_keepalive
-from megatron_prism.emulate.pace_calls import calls_of, expected
-from megatron_prism.emulate.slice_source import source_of
+from megatron_prism.emulate.capture import source_of
 from megatron_prism.replay import whatif
+from megatron_prism.replay.answer_times import Releases, kept
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.host import call_ns
 from megatron_prism.replay.costs.machine import machines, named_in
 from megatron_prism.replay.priced_graph import WhatIf, price
-from megatron_prism.replay.release import Releases, kept
 from megatron_prism.runtime.listeners import TrainingListener
 
-__all__ = ["CALIBRATION", "Pace"]
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.core.world import World
+    from megatron_prism.emulate.options import Options
+    from megatron_prism.runtime.pacing.pacer import Call
+
+__all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
+
+
+_LARGE = 1 << 18  # bytes: answering takes a few us from here on
+
+
+def expected(
+    program: Program,
+    table: Releases,
+    process: int,
+    group_sizes: Mapping[str, int],
+    calibration: Calibration | None = None,
+) -> tuple[list[Call], list[list[int]]]:
+    """(every call of the program in order, per launch the interactions that it ends).
+
+    ``calibration`` knows how long NCCL keeps the host for a call.
+    """
+    from megatron_prism.runtime.pacing.pacer import Call
+
+    ops = program.ops
+    mine = table.member == process
+    interaction = dict(zip(table.op[mine].tolist(), table.of[mine].tolist(), strict=True))
+    sizes = np.maximum(program.bytes_in, program.bytes_out)
+    launches: list[list[int]] = []
+    batches: dict[int, int] = {}
+    calls = []
+    hosts = call_ns(program, calibration or Calibration(), 0)
+    for i in calls_of(program):
+        launch, batch = -1, int(ops["batch"][i])
+        if i in interaction:
+            launch = batches.get(batch, -1)
+            if launch < 0:
+                launch = len(launches)
+                launches.append([])
+                if batch >= 0:
+                    batches[batch] = launch
+            launches[launch].append(interaction[i])
+        group, name = program.strings[ops["group"][i]], NAMES[ops["name"][i]]
+        blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
+        large = sizes[i] >= _LARGE and name != "send"
+        host = int(hosts[i]) if launch >= 0 else 0
+        calls.append(Call(name, group, launch, blocks, large, host))
+    return calls, launches
+
+
+def calls_of(program: Program) -> list[int]:
+    """Its communications, as indices of its ops."""
+    names = program.ops["name"]
+    found: list[int] = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names]).tolist()
+    return found
+
+
+def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
+    """How many thread blocks NCCL runs for a call, and so how many SMs it takes from computing.
+
+    Fits what the profiler saw on 4 x H200 over NVLink (NCCL 2.28.9, NVLS off, 2026-11-21): 24 for
+    collectives from 1 MiB on, one per 4 KiB of each rank's share below; 8 for a message of 64 KiB
+    and more, 16 from 256 MiB; 4 to 32 for an all-to-all of 4.
+    """
+    if op in ("send", "recv"):
+        return 16 if num_bytes >= 1 << 28 else max(1, min(8, num_bytes >> 13))
+    if op == "all_to_all":
+        return max(size, min(32, num_bytes >> 13))
+    return max(1, min(24, num_bytes // (size << 12)))
+
+
+CAPTURE_STEPS = 12  # of a capture: two warm up, nine count, the last ends them
+
+
+def missing_ranks(folder: Path, world: World) -> list[int]:
+    """The first rank of every stage of which ``folder`` has no slice."""
+    there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
+    stages = {world.coordinates(rank).pp for rank in there}
+    return [world.rank_at(pp=stage) for stage in world.stages if stage not in stages]
+
+
+def _at_pace(folder: Path) -> bool:
+    """Whether the first slice in ``folder`` was recorded among paced ranks."""
+    paths = sorted(folder.glob("slice-*.prism"))
+    return bool(paths) and program.load(paths[0]).source.get(slices.PEERS) == slices.PACED
+
+
+def capture_missing(options: Options, job: Sequence[str], store: dist.Store | None = None) -> None:
+    """Run ``job``, the script and its own arguments, once for every missing rank, recording it.
+
+    PrismError if one fails; what was captured until then is kept.  Of several local processes the
+    first captures, the others wait at ``store``.
+    """
+    if options.process:
+        assert store is not None, "several local processes share a store"
+        store.wait(["prism/pace/captured"], timedelta(days=1))
+        return
+    _capture_all(options, job)
+    if store is not None:
+        store.set("prism/pace/captured", "1")
+
+
+def _capture_all(options: Options, job: Sequence[str]) -> None:
+    folder = options.pace
+    assert folder is not None, "--prism-pace names the folder"
+    missing = missing_ranks(folder, options.world)
+    if missing and _at_pace(folder):
+        raise UsageError(
+            f"{folder} holds slices that were recorded at pace, but none of ranks "
+            f"{format_ranks(missing)}",
+            fix=f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, "
+            "where FIRST are the slices that these were paced by",
+        )
+    for number, rank in enumerate(missing, 1):
+        _say(
+            f"capturing rank {rank:,} for {folder}: "
+            f"{number} of {len(missing)} ({format_ranks(missing)})"
+        )
+        words = [
+            sys.executable, "-m", "megatron_prism", "run",
+            "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
+            "--prism-capture", str(folder), "--prism-tier", options.tier,
+            "--prism-values", options.values, "--",
+            *job, "--train-iters", str(CAPTURE_STEPS),
+        ]  # fmt: skip
+        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+        environment["PRISM_ARGS"] = ""
+        log = folder.with_name(f"{folder.name}-rank-{rank}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "wb") as out:
+            status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode
+        if status:
+            raise PrismError(
+                f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
+            )
+        log.unlink(missing_ok=True)
+
+
+_LAUNCHER = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+)  # fmt: skip
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"prism: {line}\n")
+    sys.stderr.flush()
+
 
 CALIBRATION = "calibration.json"
 

@@ -32,8 +32,17 @@ from megatron_prism.emulate import import_hooks
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime.world import VirtualWorld
 
-__all__ = ["ENABLES", "PROTECTS", "SPEEDS_UP", "STATES", "Context", "Patch", "Status", "apply",
-           "refused", "statuses"]  # fmt: skip
+__all__ = [
+    "ENABLES",
+    "PROTECTS",
+    "SPEEDS_UP",
+    "STATES",
+    "Context",
+    "Patch",
+    "apply",
+    "refused",
+    "statuses",
+]
 
 PROTECTS = "protects"  # files of the real job: checkpoints, curves, logs
 ENABLES = "enables"  # without it a job does not run, or is wrong

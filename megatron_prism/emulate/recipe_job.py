@@ -7,6 +7,7 @@ artefact folder when all have trained.  It imports neither torch nor Megatron: t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -16,27 +17,126 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from megatron_prism.core import job_settings, program
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.artefact import ArtefactFolder
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.core.recipe_schema import Recipe
-from megatron_prism.emulate import recipe_job_report
+from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.program import Programs
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.units import format_bytes
+from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate.capture import of_recipe, versions
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from megatron_prism.core.slices import SliceStore
+    from megatron_prism.emulate.confirm import Watch
     from megatron_prism.emulate.signatures import Json, Summary
-    from megatron_prism.emulate.witness import Watch
 
-__all__ = ["EmulationResult", "emulate", "ranks_of", "run_ranks"]
+__all__ = ["body", "capture", "emulate", "ranks_of", "run_ranks", "source_of"]
+
+
+def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
+    """Before the work: which job, and what is real of it."""
+    title = f" on {recipe.hardware.name}" if recipe.hardware.name else ""
+    console.print(f"{recipe.name}: {recipe.world}{title}")
+    for key, value in recipe.derived().items():
+        console.print(f"  {key:<20} {value}")
+    virtual = recipe.world.size - len(ranks)
+    console.print(f"  {'real here':<20} {len(ranks)} ranks; {virtual:,} are virtual")
+
+
+def body(recipe: Recipe, summaries: Sequence[Summary], wall_s: float, console: Console) -> None:
+    """After the work: per stage parameters, memory and p2p; then communication by group."""
+    _stages(recipe, summaries, console)
+    _communication(summaries, console)
+    first = summaries[0]
+    console.print(f"memory: {first['memory']['provenance']}")
+    losses = [s for s in summaries if any(x is not None for x in s["losses"])]
+    for summary in losses:
+        values = [x for x in summary["losses"] if x is not None]
+        shown = f"{values[0]:.4f} -> {values[-1]:.4f} over {len(values)} iterations"
+        console.print(f"loss at stage {summary['stage']}: {shown}")
+    console.print(f"communication: counted here, every call of {first['communication_of']}")
+    console.print(f"megatron-core {first['megatron_core']}, tier {first['tier']}")
+    for stand_in in first["stand_ins"]:
+        console.print(f"  stand-in  {stand_in}")
+    rss = max(s["host_peak_rss"] for s in summaries)
+    console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
+
+
+def _calls(summary: Summary, op: str) -> int:
+    return sum(row["calls"] for row in summary["communication"] if row["op"] == op)
+
+
+def _stages(recipe: Recipe, summaries: Sequence[Summary], console: Console) -> None:
+    table = Table(title="Per stage, one iteration")
+    table.add_column("stage")
+    table.add_column("layers by chunk")
+    for name in ("rank", "parameters", "live peak"):
+        table.add_column(name, justify="right")
+    table.add_column("peak in")
+    for name in ("sends", "receives", "s / iteration here"):
+        table.add_column(name, justify="right")
+    for summary in summaries:
+        peak = max(summary["memory"]["peaks"], key=lambda p: p["bytes"], default=None)
+        where = ", ".join(f"{k} {v}" for k, v in peak["at"].items()) if peak else "unknown"
+        layers = "+".join(str(n) for n in recipe.layers_of(summary["stage"]))
+        table.add_row(
+            str(summary["stage"]),
+            layers or "custom layout",
+            f"{summary['rank']:,}",
+            f"{summary['parameters']:,}",
+            format_bytes(peak["bytes"]) if peak else "unknown",
+            where,
+            f"{_calls(summary, 'send'):,}",
+            f"{_calls(summary, 'recv'):,}",
+            f"{summary['iteration_s'][-1]:.2f}",
+        )
+    _print(table, console)
+
+
+def _communication(summaries: Sequence[Summary], console: Console) -> None:
+    """Calls and bytes by group; stages that communicate alike share a row."""
+    rows: dict[tuple[str, int, str, int, int], list[str]] = {}
+    for summary in summaries:
+        for row in summary["communication"]:
+            key = (row["group"], row["group_size"], row["op"], row["calls"], row["bytes"])
+            rows.setdefault(key, []).append(str(summary["stage"]))
+    table = Table(title="Communication of one rank, one iteration")
+    table.add_column("group")
+    table.add_column("ranks", justify="right")
+    table.add_column("collective")
+    table.add_column("calls", justify="right")
+    table.add_column("message bytes", justify="right")
+    table.add_column("stages")
+    everywhere = len(summaries)
+    for (group, size, op, calls, num_bytes), stages in sorted(
+        rows.items(), key=lambda item: (-item[0][4], item[0][0], item[0][2], item[1])
+    ):
+        shown = "all" if len(stages) == everywhere and everywhere > 1 else ", ".join(stages)
+        table.add_row(group, f"{size:,}", op, f"{calls:,}", format_bytes(num_bytes), shown)
+    _print(table, console)
+
+
+def _print(table: Table, console: Console) -> None:
+    """On a narrow terminal cells fold: a number that is cut says something else."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console.print(table)
+
 
 FORMAT = 1  # version of summary.json
 
@@ -108,11 +208,11 @@ def emulate(
     """
     console, recipe = console or Console(), recipes.given(recipe)
     ranks = ranks_of(recipe)
-    recipe_job_report.head(recipe, ranks, console)
+    head(recipe, ranks, console)
     start = time.perf_counter()
     summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
     result = EmulationResult(recipe, summaries, time.perf_counter() - start)
-    recipe_job_report.body(recipe, summaries, result.wall_s, console)
+    body(recipe, summaries, result.wall_s, console)
     if out is not None:
         with ArtefactFolder(Path(out), force=force) as folder:
             folder.write_json("summary.json", result.to_json())
@@ -266,3 +366,75 @@ def _finish(worker: _Worker, bars: Progress) -> Summary:
         f"rank {worker.rank} failed: {failure.get('message', 'killed')}\n{what}",
         fix="if memory ran out, run fewer ranks (prism.ranks=0); else report this as a bug",
     )
+
+
+_ELSEWHERE = ("name", "prism.ranks", "prism.out")  # a line of its own; which to run, and where to
+
+
+def source_of(recipe: Recipe) -> dict[str, str]:
+    """What decides a slice's content: versions, tier and every setting but which ranks to run."""
+    tier = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
+    return {
+        "recipe": recipe.name,
+        "settings": job_settings.as_text(dict(_flat(recipe))),
+        "megatron_core": megatron_release(),
+        **versions(),
+        "tier": tier,
+        **of_recipe(recipe),
+    }
+
+
+def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """(``model.seq_length``, its value as text) of all settings that are not the default."""
+    for one in dataclasses.fields(section):
+        key, value = above + one.name, getattr(section, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat(value, f"{key}.")
+        elif isinstance(value, Mapping):  # extra: of TransformerConfig
+            yield from ((f"{key}.{name}", job_arguments.text_of(value[name])) for name in value)
+        elif value != one.default and key not in _ELSEWHERE:
+            yield key, job_arguments.text_of(value)
+
+
+def capture(
+    recipe: Recipe | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    console: Console | None = None,
+    keep: bool = True,
+) -> Programs:
+    """Record what one rank per pipeline stage does in an iteration; returns the whole world.
+
+    Args:
+        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        folder: of slices; what is in it already is not captured again.
+        force: whether to drop what is in it first.
+        console: a rich Console for what is being done; default: stdout.
+        keep: whether to say where the slices are.
+
+    Raises what ``emulate`` raises; the slices finished until then are kept.
+    """
+    console, folder, recipe = console or Console(), Path(folder), recipes.given(recipe)
+    ranks = ranks_of(recipe)
+    store = SliceStore(folder, recipe.world, source_of(recipe))
+    store.prepare(force)
+    there = set(store.ranks())
+    missing = tuple(rank for rank in ranks if rank not in there)
+    head(recipe, ranks, console)
+    if len(missing) < len(ranks):
+        console.print(f"  {'kept':<20} {len(ranks) - len(missing)} slices are there already")
+    start = time.perf_counter()
+    summaries = run_ranks(recipe, missing, console, slices=store) if missing else []
+    made = assemble(folder)
+    program.save(made, folder / "world.prism", force=True)
+    for summary in summaries:
+        cost = summary["recording"]
+        console.print(
+            f"stage {summary['stage']}: {cost['ops']:,} ops, an iteration takes "
+            f"{cost['recorded_s']:.2f} s here recorded, {cost['plain_s']:.2f} s not"
+        )
+    took = f"in {time.perf_counter() - start:.1f} s"
+    console.print(f"wrote {folder} {took}" if keep else
+                  f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
+    return made

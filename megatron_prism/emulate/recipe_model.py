@@ -11,7 +11,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import RecipeError
-from megatron_prism.core.recipe_schema import Recipe
+from megatron_prism.core.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -24,15 +24,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import megatron_release
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate.schedule_model import Chunk, chunk_layers, chunk_note, configuration
-from megatron_prism.emulate.schedule_settings import ScheduleSettings
+from megatron_prism.emulate.schedule_model import (
+    Chunk,
+    ScheduleSettings,
+    chunk_layers,
+    chunk_note,
+    configuration,
+)
 from megatron_prism.emulate.schedule_tape import Group, Like, Replaced, Tape, Token
 from megatron_prism.runtime import world as session
 
-__all__ = ["record", "schedules"]
+__all__ = ["schedules"]
 
 _lock = threading.Lock()  # the seams are module globals
 
@@ -81,9 +85,9 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         if settings.ep_overlap:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of packages that Megatron would rather have
-                from megatron_prism.emulate import schedule_combined
+                from megatron_prism.emulate import schedule_model
 
-            step = schedule_combined.replace(seams, tape, chunks)
+            step = schedule_model.replace(seams, tape, chunks)
         _run(settings, config, tape, chunks, step)
     return tape.program()
 

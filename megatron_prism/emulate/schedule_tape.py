@@ -19,7 +19,7 @@ from megatron_prism.runtime.recorder.fields import Fields, _nearest
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PIPELINE", "WORLD", "Group", "Like", "Replaced", "Request", "Tape", "Token"]
+__all__ = ["Group", "Like", "Replaced", "Tape", "Token"]
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"

@@ -19,14 +19,14 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
-from megatron_prism.emulate.run import Run
-from megatron_prism.memory import communicators
+from megatron_prism.emulate.session import Run
+from megatron_prism.memory import nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
 
-__all__ = ["FORMAT", "Reporter", "check_free", "coordinates"]
+__all__ = ["Reporter", "check_free", "coordinates"]
 
 FORMAT = 1  # version of the JSON below
 
@@ -38,7 +38,7 @@ def parts_of(found: dict[str, int]) -> dict[str, int | None]:
 
 def check_free(out: Path, force: bool) -> None:
     """UsageError, in the words of our flags, if ``out`` may not be written or replaced."""
-    from megatron_prism.core.artefact import ArtefactFolder
+    from megatron_prism.core.files import ArtefactFolder
 
     try:
         ArtefactFolder.check_free(out, force)
@@ -168,13 +168,13 @@ class Reporter(TrainingListener):
 
     def _nccl(self, device: str) -> tuple[int | None, str]:
         """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""
-        from megatron_prism.emulate.nccl_reserve import connected_by
+        from megatron_prism.emulate.device_memory import connected_by
         from megatron_prism.runtime.world import current
 
         world = current()
         if world is None or self.options.num_processes > 1:
             return None, "unknown: local ranks have communicators of their own"
-        calibration = communicators.fitting(device)
+        calibration = nccl_buffers.fitting(device)
         if calibration is None:
             return None, f"unknown: nobody measured communicators on {device}"
         return calibration.nccl(connected_by(world.tally)), f"modelled: {calibration.source}"
@@ -271,7 +271,7 @@ def _paced(pacing: Json) -> list[str]:
 
 def write_folder(out: Path, force: bool, files: dict[str, str]) -> None:
     """Write ``files`` into folder ``out``: all of them or nothing."""
-    from megatron_prism.core.artefact import ArtefactFolder
+    from megatron_prism.core.files import ArtefactFolder
 
     with ArtefactFolder(out, force=force) as folder:
         for name, text in files.items():

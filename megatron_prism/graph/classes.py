@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_prism.core.membership import Membership, of_family, of_lists
+from megatron_prism.core.groups import Membership, of_family, of_lists
 from megatron_prism.core.ops import IS_PAIR
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Splits

@@ -15,16 +15,216 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_prism.core.membership import Membership
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE
-from megatron_prism.core.program import Program
+from megatron_prism.core.groups import Membership
+from megatron_prism.core.ops import CODE, DTYPE_NAMES, IS_COLLECTIVE, IS_PAIR, NAMES, REDUCE
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import format_op
-from megatron_prism.core.programs import Programs
-from megatron_prism.graph.call_sequence import diagnose, signature, unsound
 from megatron_prism.graph.classes import Classes
-from megatron_prism.graph.splits import check_splits
 
-__all__ = ["Finding", "check"]
+__all__ = ["Finding", "check", "signature"]
+
+
+_FIELDS = ("operation", "dtype", "shape", "reduce op", "root", "coalescing")
+_COUNT_IN = [CODE[n] for n in ("all_reduce", "broadcast", "reduce", "all_gather", "gather", "send")]
+_COUNT_OUT = [CODE[n] for n in ("reduce_scatter", "scatter", "recv")]
+_SILENT = [CODE[n] for n in ("grad_sync", "param_sync", "mark")]  # may stand in a batch
+_AHEAD = 3  # entries that must agree again for a finding to be called missing, not different
+
+
+def unsound(program: Program) -> tuple[str, int, str] | None:
+    """(kind, op, what is wrong with it) of the first op that means nothing; None if all do."""
+    ops = program.ops
+    names, handles, batches = ops["name"], ops["handle"], ops["batch"]
+    calls = IS_COLLECTIVE[names] | IS_PAIR[names]
+    found = []
+    makers = np.flatnonzero((calls | (names == CODE["record"])) & (handles >= 0))
+    known, first = np.unique(handles[makers], return_index=True)
+    begun = np.append(makers[first], len(ops))
+    waits = np.flatnonzero(names == CODE["wait"])
+    place = np.searchsorted(known, handles[waits])
+    there = np.append(known, -2)[place] == handles[waits]
+    lost = waits[~(there & (begun[place] < waits))]
+    if lost.size:
+        text = f"it waits for handle {handles[lost[0]]}, which no op before it has"
+        found.append(("handle", int(lost[0]), text))
+    stray = np.flatnonzero(~calls & (batches >= 0))
+    if stray.size:
+        text = f"{NAMES[names[stray[0]]]} is no call and cannot be in a batch"
+        found.append(("batch", int(stray[0]), text))
+    busy = np.flatnonzero(~np.isin(names, _SILENT))
+    number = np.where(calls[busy], batches[busy], -1)
+    new = np.flatnonzero(np.diff(number, prepend=-2))
+    new = new[number[new] >= 0]
+    again = np.delete(new, np.unique(number[new], return_index=True)[1])
+    if again.size:
+        text = f"batch {number[again[0]]} was over: give this one another number"
+        found.append(("batch", int(busy[again[0]]), text))
+    return min(found, key=lambda one: one[1], default=None)
+
+
+def signature(program: Program, indices: np.ndarray) -> np.ndarray:
+    """What the other members must call alike, int64 [k, 6]: the columns of _FIELDS."""
+    ops = program.ops[indices]
+    names = ops["name"]
+    count = np.where(np.isin(names, _COUNT_IN), ops["num_in"], 0)
+    count = np.where(np.isin(names, _COUNT_OUT), ops["num_out"], count)
+    count = np.where(ops["splits"] >= 0, 0, count)  # uneven: compared pair by pair
+    batch = ops["batch"]
+    joined = np.concatenate(([False], (batch[1:] == batch[:-1]) & (batch[1:] >= 0)))
+    columns = (names, ops["dtype"], count, ops["reduce"], ops["root"], joined[: len(ops)])
+    return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
+
+
+def diagnose(
+    a: np.ndarray, b: np.ndarray, ranks: tuple[int, int]
+) -> tuple[str, tuple[int, int], str]:
+    """(kind, (entry, entry), what probably happened) of two FIFOs that differ."""
+    both = min(len(a), len(b))
+    differ = np.flatnonzero((a[:both] != b[:both]).any(axis=1))
+    k = int(differ[0]) if differ.size else both
+    if k == both:
+        return _shorter(a, b, k, ranks)
+    if sorted(map(tuple, a[k:])) == sorted(map(tuple, b[k:])):
+        return "order", (k, k), f"rank {ranks[1]} makes the same calls in another order"
+    if _same(a[k + 1 :], b[k:]) and not _same(a[k + 1 :], b[k + 1 :]):
+        return "missing", (k, k), f"rank {ranks[1]} never calls {_call(a[k])} #{k}"
+    if _same(a[k:], b[k + 1 :]) and not _same(a[k + 1 :], b[k + 1 :]):
+        return "missing", (k, k), f"rank {ranks[1]} calls {_call(b[k])} and rank {ranks[0]} never"
+    fields = [f for f, x, y in zip(_FIELDS, a[k], b[k], strict=True) if x != y]
+    shown = "; ".join(_differ(f, a[k], b[k], ranks) for f in fields)
+    return fields[0], (k, k), shown
+
+
+def _shorter(
+    a: np.ndarray, b: np.ndarray, k: int, ranks: tuple[int, int]
+) -> tuple[str, tuple[int, int], str]:
+    more, less = (0, 1) if len(a) > len(b) else (1, 0)
+    row = (a, b)[more][k]
+    left = abs(len(a) - len(b))
+    what = f"rank {ranks[less]} stops {left} calls before rank {ranks[more]}, at {_call(row)}"
+    return "missing", (k, k), what
+
+
+def _same(x: np.ndarray, y: np.ndarray) -> bool:
+    n = min(_AHEAD, len(x), len(y))
+    return n > 0 and np.array_equal(x[:n], y[:n])
+
+
+def _call(row: np.ndarray) -> str:
+    words = [NAMES[row[0]], DTYPE_NAMES[row[1]]]
+    return " ".join(word for word in words if word)
+
+
+def _differ(field: str, x: np.ndarray, y: np.ndarray, ranks: tuple[int, int]) -> str:
+    column = _FIELDS.index(field)
+    texts: dict[str, tuple[str, ...]] = {
+        "operation": NAMES,
+        "dtype": DTYPE_NAMES,
+        "reduce op": REDUCE,
+    }
+    known = texts.get(field)
+    shown = [str(known[v[column]]) if known else str(int(v[column])) for v in (x, y)]
+    unit = " elements" if field == "shape" else ""
+    return f"{field}: {shown[0]}{unit} on rank {ranks[0]}, {shown[1]}{unit} on rank {ranks[1]}"
+
+
+_GATHER = CODE["all_gather"]
+
+
+def check_splits(
+    programs: Programs, classes: Classes, groups: Mapping[str, Membership]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    """Disagreements between what i sends to j and what j expects from i."""
+    explicit = {
+        program.strings[code]
+        for program in programs.programs
+        for code in np.unique(program.ops["group"][program.ops["splits"] >= 0])
+    }
+    for name in sorted(explicit):
+        for ranks in _arrangements(groups[name], classes.of):
+            table = [_Fifo(programs.of(int(rank)), name) for rank in ranks]
+            yield from _compare(name, ranks, table)
+
+
+def _arrangements(group: Membership, of: np.ndarray) -> Iterator[np.ndarray]:
+    """One group of each arrangement of classes by position."""
+    seen: set[bytes] = set()
+    for index in range(len(group.start) - 1):
+        ranks = group.members[group.start[index] : group.start[index + 1]]
+        key = of[ranks].tobytes()
+        if key not in seen:
+            seen.add(key)
+            yield ranks
+
+
+class _Fifo:
+    """The collectives of one program in one group, their splits in elements."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        found = program.groups().get(name, np.empty(0, dtype=np.int64))
+        self.indices = found[IS_COLLECTIVE[program.ops["name"][found]]]
+        self.program = program
+
+    def broken(self, number: int) -> str | None:
+        """In words, why the splits cannot be those of the tensor; None if they can."""
+        row = self.program.ops[self.indices[number]]
+        gathers = row["name"] == _GATHER
+        for side, name in enumerate(("num_in", "num_out") if row["splits"] >= 0 else ()):
+            total, rows = int(row[name]), self.program.splits[row["splits"]][side]
+            whole = rows[0] if gathers and side == 0 and rows else sum(rows)
+            if total >= 0 and (total != whole if gathers or not whole else total % whole):
+                what = ("sends", "receives")[side]
+                return f"{what} {total} elements and gives {whole} rows of them to its members"
+        return None
+
+    def elements(self, number: int, side: int) -> np.ndarray | None:
+        """Elements to (side 0) or from (side 1) every member; None if the call does not say."""
+        row = self.program.ops[self.indices[number]]
+        if row["splits"] < 0:
+            return None
+        rows = np.array(self.program.splits[row["splits"]][side], dtype=np.int64)
+        if row["name"] == _GATHER:  # elements, and everybody gets the same
+            return rows
+        total = int(row["num_in"] if side == 0 else row["num_out"])
+        whole = int(rows.sum())
+        return rows * (total // whole) if whole else rows
+
+
+def _compare(
+    name: str, ranks: np.ndarray, table: list[_Fifo]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    for number in range(min(len(fifo.indices) for fifo in table)):
+        broken = [(r, text) for r, fifo in zip(ranks, table, strict=True)
+                  if (text := fifo.broken(number))]  # fmt: skip
+        if broken:
+            rank, text = broken[0]
+            yield name, number, (int(ranks[0]), int(rank)), f"rank {rank} {text}"
+            continue
+        sides = [fifo.elements(number, way) for way in (0, 1) for fifo in table]
+        known = [side for side in sides if side is not None and len(side) == len(ranks)]
+        if len(known) < len(sides):
+            yield from _incomplete(name, number, ranks, sides)
+            continue
+        sent, wanted = np.stack(known[: len(table)]), np.stack(known[len(table) :]).T
+        if not np.array_equal(sent, wanted):
+            i, j = map(int, np.argwhere(sent != wanted)[0])
+            text = (
+                f"rank {ranks[i]} sends {sent[i, j]} elements to rank {ranks[j]}, which expects "
+                f"{wanted[i, j]}"
+            )
+            yield name, number, (int(ranks[i]), int(ranks[j])), text
+
+
+def _incomplete(
+    name: str, number: int, ranks: np.ndarray, sides: list[np.ndarray | None]
+) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+    """Splits of the wrong length are an error; absent ones say nothing."""
+    for place, side in enumerate(sides):
+        if side is not None and len(side) != len(ranks):
+            rank = int(ranks[place % len(ranks)])
+            text = f"rank {rank} gives {len(side)} splits for a group of {len(ranks)}"
+            yield name, number, (int(ranks[0]), rank), text
+            return
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_prism.core.membership import Membership
+from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
-from megatron_prism.graph.call_sequence import signature
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.classes import memberships
+from megatron_prism.graph.matching import signature
 
 __all__ = ["Plan", "Fault", "Standstill", "run"]
 

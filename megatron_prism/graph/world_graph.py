@@ -14,14 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.membership import Membership
+from megatron_prism.core.groups import Membership
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.classes import Classes, memberships, partition
 from megatron_prism.graph.matching import Finding, check
 
-__all__ = ["Rendezvous", "WorldGraph", "build"]
+__all__ = ["WorldGraph", "build"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
 
-In : Flight Recorder dumps (``of_dumps``), or a world graph (``of_graph``, see ``hang_graph``).
+In : Flight Recorder dumps (``of_dumps``).
 Out: Diagnosis.  From dumps, what decides, strongest first:
 
 1. a call that all members entered and in which one of them differs, by majority
@@ -19,18 +19,55 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from megatron_prism.core.guards import no_collector
-from megatron_prism.core.selectors import format_ranks
-from megatron_prism.hang import consistency, root_causes, unrecorded_waits, wait_graph, watchdog
+from megatron_prism.core.files import no_collector
+from megatron_prism.core.world import format_ranks
+from megatron_prism.hang import consistency, waits
+from megatron_prism.hang import waits as unrecorded_waits
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.hang_graph import of_graph
 from megatron_prism.hang.mismatch import Odd, mismatches
 from megatron_prism.hang.ordering import order_conflicts
-from megatron_prism.hang.outstanding import call_text
-from megatron_prism.hang.root_causes import age
+from megatron_prism.hang.state import State, call_text
 from megatron_prism.hang.verdict import Blamed, Diagnosis
+from megatron_prism.hang.waits import age
 
-__all__ = ["of_dumps", "of_graph"]
+__all__ = ["message", "of_dumps"]
+
+
+_EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
+_TYPES = {
+    "all_reduce": "ALLREDUCE", "all_gather": "_ALLGATHER_BASE",
+    "reduce_scatter": "_REDUCE_SCATTER_BASE", "broadcast": "BROADCAST", "reduce": "REDUCE",
+    "all_to_all": "ALLTOALL_BASE", "send": "SEND", "recv": "RECV", "barrier": "BARRIER",
+    "gather": "GATHER", "scatter": "SCATTER",
+}  # fmt: skip
+
+
+def first(state: State) -> str:
+    """The sentence."""
+    waits = [
+        (entry.created_ns + entry.timeout_ms * 1_000_000, rank, entry)
+        for rank, calls in state.outstanding.items()
+        for entry in calls
+        if entry.created_ns > _EPOCH_NS and entry.timeout_ms > 0
+    ]
+    if not waits:
+        return ""
+    begin = min(entry.created_ns for _, _, entry in waits)
+    due, rank, entry = min(waits, key=lambda wait: wait[:2])
+    after = (due - begin) / 1e9
+    return (f"rank {rank}, {after:.1f} s after the first call that waits was issued: "
+            + message(rank, entry))  # fmt: skip
+
+
+def message(rank: int, entry: Entry) -> str:
+    """What the watchdog of ``rank`` prints about ``entry``."""
+    ins, outs = (sum(side) for side in entry.numbers)
+    kind = _TYPES.get(entry.op, entry.op.upper())
+    return (f"[Rank {rank}] Watchdog caught collective operation timeout: "
+            f"WorkNCCL(SeqNum={entry.seq}, OpType={kind}, NumelIn={ins}, NumelOut={outs}, "
+            f"Timeout(ms)={entry.timeout_ms}) of {entry.desc} ran for {entry.timeout_ms} "
+            "milliseconds before timing out.")  # fmt: skip
+
 
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
 
@@ -40,7 +77,7 @@ def of_dumps(found: DumpSet) -> Diagnosis:
     with no_collector():  # there are millions of entries, and no cycles
         parted = consistency.part(found)
         judge = _Judge(parted)
-        made = replace(judge.verdict(), watchdog=watchdog.first(judge.state))
+        made = replace(judge.verdict(), watchdog=first(judge.state))
         return consistency.unless_running(made, found)
 
 
@@ -119,7 +156,7 @@ class _Judge:
 
     def _devices(self) -> Iterable[Blamed]:
         """Complete-late: the others saw the end of a call that needs everybody."""
-        for rank, entry, last in root_causes.complete_late(self.state):
+        for rank, entry, last in waits.complete_late(self.state):
             why = (f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device,"
                    " its watchdog or the link to it")  # fmt: skip
             self._note(entry, f"rank {rank}: {why}")
@@ -133,9 +170,9 @@ class _Judge:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
-            elif not self.split and root_causes.outrun(state, rank):
+            elif not self.split and waits.outrun(state, rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
-        for rank, entry in root_causes.unposted(state):
+        for rank, entry in waits.unposted(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
         for rank in (*state.mute(), *state.hidden):
             found.pop(rank, None)
@@ -180,7 +217,7 @@ class _Judge:
         """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
         stuck, they may be victims as well."""
         there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
-        found, lost = root_causes.gone(self.state, there), len(self.state.missing)
+        found, lost = waits.gone(self.state, there), len(self.state.missing)
         if found and others_stuck and lost > _LOST:
             self.evidence.append(f"{lost} ranks left no dump: they may be victims")
             return {}
@@ -189,7 +226,7 @@ class _Judge:
 
     def _dead(self, found: dict[int, Entry]) -> dict[int, Blamed]:
         """The same, said: ranks for which one call waits in one line."""
-        for entry, text in root_causes.left_no_dump(found):
+        for entry, text in waits.left_no_dump(found):
             self._note(entry, text)
         if len(found) > 1:
             self.evidence.append("who only lost its dump looks like who died: some of these may be "
@@ -199,17 +236,17 @@ class _Judge:
 
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
-        free = odds or not root_causes.held(self.state)
+        free = odds or not waits.held(self.state)
         odd, about, right = order_conflicts(self.state, queued) if free else ({}, None, False)
         among = {r for o in odds for r in o.among}
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
             return []
-        if not (ranks := wait_graph.ends(self.state, sorted(among & set(odd) or odd))):
+        if not (ranks := waits.ends(self.state, sorted(among & set(odd) or odd))):
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if doubts := root_causes.beside(self.state, ranks, right):
+        if doubts := waits.beside(self.state, ranks, right):
             self.doubt = True
             self.evidence += doubts
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
@@ -219,7 +256,7 @@ class _Judge:
 
     def _never_started(self) -> list[Blamed]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
-        for rank, entry in (found := root_causes.never_started(self.state)).items():
+        for rank, entry in (found := waits.never_started(self.state)).items():
             self._note(entry, f"the device of rank {rank} never started {call_text(entry)}")
         return [Blamed(r, "device stuck", f"never started {call_text(e)}")
                 for r, e in found.items()]  # fmt: skip
@@ -228,7 +265,7 @@ class _Judge:
         self.evidence += map(str, odds[:3])
         if odds:
             self.first = odds[0].entry
-        state, cycle = self.state, wait_graph.circle(self.state)
+        state, cycle = self.state, waits.circle(self.state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
         if early := self._ordered(odds, queued=True):
@@ -240,13 +277,13 @@ class _Judge:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
         else:
-            self.evidence.append(root_causes.nobody_left(state))
+            self.evidence.append(waits.nobody_left(state))
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
     def _few(self, cycle: list[int]) -> list[Blamed]:
         """Who left out a message, by what siblings did; else who waits where most never come."""
-        if (found := root_causes.lone(self.state, cycle)) is None:
+        if (found := waits.lone(self.state, cycle)) is None:
             return []
         self.first, ranks, kind, text = found
         self.evidence.append(f"rank {format_ranks(ranks)} {text}")
@@ -274,7 +311,7 @@ class _Judge:
         self, verdict: str, culprits: list[Blamed], cycle: Collection[int] = ()
     ) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
-        victims, chain = root_causes.waiting(state, blamed, cycle)
+        victims, chain = waits.waiting(state, blamed, cycle)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)

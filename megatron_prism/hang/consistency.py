@@ -20,9 +20,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.dumps import DumpSet
-from megatron_prism.hang.outstanding import State
+from megatron_prism.hang.state import State
 from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["Parted", "part", "unless_running"]

@@ -14,25 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Programs
 from megatron_prism.graph import stall, world_graph
+from megatron_prism.hang import alignment, export, fault_planting, from_programs, hypotheses
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import (
-    dump_workers,
-    export,
-    fault_planting,
-    from_programs,
-    hypotheses,
-    placement,
-)
-from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.alignment import Placed
+from megatron_prism.hang.dumps import DumpSet, read
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import Planted
-from megatron_prism.hang.placement import Placed
 from megatron_prism.hang.verdict import Diagnosis
 from megatron_prism.replay.priced_graph import WhatIf, price
 
-__all__ = ["Rehearsal", "diagnose", "diagnose_faults", "judged"]
+__all__ = ["diagnose", "diagnose_faults", "judged"]
 
 _SHOWN = 16  # ranks whose places are in the verdict
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
@@ -64,8 +57,8 @@ def diagnose(
     if dumps is None:
         if programs is None:
             raise UsageError("name dumps or programs", fix="diagnose('dumps/')")
-        return hang.of_graph(world_graph.build(programs))
-    found = dumps if isinstance(dumps, DumpSet) else dump_workers.read(dumps)
+        return from_programs.of_graph(world_graph.build(programs))
+    found = dumps if isinstance(dumps, DumpSet) else read(dumps)
     verdict = hang.of_dumps(found)
     return verdict if programs is None else judged(found, verdict, programs)[0]
 
@@ -73,7 +66,7 @@ def diagnose(
 def judged(dumps: DumpSet, verdict: Diagnosis, programs: Programs) -> tuple[Diagnosis, Placed]:
     """(the verdict held against the job's programs, where every rank stood in them)."""
     verdict = hypotheses.explain(dumps, verdict, programs)
-    placed = placement.place(dumps, verdict, programs)
+    placed = alignment.place(dumps, verdict, programs)
     named = {culprit.rank for culprit in verdict.culprits}
     shown = [place for place in placed.places if place.rank in named]
     others = [place for place in placed.places if place.rank not in named]

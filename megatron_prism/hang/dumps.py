@@ -5,13 +5,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+import json
+import multiprocessing
+import operator
+import os
+import pickle
+import re
+import signal
+import threading
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-__all__ = ["Dump", "DumpSet", "Entry", "Group", "Status"]
+from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.errors import DumpError
+from megatron_prism.core.files import bounded_memory, no_collector
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+__all__ = [
+    "Dump",
+    "DumpSet",
+    "Entry",
+    "Group",
+    "bounded_memory",
+    "dump_files",
+    "entries_of",
+    "of_batches",
+    "of_value",
+    "parse",
+    "read_in_process",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +142,601 @@ class DumpSet:
         for (name, number), count in same.items():
             found[name][objects[number]] += count
         return found
+
+
+T = TypeVar("T")
+Row = Mapping[str, Any]  # one entry as torch, or whoever wrote the file, has it: unchecked
+
+_NAMES = {row.recorder: row.name for row in TABLE} | {row.name: row.name for row in TABLE}
+_NAMES |= {method: row.name for row in TABLE for method in row.methods}
+_NAMES |= {"_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "ALLGATHER_coalesced":
+           "all_gather", "REDUCE_SCATTER_coalesced": "reduce_scatter", "all_to_allv": "all_to_all",
+           "all_reduce_barrier": "barrier", "all_gather_into_tensor_coalesced": "all_gather",
+           "_all_gather_base_coalesced": "all_gather"}  # fmt: skip
+
+
+def entries_of(raw: Sequence[Row]) -> tuple[Entry, ...]:
+    """All entries, in the order of the dump."""
+    return (_columns(raw) if raw else ()) or tuple(_entry(e, i) for i, e in enumerate(raw))
+
+
+_COUNTED = operator.itemgetter(
+    "record_id", "time_created_ns", "timeout_ms", "collective_seq_id", "p2p_seq_id"
+)
+_SAID = operator.itemgetter(
+    "process_group", "profiling_name", "state", "retired",
+    "input_sizes", "output_sizes", "input_dtypes", "output_dtypes",
+)  # fmt: skip
+
+
+def _columns(raw: Sequence[Row]) -> tuple[Entry, ...]:
+    """The same in 2.2 us an entry instead of 3.6; nothing if a single one is unusual."""
+    kinds: dict[object, Entry] = {}
+    like = []
+    try:
+        columns = list(zip(*map(_COUNTED, raw), strict=True))
+        for number, row in enumerate(raw):
+            group, name, state, done, ins, outs, words, others = _SAID(row)
+            frames = row.get("frames")
+            site = (frames[0]["filename"], frames[0]["line"]) if frames else None
+            sizes = tuple(map(tuple, ins)), tuple(map(tuple, outs))
+            key = (group, name, state, done, sizes, tuple(words), tuple(others), site)
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = _entry(row, number)
+            like.append(kind)
+    except (DumpError, KeyError, TypeError, ValueError, IndexError):
+        return ()  # let ``_entry`` say which
+    for column in columns:
+        if (
+            set(map(type, column)) != {int}
+            or not -(1 << 63) <= min(column) <= max(column) < 1 << 63
+        ):
+            return ()
+    record, created, timeout, calls, messages = columns
+    said = dict(zip(Entry._fields, zip(*like, strict=True), strict=True))
+    seq = [m if to >= 0 else c for m, to, c in zip(messages, said["to"], calls, strict=True)]
+    said |= {"record": record, "created_ns": created, "timeout_ms": timeout, "calls": calls}
+    return tuple(map(Entry._make, zip(*(said | {"seq": tuple(seq)}).values(), strict=True)))
+
+
+def of_batches(entries: tuple[Entry, ...], ended: Collection[str] = ()) -> tuple[Entry, ...]:
+    """With the state of its batch for what was issued in one (``batch_isend_irecv``, coalesced).
+
+    ended : groups in which, by their counters, everything that was issued is over
+
+    torch never updates these records themselves: they stay "scheduled" for good, also among the
+    outstanding ones, and only the record that closes the batch ends (pytorch issue 137969).
+    """
+    ends = [at for at, entry in enumerate(entries) if entry.op == "coalesced"]
+    if not ends and any(entry.done for entry in entries):
+        return entries
+    made, closed, cut = list(entries), set(ends), 0
+    before: dict[str, list[int]] = {}  # records of each group since its last batch
+    for end, last in enumerate(made):
+        since = before.setdefault(last.group, [])
+        if last.op != "coalesced":
+            since.append(end)
+            continue
+        before[last.group] = []
+        if not since or not made[since[-1]].pair and made[since[-1]].seq != last.seq:
+            continue  # before torch 2.7 what is inside a batch of collectives has no record
+        launch = made[since[-1]].launch
+        while since and made[since[-1]].launch == launch:
+            at = since.pop()
+            closed.add(at)
+            made[at] = made[at]._replace(state=last.state, done=last.done)
+            if not at and last.done and made[0].record > 0:
+                cut = end + 1  # the ring may hold only the end of it, which is like no sibling's
+    if any(entry.done for entry in made):
+        return tuple(made[cut:])
+    # only what is outstanding: batches that ended are left without the record that says so
+    issued = Counter(e.launch for at, e in enumerate(made) if at not in closed and e.seq >= 0)
+    batched = {group for (group, pair, _), count in issued.items() if pair and count > 1}
+    batched |= {made[at].group for at in closed if made[at].pair} | set(ended)
+    return tuple(e for at, e in enumerate(made) if at in closed or e.state != "scheduled" or (
+        issued[e.launch] < 2 and not (e.pair and e.group in batched)))  # fmt: skip
+
+
+def aborted(raw: Sequence[Row]) -> set[int]:
+    """Places of a group's last calls that are over because they were aborted, not because they
+    ended: ProcessGroupNCCL looks once more whether a call ended before it retires it.
+
+    Where the kernel ends with its communicator it looks as if it had: behind the time-out, and
+    behind everything that this rank issued.
+    """
+    over = [at for at, row in enumerate(raw) if row.get("retired")]
+    issued = max((_clock(row, "time_created_ns") for row in raw), default=0)
+    ended, found = set[str](), set[int]()
+    for at in reversed(over):
+        row, group = raw[at], str(raw[at]["process_group"][0])
+        if group in ended or not str(row.get("profiling_name", "")).startswith("nccl:"):
+            continue
+        end, limit = _clock(row, "time_discovered_completed_ns"), _clock(row, "timeout_ms") * 10**6
+        late = 0 < limit <= end - _clock(row, "time_created_ns") and end > issued
+        if row.get("state") != "completed" or late:
+            found.add(at)
+        else:
+            ended.add(group)
+    return found
+
+
+def _clock(row: Row, key: str) -> int:
+    value = row.get(key)
+    return value if type(value) is int else 0
+
+
+def typed(value: object, kind: type[T], what: str) -> T:
+    """``value`` if it is a ``kind``; DumpError if not."""
+    if not isinstance(value, kind):
+        raise DumpError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def integer(value: object, what: str, default: int = -1, entry: int = -1) -> int:
+    """A number of 64 bits, also from text; DumpError names ``what`` is none."""
+    if type(value) is int and -(1 << 63) <= value < 1 << 63:
+        return value  # nearly always; there are millions of them
+    if value is None:
+        return default
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        raise DumpError(f"entry {entry}: {what} is no number" if entry >= 0 else
+                        f"{what} is no number")  # fmt: skip
+    return int(value)
+
+
+_PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
+
+
+@functools.lru_cache(1 << 14)
+def _one(value: T) -> T:
+    """The same object for equal values, so that a million entries share their sizes and sites."""
+    return value
+
+
+@functools.lru_cache(1 << 14)
+def _called(text: str) -> tuple[str, int]:
+    """(operation, group rank of the other side or -1) of a profiling_name."""
+    word = text[:200].rpartition(":")[2]
+    pair = _PAIR.match(word)
+    return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
+
+
+def _entry(row: Row, number: int) -> Entry:
+    get = row.get
+    group = get("process_group")
+    if not isinstance(group, tuple | list) or len(group) != 2:
+        raise DumpError(f"entry {number} has no process_group (name, description)")
+    name = str(get("profiling_name", ""))
+    op, to = _called(name)
+    sizes = get("input_sizes")
+    if not sizes and name.endswith("_coalesced"):
+        op = "coalesced"  # what closes a batch of collectives
+    calls = integer(get("collective_seq_id", get("seq_id")), "its sequence", entry=number)
+    seq = integer(get("p2p_seq_id"), "p2p_seq_id", entry=number) if to >= 0 else calls
+    state = str(get("state", ""))[:20]
+    frames = get("frames") or []
+    first = frames[0] if isinstance(frames, list) and frames else None
+    site = f"{first.get('filename')}:{first.get('line')}"[:300] if isinstance(first, dict) else ""
+    dtypes = tuple(map(str, (*(get("input_dtypes") or ()), *(get("output_dtypes") or ()))))
+    return Entry(
+        integer(get("record_id", get("id")), "record_id", number, number),
+        str(group[0]),
+        str(group[1])[:200],
+        op,
+        seq,
+        calls,
+        to,
+        _one((_numbers(sizes), _numbers(get("output_sizes")))),
+        _one(dtypes),
+        state,
+        bool(get("retired")) or state == "completed",
+        _one(site),
+        integer(get("timeout_ms"), "timeout_ms", entry=number),
+        integer(get("time_created_ns"), "time_created_ns", entry=number),
+    )
+
+
+def _numbers(sizes: object) -> tuple[int, ...]:
+    """Elements of each tensor."""
+    found = []
+    for shape in sizes if type(sizes) is list else typed(sizes or [], list, "sizes"):
+        count = 1
+        for side in shape if type(shape) is list else typed(shape, list, "a size"):
+            count *= side if type(side) is int else integer(side, "a size")
+        found.append(count if abs(count) < 1 << 63 else -1)
+    return tuple(found)
+
+
+_ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?$"
+_FILE = re.compile(r"(?:^|\D)(\d{1,9})" + _ENDING)
+# of a world's rank, not of a node's, a local or a stage's one: those have a word in front
+_RANK = re.compile(
+    r"(?:^_?|[^a-z_]_?|(?:trace|dump|global)[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE
+)
+_PLAIN = re.compile(r"[^.]*" + _ENDING)
+_LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
+_LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
+FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
+
+
+def read_in_process(folder: str | os.PathLike[str]) -> DumpSet:
+    """All dumps in ``folder``.  DumpError if there is none to read, or one that is hostile."""
+    found = dump_files(Path(folder))
+    # values without cycles by the million: looking for cycles would cost more than reading
+    with bounded_memory(max(file.stat().st_size for file in found.values())), no_collector():
+        return gather((rank, load(rank, file)) for rank, file in sorted(found.items()))
+
+
+def load(rank: int, file: Path) -> Dump | DumpError:
+    """One dump, or why it cannot be read."""
+    try:
+        made = parse(_bytes(file), rank, str(file))
+        return replace(made, written_ns=file.stat().st_mtime_ns)
+    except DumpError as error:
+        return error
+
+
+def gather(loaded: Iterable[tuple[int, Dump | DumpError]]) -> DumpSet:
+    """The set of (rank, dump or why there is none), ranks ascending.  DumpError as ``read``."""
+    dumps, broken = {}, {}
+    for rank, found in loaded:
+        if isinstance(found, HostileError):
+            raise found
+        if isinstance(found, DumpError):
+            broken[rank] = found.message
+        else:
+            _is_of(found)
+            dumps[rank] = found
+    if not dumps:
+        raise DumpError(next(iter(broken.values())), fix=FIX)
+    return DumpSet(dumps, broken)
+
+
+def _is_of(dump: Dump) -> None:
+    """A dump under another rank's name would make that rank the culprit: DumpError.
+
+    Nothing in it says whose it is, but whoever calls in a group is a member of it.
+    """
+    used = {entry.group for entry in dump.entries}
+    used |= {name for name, status in dump.status.items() if status.enqueued > 0}
+    members = [dump.groups[n].ranks for n in used if n in dump.groups and dump.groups[n].ranks]
+    other = next((ranks for ranks in members if dump.rank not in ranks), None)
+    if other is None:
+        return
+    own = set(other).intersection(*members)
+    whose = f"rank {min(own)}" if len(own) == 1 else f"one of the ranks {sorted(other)[:8]}"
+    raise DumpError(
+        f"the dump that is named as rank {dump.rank}'s was written by {whose}: it has calls of "
+        f"groups without rank {dump.rank}",
+        fix="name every file after the global rank that wrote it, such as _dump_517",
+    )
+
+
+class HostileError(DumpError):
+    """It tried to run code: nothing else of the folder is read."""
+
+
+def dump_files(folder: Path) -> dict[int, Path]:
+    """rank -> its file.  DumpError if there are none, or two of one rank."""
+    if folder.is_file():
+        raise DumpError(f"{folder} is a file", fix=f"name its folder: --dumps {folder.parent}")
+    if not folder.is_dir():
+        raise DumpError(f"there is no folder {folder}", fix=FIX)
+    try:
+        paths = sorted(folder.iterdir())
+    except PermissionError as error:
+        raise DumpError(f"cannot read {folder}: {error.strerror}", fix=FIX) from error
+    there = [p for p in paths if _may_be_dump(p.name) and p.is_file()]
+    if not there:
+        raise DumpError(f"no file in {folder} has a name that ends in a rank", fix=_instead(paths))
+    found, twice = _by_rank(there, _RANK)
+    if twice:  # rank_3_20260817 of a job whose name stands in front
+        other, still = _by_rank(there, _LOOSE)
+        found, twice = (found, twice) if still else (other, still)
+    if twice:
+        rank, one, another = twice
+        raise DumpError(
+            f"{one.name} and {another.name} in {folder} are both of rank {rank}",
+            fix="keep the dumps of one hang per folder, each named after its global rank",
+        )
+    return found
+
+
+def _may_be_dump(name: str) -> bool:
+    """.nfs0012 is no dump of rank 12, rank_3.log none of rank 3."""
+    worded = _RANK.search(name) and _PLAIN.match(name)
+    return name[0] != "." and bool(_FILE.search(name) or worded)
+
+
+def _by_rank(
+    paths: list[Path], word: re.Pattern[str]
+) -> tuple[dict[int, Path], tuple[int, Path, Path] | None]:
+    """(rank -> file, two of one rank); the rank stands behind the last ``word``, or at the end."""
+    found: dict[int, Path] = {}
+    for path in paths:
+        ends = _FILE.search(path.name)
+        rank = int((word.findall(path.name) or [ends[1] if ends else -1])[-1])
+        if rank in found:
+            return found, (rank, found[rank], path)
+        found[rank] = path
+    return found, None
+
+
+def _instead(paths: list[Path]) -> str:
+    """What to do about a folder in which no file is a dump."""
+    if any(_PACKED.search(path.name) for path in paths):
+        return "unpack the files: gunzip, unzstd or tar xf"
+    folders = [p for p in paths if p.is_dir() and os.access(p, os.R_OK | os.X_OK)]
+    inside = [p for p in folders if any(_FILE.search(f.name) and f.is_file() for f in p.iterdir())]
+    if not inside:
+        return FIX
+    if len(inside) == 1:
+        return f"name its folder {inside[0]}"
+    several = ", ".join(str(p) for p in inside[:4]) + (" …" if len(inside) > 4 else "")
+    return f"one of its folders ({several}), or, if they are a folder per node, put all into one"
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise DumpError(f"{path} has more than {_LIMIT >> 20} MiB: no dump of one rank")
+        return path.read_bytes()
+    except OSError as error:
+        raise DumpError(f"cannot read {path}: {error.strerror}", fix=FIX) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise HostileError(
+            f"asks for {module}.{name}, which no dump needs; nothing was executed",
+            fix="do not open this file with anything else",
+        )
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise HostileError("asks for an object from outside; nothing was executed")
+
+
+def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
+    """One dump out of the bytes of its file.  DumpError for anything that is none."""
+    try:
+        head = data[:64].lstrip()[:1]
+        value = json.loads(data) if head in (b"{", b"[") else _Unpickler(io.BytesIO(data)).load()
+        return of_value(value, rank)
+    except DumpError as error:
+        raise type(error)(f"{where}: {error.message}", fix=error.fix or FIX) from error
+    except Exception as error:  # damaged pickles raise almost anything
+        text = str(error)[:200] or type(error).__name__
+        raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
+
+
+def of_value(value: object, rank: int) -> Dump:
+    """One dump out of the value that torch pickles.  DumpError if it is none."""
+    top = typed(value, dict, "the file")
+    version = top.get("version")
+    if not isinstance(version, str) or not re.fullmatch(r"2\.\d{1,3}", version):
+        raise DumpError(f"has version {str(version)[:20]!r}; versions 2.0 to 2.10 are read")
+    notes = []
+    groups = {str(n): _group(str(n), g) for n, g in _table(top, "pg_config").items()}
+    raw = [typed(e, dict, "an entry") for e in typed(top.get("entries") or [], list, "entries")]
+    entries = entries_of(raw)
+    status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
+    dead = _aborted_ids(raw, status, len(groups))
+    if dead:
+        raw = [e for e in raw if str(e.get("pg_id")) not in dead]
+        entries, status = entries_of(raw), {i: s for i, s in status.items() if i not in dead}
+        notes.append("calls of groups that were aborted and made again are left out")
+    if cut := aborted(raw):
+        entries = tuple(e._replace(done=at not in cut and e.done) for at, e in enumerate(entries))
+        notes.append("calls that were aborted count as outstanding")
+    if any(a.record > b.record for a, b in zip(entries, entries[1:], strict=False)):
+        entries = tuple(sorted(entries, key=lambda e: e.record))
+    names = _names_of_ids(status, groups, raw)
+    known = {names[i]: s for i, s in status.items() if i in names}
+    entries = of_batches(entries, [n for n, s in known.items() if 0 <= s.enqueued == s.completed])
+    unnamed = {i: s for i, s in status.items() if i not in names}
+    if unnamed:
+        notes.append(f"pg_status of {len(unnamed)} groups cannot be named")
+    notes += ["no pg_status"] * (not status)
+    return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed)
+
+
+def _table(top: Row, key: str) -> dict[object, Row]:
+    found = typed(top.get(key) or {}, dict, key)
+    return {k: typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
+
+
+def _group(name: str, config: Row) -> Group:
+    ranks = config.get("ranks", [])
+    if isinstance(ranks, str):  # thousands of dumps say the same of their largest groups
+        return _group_of_text(name, str(config.get("desc", ""))[:200], ranks)
+    return _made(name, str(config.get("desc", ""))[:200], ranks)
+
+
+@lru_cache(maxsize=4096)
+def _group_of_text(name: str, desc: str, ranks: str) -> Group:
+    return _made(name, desc, re.findall(r"-?\d{1,9}", ranks))
+
+
+def _made(name: str, desc: str, ranks: object) -> Group:
+    members = tuple(integer(r, f"a rank of group {name:.20}") for r in typed(ranks, list, "ranks"))
+    if len(set(members)) != len(members) or any(r < 0 for r in members):
+        raise DumpError(f"group {name:.20} has members that cannot be")
+    return Group(name, desc, members)
+
+
+def _status(row: Row) -> Status:
+    def last(word: str) -> int:
+        return integer(row.get(f"last_{word}_collective"), f"last_{word}_collective")
+
+    return Status(last("enqueued"), last("started"), last("completed"))
+
+
+def _aborted_ids(raw: Sequence[Row], status: Mapping[str, Status], groups: int) -> set[str]:
+    """pg_ids of groups whose names newer groups have; where no entry tells and every group was
+    made again, all ids but the newest."""
+    named = {(e["pg_id"], str(e["process_group"][0])) for e in raw
+             if type(e.get("pg_id")) is int}  # fmt: skip
+    newest: dict[str, int] = {}
+    for number, name in named:
+        newest[name] = max(number, newest.get(name, number))
+    old = [number for number, name in named if number < newest[name]]
+    ids = sorted((i for i in status if i.isdecimal()), key=int)
+    # one group and another that was made later, which pg_config lacks, look the same
+    again = groups > 1 and len(ids) == len(status) > groups and len(ids) % groups == 0
+    dead = set(ids[:-groups]) if again else set()
+    if old:  # ids count up: those of groups without an entry are as old
+        last = max(old)
+        dead |= {i for i in status if i.isdecimal() and int(i) <= last} | set(map(str, old))
+    return dead
+
+
+def _names_of_ids(
+    status: Mapping[str, Status], groups: Mapping[str, Group], raw: Sequence[Row]
+) -> dict[str, str]:
+    """pg_id -> name of the group."""
+    known = {str(e.get("pg_id")): str(e["process_group"][0]) for e in raw}
+    ids = [i for i in status if i not in known]
+    names = [name for name in groups if name not in set(known.values())]
+    if len(ids) == len(names) and all(x.isdecimal() for x in [*ids, *names]):
+        known |= zip(sorted(ids, key=int), sorted(names, key=int), strict=True)
+    elif set(ids) <= set(names) and not known:
+        known |= {i: i for i in ids}
+    return {i: name for i, name in known.items() if i in status}
+
+
+Packed = tuple[Any, ...]  # the fields of a Dump, its entries by columns
+
+_MOST = 8
+_AHEAD = 2  # dumps that a worker has been told of, so that it does not wait for the next
+_EACH = 24  # dumps for which another process pays: it takes 0.3 s to start
+_WORDS = [f in ("group", "desc", "op", "numbers", "dtypes", "state", "done", "site")
+          for f in Entry._fields]  # fmt: skip
+
+
+def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSet:
+    """All dumps in ``folder``; by default as many processes as there are cores and work for.
+
+    DumpError as ``flight_recorder.read``, or if a process is killed.
+    """
+    files = dump_files(Path(folder))
+    if processes is None:
+        processes = min(_MOST, os.cpu_count() or 1, len(files) // _EACH)
+    if processes < 2:
+        return read_in_process(folder)
+    # closed: after an error a generator lives as long as the error's frames, and its workers too
+    with no_collector(), contextlib.closing(_loaded(files, processes)) as loaded:
+        return gather(loaded)
+
+
+def _loaded(
+    files: dict[int, Path], processes: int
+) -> Generator[tuple[int, Dump | DumpError], None, None]:
+    ranks, context = sorted(files), multiprocessing.get_context("spawn")
+    largest = max(file.stat().st_size for file in files.values())
+    workers: dict[Connection, SpawnProcess] = {}
+    failed: Exception | None = None  # in a worker, which is not the end of it
+    try:
+        for _ in range(processes):
+            ours, theirs = context.Pipe()
+            workers[ours] = context.Process(target=_work, args=(theirs, largest), daemon=True)
+            workers[ours].start()
+            theirs.close()  # so that a worker's end is the end of the pipe
+        for rank, packed in _dealt(ranks, files, list(workers)):
+            if isinstance(packed, Exception) and not isinstance(packed, DumpError):
+                failed = packed
+                break
+            yield rank, packed if isinstance(packed, DumpError) else _unpack(packed)
+    except (EOFError, OSError) as error:
+        raise DumpError(
+            f"a process that read the dumps in {files[ranks[0]].parent} was killed",
+            fix="free memory (2 GB for 1,024 dumps of 2,000 entries), then try again",
+        ) from error
+    finally:
+        for pipe, process in workers.items():
+            if process.pid is not None:  # it was started
+                process.kill()
+                process.join()
+            pipe.close()
+    if failed is not None:
+        raise failed
+
+
+def _dealt(
+    ranks: Sequence[int], files: dict[int, Path], pipes: Sequence[Connection]
+) -> Iterator[tuple[int, Packed | Exception]]:
+    """(rank, what was read of it or the error), in the order of ``ranks``; a worker that is done
+    gets the next.
+
+    EOFError or OSError if a worker is gone.
+    """
+    waiting, found = iter(ranks), {}
+
+    def deal(pipe: Connection) -> None:
+        if (rank := next(waiting, None)) is not None:
+            pipe.send((rank, files[rank]))
+
+    for pipe in pipes:
+        for _ in range(_AHEAD):
+            deal(pipe)
+    for rank in ranks:
+        while rank not in found:
+            ready = connection.wait(pipes)
+            for pipe in (one for one in pipes if one in ready):
+                done, packed = pipe.recv()
+                deal(pipe)
+                found[done] = packed
+        yield rank, found.pop(rank)
+
+
+def _work(pipe: Connection, largest: int) -> None:
+    """A worker: Ctrl-C is the caller's; without the caller there is nothing to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    while True:
+        try:
+            rank, file = pipe.recv()
+        except (EOFError, OSError):  # nobody wants more
+            return
+        try:
+            packed: Packed | Exception = _load(rank, file, largest)
+        except Exception as error:  # whatever it is, the caller shall know
+            packed = error
+        pipe.send((rank, packed))
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _load(rank: int, file: Path, largest: int) -> Packed | DumpError:
+    with bounded_memory(largest), no_collector():
+        found = load(rank, file)
+    return found if isinstance(found, DumpError) else _pack(found)
+
+
+def _pack(dump: Dump) -> Packed:
+    """Pickle writes a repeated object once, and an array as its bytes."""
+    columns = list(zip(*dump.entries, strict=True))
+    packed = [c if word else array("q", c) for c, word in zip(columns, _WORDS, strict=False)]
+    rest = dump.notes, dump.ids, dump.unnamed, dump.written_ns
+    return dump.rank, dump.version, dump.groups, dump.status, packed, *rest
+
+
+def _unpack(packed: Packed) -> Dump:
+    rank, version, groups, status, columns, *rest = packed
+    share: dict[int, int] = {}  # a number of 8 bytes is 32 as an object
+    lists = [c if word else list(map(share.setdefault, c, c))
+             for c, word in zip(columns, _WORDS, strict=False)]  # fmt: skip
+    entries = tuple(map(Entry._make, zip(*lists, strict=True)))
+    return Dump(rank, version, groups, status, entries, *rest)

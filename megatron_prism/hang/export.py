@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from megatron_prism.core.artefact import check_writable
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import check_writable
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.graph.stall import Standstill
 

@@ -8,19 +8,64 @@ hits the same call in both.
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.membership import named_group
+from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE
-from megatron_prism.core.selectors import format_ranks
-from megatron_prism.core.world import AXES, World
-from megatron_prism.hang.fault_kinds import ALIASES, KINDS, MESSAGES, TENSORS, VALUES, WATCHDOG_MS
+from megatron_prism.core.world import AXES, World, format_ranks
 
-__all__ = ["KINDS", "Call", "Fault", "Finder", "parse"]
+__all__ = ["Call", "Fault", "Finder", "VALUES", "load_plan", "parse", "truth_line"]
+
+
+# kind -> (parameters it takes, what happens)
+KINDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "drop": ((), "the call is not made"),
+    "skip_microbatch": ((), "the calls of a microbatch are not made"),
+    "swap": (("with",), "the call changes places with group:op:nth"),
+    "shape": (("n",), "n elements instead (default: half of them)"),
+    "dtype": (("to",), "another dtype (default: fp32, or bf16)"),
+    "splits": (("rows",), "an all-to-all sends rows more to one member, fewer to the next"),
+    "root": (("to",), "another root (default: the next member)"),
+    "reduce_op": (("to",), "another reduction (default: max, or sum)"),
+    "op": (("to",), "another collective (default: broadcast, or all_reduce)"),
+    "group": (("to",), "made in another group"),
+    "p2p_lost": ((), "a message is not sent, or not received"),
+    "p2p_dup": ((), "a message is sent, or received, twice"),
+    "p2p_swap": ((), "a message goes to, or is awaited from, the other side"),
+    "exception": (("code",), "the rank raises and leaves no dump"),
+    "exit": (("code",), "the process ends"),
+    "sigkill": ((), "the process is killed"),
+    "segfault": ((), "the process is killed by itself"),
+    "sigstop": ((), "the process stands still"),
+    "gil": ((), "the host stands still, its watchdog does not"),
+    "data_end": (("after",), "the data loader ends: the rank leaves"),
+    "data_stall": (("after", "s"), "the data loader does not answer"),
+    "gpu_hang": ((), "a kernel does not end"),
+    "gpu_error": ((), "completions are not seen any more, a few calls later the host stops"),
+    "nan": (("tensor",), "a value becomes NaN; the rank that checks raises"),
+    "inf": (("tensor",), "a value becomes infinite"),
+    "oom": (("at_bytes",), "an allocation beyond at_bytes, or in the phase, fails"),
+    "bitflip": (("tensor", "bit"), "one bit of a value flips (default: its highest exponent bit)"),
+    "delay": (("ms",), "the call is made later"),
+    "slow": (("factor",), "the rank computes factor times as long"),
+    "nic": (("bw_factor", "latency_us"), "calls between nodes take longer: modelled time only"),
+    "env": (("NAME",), "an environment variable that the other ranks do not have"),
+}
+MESSAGES = ("p2p_lost", "p2p_dup", "p2p_swap")
+# NVRx (shared_utils/inject_fault.py) and Megatron's --fault-injector-fault-types
+ALIASES = {"gpu_error": "gpu_error", "gpu_sleep": "gpu_hang", "workload_exc": "exception",
+            "async_exc": "exception", "signal_exc": "exception", "os_abort": "segfault",
+            "lock_gil": "gil", "sigint": "exception", "sigterm": "exit"}  # fmt: skip
+VALUES = ("nan", "inf", "bitflip")  # of data: programs have none
+TENSORS = ("loss", "act", "grad")  # what of a rank they happen to; without, what a call gives
+WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes; who is later than that is lost
 
 _KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
@@ -281,3 +326,63 @@ def _gradients(call: Call) -> bool:
 def _takes(kind: str, op: str) -> bool:
     rooted = ("broadcast", "reduce", "gather", "scatter")
     return op in (rooted if kind == "root" else ("all_reduce", "reduce_scatter", "reduce"))
+
+
+TRUTH = "prism.fault-truth/1"
+
+
+def parse_nvrx(text: str) -> Fault:
+    """``FAULT:RANK:ITER[:NODES]`` of NVRx's fault-injection loop."""
+    match = re.fullmatch(r"([A-Za-z_]+):(\d+):(\d+)(:\d+)?", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is no FAULT:RANK:ITER:NODES", fix=FIX)
+    return parse(f"{match[1].lower()}@rank={match[2]},iter={match[3]}")
+
+
+def load_plan(path: str | Path) -> tuple[Fault, ...]:
+    """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and ``with``-like params."""
+    import yaml
+
+    try:
+        rows = yaml.safe_load(files.read_yaml_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read the plan {path}: {error}", fix="a YAML list") from error
+    if not isinstance(rows, list) or not rows:
+        raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")
+    found: list[Fault] = []
+    for row in rows:
+        if isinstance(row, dict) and any(str(k).startswith("fault-injector-") for k in row):
+            names = {str(k)[15:].replace("-", "_"): v for k, v in row.items()}
+            found += of_megatron(names)
+            continue
+        if isinstance(row, dict):
+            row = dict(row)
+            kind, where = row.pop("kind", ""), row.pop("at", "")
+            if isinstance(where, dict):
+                where = ",".join(f"{k}={v}" for k, v in where.items())
+            params = ",".join(f"{k}={v}" for k, v in row.items())
+            row = f"{kind}@{where}" + (f":{params}" if params else "")
+        if not isinstance(row, str):
+            raise UsageError(f"{path}: {row!r} is no fault", fix=FIX)
+        found.append(parse(row) if "@" in row else parse_nvrx(row))
+    return tuple(found)
+
+
+def of_megatron(settings: Mapping[str, Sequence[str] | str]) -> tuple[Fault, ...]:
+    """Megatron's ``--fault-injector-*`` (core/fault_injector.py @0.18): ranks, fault-types,
+    delay-start-iteration.  What is timed in seconds there has no place in an emulated job."""
+    anyone = f"any:{settings.get('num_ranks', 1)}"
+    given = settings.get("ranks", "")
+    words = given.split() if isinstance(given, str) else [str(rank) for rank in given]
+    ranks = ",".join(words) or anyone
+    kinds = settings.get("fault_types", "exception")
+    names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
+    after = settings.get("delay_start_iteration")
+    where = f"rank={ranks}" + (f",iter={after}" if after else "")
+    return tuple(parse(f"{name.lower()}@{where}") for name in names)
+
+
+def truth_line(**fields: object) -> str:
+    """One injected fault as a line of JSON: ``fault`` as it was asked for, its ``kind``, ``where``
+    it happened (local, virtual, programs), and the call that was hit as it should have been."""
+    return json.dumps({"schema": TRUTH, **fields})

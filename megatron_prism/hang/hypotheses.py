@@ -16,15 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from megatron_prism.core.ops import IS_COLLECTIVE, Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang.alignment import Overlay, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
 from megatron_prism.hang.mismatch import mismatches
-from megatron_prism.hang.outstanding import State, call_text
+from megatron_prism.hang.state import State, call_text
 from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
 
 __all__ = ["explain"]

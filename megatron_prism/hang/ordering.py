@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megatron_prism.hang.dumps import Entry
-from megatron_prism.hang.outstanding import State
+from megatron_prism.hang.state import State
 
-__all__ = ["Conflict", "order_conflicts"]
+__all__ = ["order_conflicts"]
 
 _Key = tuple[str, int]  # description, sequence
 

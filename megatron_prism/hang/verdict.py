@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from megatron_prism.core.results import rendered
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.files import rendered
+from megatron_prism.core.world import format_ranks
 
-__all__ = ["SCHEMA", "Blamed", "Diagnosis", "Waiting"]
+__all__ = ["Blamed", "Diagnosis", "Waiting"]
 
 SCHEMA = "prism.diagnosis/1"
 
@@ -81,7 +81,7 @@ class Diagnosis:
 
     def to_chrome_trace(self) -> str:
         """A track per rank named, arrows to whom it waits for, for ui.perfetto.dev."""
-        return rendered("report.hang_trace:render", self, str)
+        return rendered("report.chrome_trace:render_hang", self, str)
 
     def __str__(self) -> str:
         """One line first, then the picture."""

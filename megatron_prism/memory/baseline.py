@@ -17,19 +17,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from megatron_prism.core import guards
-from megatron_prism.core.artefact import write_whole
+from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
-from megatron_prism.core.programs import Programs
-from megatron_prism.memory import allocator, communicators, connected
+from megatron_prism.core.program import Programs
+from megatron_prism.memory import allocator, nccl_buffers
 from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse
 
 if TYPE_CHECKING:
     from megatron_prism.memory.peaks import Holding
 
-__all__ = ["SCHEMA", "Baseline", "Change", "Growth", "compare", "load", "measure", "peak_memory",
-           "save"]  # fmt: skip
+__all__ = ["Baseline", "Change", "compare", "load", "measure", "peak_memory", "save"]
 
 SCHEMA = "prism.mem-baseline/1"
 LEAK = 1 << 20  # bytes that an iteration may leave behind
@@ -115,7 +114,7 @@ def peak_memory(
     programs: Programs,
     *,
     alloc_conf: str = "",
-    device: str | os.PathLike[str] | communicators.Calibration | None = "h200",
+    device: str | os.PathLike[str] | nccl_buffers.Calibration | None = "h200",
 ) -> Baseline:
     """Find the peak memory of every class of ranks, and what is alive then.
 
@@ -128,8 +127,8 @@ def peak_memory(
     Raises:
         UsageError: the programs recorded no memory or did not train.
     """
-    if device is not None and not isinstance(device, communicators.Calibration):
-        device = communicators.read(device)
+    if device is not None and not isinstance(device, nccl_buffers.Calibration):
+        device = nccl_buffers.read(device)
     return measure(programs, alloc_conf, device)
 
 
@@ -170,7 +169,7 @@ class Change:
 
 
 def measure(
-    programs: Programs, alloc_conf: str = "", device: communicators.Calibration | None = None
+    programs: Programs, alloc_conf: str = "", device: nccl_buffers.Calibration | None = None
 ) -> Baseline:
     """The figures of ``programs``; ``device`` says what processes and communicators take.
 
@@ -186,10 +185,10 @@ def measure(
             )
     world = programs.world
     job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
-    device = device or communicators.Calibration()
+    device = device or nccl_buffers.Calibration()
     classes: dict[str, Figures] = {}
     for one in analyse(programs, settings):
-        nccl = device.nccl(connected.used_by(programs, one.program))
+        nccl = device.nccl(nccl_buffers.used_by(programs, one.program))
         beyond = None if nccl is None or device.process is None else nccl + device.process
         classes[one.name] = {
             **_figures(one),
@@ -247,7 +246,7 @@ def load(path: str | os.PathLike[str]) -> Baseline:
     """What ``save`` wrote.  UsageError for anything else."""
     fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
     try:
-        value = guards.read_json(path)
+        value = files.read_json(path)
     except OSError as error:
         raise UsageError(
             f"cannot read the baseline {path}: {error.strerror}",

@@ -29,15 +29,12 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.selectors import format_ranks
-from megatron_prism.core.world import AXES, World
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import AXES, World, format_ranks
 from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator
 
-__all__ = ["KINDS", "ClassMemory", "Holding", "Peak", "Overflow", "analyse", "class_name", "growth",
-           "overflow", "peak"]  # fmt: skip
+__all__ = ["KINDS", "ClassMemory", "Holding", "analyse", "class_name", "growth", "overflow", "peak"]
 
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")

@@ -13,13 +13,13 @@ that take part, one network regime per iteration.
     whole_run.py   will N iterations finish by then, failures and restarts included?
 """
 
-from megatron_prism.predict.calls import CallSpread, call_spread
+from megatron_prism.predict.campaign import Plan, RunPrediction, predict_run
 from megatron_prism.predict.compare import Comparison, compare
+from megatron_prism.predict.distributions import Quantile, needed, quantile
 from megatron_prism.predict.predict import Prediction, predict
-from megatron_prism.predict.quantiles import Quantile, needed, quantile
 from megatron_prism.predict.sampler import Sampler
+from megatron_prism.predict.variability import CallSpread, call_spread
 from megatron_prism.predict.whatifs import Study, study
-from megatron_prism.predict.whole_run import Plan, RunPrediction, predict_run
 
 __all__ = [
     "CallSpread",

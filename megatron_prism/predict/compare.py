@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.results import rendered
+from megatron_prism.core.files import rendered
+from megatron_prism.predict.distributions import Quantile, proportion, quantile
 from megatron_prism.predict.predict import (
     QUANTILES,
     VariabilityLike,
@@ -24,12 +25,11 @@ from megatron_prism.predict.predict import (
     spreads_of,
     worth,
 )
-from megatron_prism.predict.quantiles import Quantile, proportion, quantile
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.replay.priced_graph import PricedGraph
-from megatron_prism.replay.reschedule import count as microbatches
+from megatron_prism.replay.whatif import count as microbatches
 
-__all__ = ["Chance", "Comparison", "Layout", "RestsOn", "compare"]
+__all__ = ["Chance", "Comparison", "compare"]
 
 _STRIDE = 0x9E3779B1  # between the seeds of layouts that are compared
 
@@ -93,7 +93,7 @@ class Comparison:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        return rendered("report.comparison:render", self, str)
+        return rendered("report.distribution:render_comparison", self, str)
 
 
 def compare(

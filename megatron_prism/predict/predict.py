@@ -15,16 +15,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.results import rendered
-from megatron_prism.predict.calls import CallSpread, call_spread
-from megatron_prism.predict.fitted import fitted, is_timed
-from megatron_prism.predict.quantiles import Quantile, quantile
+from megatron_prism.core.files import rendered
+from megatron_prism.core.program import Programs
+from megatron_prism.predict.campaign import Plan, RunPrediction, check_plan, predict_run
+from megatron_prism.predict.distributions import Quantile, quantile
 from megatron_prism.predict.sampler import Sampler
-from megatron_prism.predict.spreads import PARTS, Variability
-from megatron_prism.predict.spreads import variability as shipped
+from megatron_prism.predict.variability import (
+    PARTS,
+    CallSpread,
+    Variability,
+    call_spread,
+    fitted,
+    is_timed,
+)
+from megatron_prism.predict.variability import variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
-from megatron_prism.predict.whole_run import Plan, RunPrediction, check_plan, predict_run
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -33,7 +38,7 @@ from megatron_prism.replay.priced_graph import (
     price,
 )
 
-__all__ = ["QUANTILES", "Prediction", "Spreads", "predict", "spreads_of", "worth"]
+__all__ = ["QUANTILES", "Prediction", "predict", "spreads_of", "worth"]
 
 QUANTILES = (0.05, 0.5, 0.95, 0.99)
 FEWEST = 100

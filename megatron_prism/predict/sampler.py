@@ -19,21 +19,255 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_prism.core.ops import IS_PAIR
-from megatron_prism.predict import paths
-from megatron_prism.predict.calls import CallSpread
-from megatron_prism.predict.distribution import Distribution, largest
-from megatron_prism.predict.replicas import replica_of, replicas
-from megatron_prism.predict.spreads import Variability
+from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.predict.distributions import Distribution, largest
+from megatron_prism.predict.variability import CallSpread, Variability
+from megatron_prism.replay import dependencies, loops, timeline
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["Sampler", "Slow"]
+__all__ = ["Sampler", "Slow", "replica_of"]
+
+
+def _together(graph: WorldGraph) -> int:
+    """Ranks of a stage that make up one replica."""
+    world = graph.programs.world
+    etp = world.tp if world.etp is None else world.etp
+    return math.lcm(world.tp * world.cp, etp * world.ep)
+
+
+def replicas(graph: WorldGraph) -> tuple[int, tuple[int, ...]]:
+    """(independent replicas, members of each class in one)."""
+    world = graph.programs.world
+    count = max(1, world.size // (world.pp * _together(graph)))
+    if any(ranks % count for ranks in graph.classes.counts):
+        count = 1  # not alike: the whole world waits for all of itself
+    return count, tuple(ranks // count for ranks in graph.classes.counts)
+
+
+def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
+    """The replica that each rank is in."""
+    world = graph.programs.world
+    if replicas(graph)[0] == 1:
+        return np.zeros(len(ranks), dtype=np.int64)
+    tp, cp, dp = (np.asarray(world._along(axis, ranks)) for axis in ("tp", "cp", "dp"))
+    return np.asarray((tp + world.tp * (cp + world.cp * dp)) // _together(graph))
+
+
+LANES = 128  # a power of two
+ROWS = 4096  # draws of a node's own factor, a power of two; nodes pick a row by a hash
+_FEW = 8  # predecessors up to which implied waits are looked for three steps back
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Nodes in an order in which predecessors come first.
+
+    lasts : float64 [n] ns
+    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings;
+            that, one and its class for the host's time
+    node  : int64 [n], the node of the Dag
+    slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
+    ends  : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
+    """
+
+    lasts: np.ndarray
+    row: np.ndarray
+    node: np.ndarray
+    slot: np.ndarray
+    start: np.ndarray
+    before: np.ndarray
+    ends: np.ndarray
+
+    def longest(
+        self,
+        factors: np.ndarray,
+        share: np.ndarray,
+        table: np.ndarray,
+        kind: np.ndarray,
+        crossing: np.ndarray,
+        seeds: tuple[int, int],
+    ) -> np.ndarray:
+        """ns, float64 [replicas, iterations].
+
+        factors  : float64 [rows, replicas, iterations], by ``row``
+        share    : float64 [n]: how much of its own factor's deviation a node takes; 0: none
+        table    : float64 [kinds * ROWS, LANES], draws of own factors
+        kind     : int64 [n], whose draws a node takes
+        crossing : bool [n], meetings between replicas: one draw of an iteration for all of them
+        seeds    : of what each replica draws, and of what all share
+        """
+        rows, replicas, count = factors.shape
+        width, long = _lanes(count)
+        blocks = -(-replicas * long // LANES)
+        padded = np.ones((rows, blocks * LANES))
+        own = padded[:, : replicas * long].reshape(rows, replicas, long)
+        own[:, :, :count] = factors
+        lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
+        whole = _with_shared(table, width) if share.any() else table
+        found = np.zeros((blocks, LANES))
+        slots = int(self.slot.max(initial=0)) + 1
+        given = (self.lasts, self.row, self.slot, self.ends, self.start, self.before, share, whole)
+        run = loops._compiled(_longest)
+
+        def part(first: int, last: int) -> None:
+            if first < last:
+                where = (seeds[0] + first, seeds[1], first, max(1, long // LANES))
+                run(*given, kind, crossing, lanes[first:last], *where, slots, found[first:last])
+
+        edges = [blocks * i // THREADS for i in range(THREADS + 1)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(part, edges[:-1], edges[1:]))
+        return found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
+
+
+def _lanes(count: int) -> tuple[int, int]:
+    """(lanes of one replica in a block, lanes of a replica in all)."""
+    width = min(LANES, 1 << (count - 1).bit_length())
+    return width, -(-count // width) * width
+
+
+def _with_shared(table: np.ndarray, width: int) -> np.ndarray:
+    """``table``, and below it what meetings between replicas take: the same draws in all parts of
+    a block."""
+    shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
+    return np.concatenate([table, shared[:, ::-1].reshape(-1, LANES)])
+
+
+def _longest(  # type: ignore[no-untyped-def]
+    lasts, row, slot, ends, start, before, share, table, kind, crossing, factors,
+    seed, shared, place, period, slots, found,
+):  # fmt: skip
+    end, latest, earlier = np.zeros((slots, LANES)), np.zeros(LANES), np.zeros(LANES)
+    others = len(table) // 2  # where the draws begin that replicas share
+    for block in range(len(found)):
+        top = found[block]
+        earlier[:] = 0.0
+        for node in range(len(lasts)):
+            last, own, to = lasts[node], factors[block, row[node]], end[slot[node]]
+            first, after = start[node], start[node + 1]
+            if first == after:
+                for lane in range(LANES):
+                    latest[lane] = 0.0
+            else:
+                source = end[before[first]]
+                for lane in range(LANES):
+                    latest[lane] = source[lane]
+                for edge in range(first + 1, after):
+                    source = end[before[edge]]
+                    for lane in range(LANES):
+                        if source[lane] > latest[lane]:
+                            latest[lane] = source[lane]
+            if share[node] != 0.0:
+                if crossing[node]:
+                    mixed = node * 40503 + ((place + block) % period + shared) * 30011
+                else:
+                    mixed = node * 40503 + (seed + block) * 30011
+                mixed = (mixed ^ (mixed >> 7)) * 7919
+                pick = ((mixed ^ (mixed >> 11)) & (ROWS - 1)) + kind[node] * ROWS
+                if crossing[node]:
+                    pick += others
+                draws, part = table[pick], share[node]
+                for lane in range(LANES):
+                    to[lane] = latest[lane] + last * own[lane] * (1 + part * (draws[lane] - 1))
+            else:
+                for lane in range(LANES):
+                    to[lane] = latest[lane] + last * own[lane]
+            if ends[node]:
+                last_of = top if ends[node] == 2 else earlier
+                for lane in range(LANES):
+                    if to[lane] > last_of[lane]:
+                        last_of[lane] = to[lane]
+        for lane in range(LANES):
+            top[lane] -= earlier[lane]
+
+
+def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
+    """``dag`` made small; ``durations`` decide only the order in which nodes are visited."""
+    waits = _implied_gone(dag)
+    begin, _ = timeline.evaluate(dag, durations)
+    place = np.empty(len(dag), dtype=np.int64)
+    place[dag.order] = np.arange(len(dag))
+    kept = np.fromiter(waits, dtype=np.int64, count=len(waits))
+    order = kept[np.lexsort((place[kept], begin[kept]))]
+    slot, last = _slots(order.tolist(), waits)
+    edges = [[slot[p] for p in waits[n]] for n in order.tolist()]
+    owner = dag.owner[order].astype(np.int64)
+    return Paths(
+        lasts=durations[order].astype(np.float64),
+        row=np.where(
+            owner < 0, classes, owner + (classes + 1) * (dag.kind[order] >= dependencies.LEAD)
+        ),
+        node=order,
+        slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
+        start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),
+        before=np.array([p for e in edges for p in e], dtype=np.int64),
+        ends=_ends(dag, order, waits),
+    )
+
+
+def _ends(dag: dependencies.Dag, order: np.ndarray, waits: dict[int, list[int]]) -> np.ndarray:
+    """uint8 [n]: which nodes nothing of their own iteration waits for, of the last two."""
+    within = {p for node, before in waits.items() for p in before
+              if dag.iteration[p] == dag.iteration[node]}  # fmt: skip
+    back = int(dag.iteration.max(initial=0)) - dag.iteration[order]
+    last = np.array([node not in within for node in order.tolist()], dtype=bool)
+    return np.where(last & (back < 2), 2 - back, 0).astype(np.uint8)
+
+
+def _implied_gone(dag: dependencies.Dag) -> dict[int, list[int]]:
+    """node -> predecessors, of nodes that are kept: waits that another wait implies are left out
+    (looked for three steps back), and so are points in time that wait for one node only."""
+    start, before = dag.start.tolist(), dag.before.tolist()
+    point = (dag.kind == dependencies.JOIN).tolist()
+    found: list[Sequence[int]] = [()] * len(dag)
+    kept: dict[int, list[int]] = {}
+    for node in dag.order.tolist():
+        waits: set[int] = set()
+        for p in before[start[node] : start[node + 1]]:
+            waits.add(found[p][0] if point[p] and len(found[p]) == 1 else p)
+        if len(waits) > 1:
+            deep = len(waits) <= _FEW
+            for p in list(waits):
+                _discard(waits, found[p], found, 2 if deep else 0)
+        found[node] = sorted(waits)
+        if not (point[node] and len(waits) == 1):
+            kept[node] = found[node]
+    return kept
+
+
+def _discard(waits: set[int], nodes: Sequence[int], found: list[Sequence[int]], deep: int) -> None:
+    for node in nodes:
+        waits.discard(node)
+        if deep and len(found[node]) <= _FEW:
+            _discard(waits, found[node], found, deep - 1)
+
+
+def _slots(order: list[int], waits: dict[int, list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+    """(node -> slot, node -> the last node that reads it)."""
+    last = {p: i for i, node in enumerate(order) for p in waits[node]}
+    free: list[int] = []
+    slot: dict[int, int] = {}
+    most = 0
+    for i, node in enumerate(order):
+        if free:
+            slot[node] = free.pop()
+        else:
+            slot[node], most = most, most + 1
+        free += [slot[p] for p in waits[node] if last[p] == i]
+        if node not in last:
+            free.append(slot[node])
+    return slot, last
+
 
 Slow = Mapping[int, tuple[int, float]]  # class -> (how many of its ranks, factor)
 _AT_ONCE = 1 << 16  # draws whose factors are kept at a time
@@ -75,7 +309,7 @@ class Sampler:
         self.replicas, self.members = replicas(self.graph)
         self.op = timeline.dag.op
         self._table: tuple[Any, np.ndarray] = (None, self._still())
-        self.paths = paths.build(timeline.dag, timeline.durations, len(self.members))
+        self.paths = build(timeline.dag, timeline.durations, len(self.members))
         self.crossing = self._crossing()
         self.kind = self._kinds()
 
@@ -199,7 +433,7 @@ class Sampler:
         if self._table[0] != shapes:  # a million draws each: kept for the next call
             rng = np.random.default_rng([self.seed, _TABLE])
             parts = [
-                one.at(rng.standard_normal((paths.ROWS, paths.LANES))) if any_ else self._still()
+                one.at(rng.standard_normal((ROWS, LANES))) if any_ else self._still()
                 for one, any_ in zip(shapes, vary.tolist(), strict=True)
             ]
             self._table = shapes, np.concatenate(parts)
@@ -214,7 +448,7 @@ class Sampler:
         return (spread.of("call"), spread.of("segment"), *sampled)
 
     def _still(self) -> np.ndarray:
-        return np.ones((paths.ROWS, paths.LANES))
+        return np.ones((ROWS, LANES))
 
     def _run(
         self,

@@ -14,13 +14,22 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import NAMES
-from megatron_prism.predict.replicas import replica_of
-from megatron_prism.predict.sampler import Sampler, Slow
-from megatron_prism.predict.spreads import PARTS, Variability
+from megatron_prism.predict.sampler import Sampler, Slow, replica_of
+from megatron_prism.predict.variability import PARTS, Variability
 from megatron_prism.replay.priced_graph import PricedGraph
 
-__all__ = ["Bar", "HotNode", "Placement", "Point", "Study", "busiest", "hot_node", "hot_nodes",
-           "p95", "placement", "scale", "study", "tornado", "with_slow"]  # fmt: skip
+__all__ = [
+    "Study",
+    "busiest",
+    "hot_node",
+    "hot_nodes",
+    "p95",
+    "placement",
+    "scale",
+    "study",
+    "tornado",
+    "with_slow",
+]
 
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks

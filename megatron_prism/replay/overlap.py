@@ -22,12 +22,12 @@ from megatron_prism.core.ops import CODE
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import PACED, PEERS
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import maxplus, timeline
+from megatron_prism.replay import timeline
 from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.costs.overlap_factors import KINDS, Overlap
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["PASSES", "replay"]
+__all__ = ["replay"]
 
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN = 0.5  # of a segment: products
@@ -50,7 +50,7 @@ def replay(
     found = timeline.replay(graph, prices, iterations)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source)
-        times = maxplus.evaluate(found.dag, timeline.durations_of(found.dag, now))
+        times = timeline.evaluate(found.dag, timeline.durations_of(found.dag, now))
         before, found = found, Timeline(graph, now, found.dag, *times, iterations)
         moved = np.abs(now.meetings - before.prices.meetings).sum()
         same = abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns

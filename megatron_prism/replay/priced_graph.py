@@ -20,19 +20,17 @@ from functools import cached_property
 
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Programs
 from megatron_prism.graph.world_graph import WorldGraph, build
-from megatron_prism.replay import impaired, overlap, whatif
+from megatron_prism.replay import overlap, whatif
 from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.costs import price as price_ops
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
-from megatron_prism.replay.impaired import SlowNic
-from megatron_prism.replay.reschedule import microbatches
-from megatron_prism.replay.scale import data_parallel
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.replay.timeline import replay as evaluate
+from megatron_prism.replay.whatif import SlowNic, data_parallel, microbatches
 
 __all__ = ["PricedGraph", "WhatIf", "price", "replay"]
 
@@ -202,7 +200,7 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         programs = data_parallel(programs, what_if.dp)
     for ranks, factor in _pairs(what_if.slow):
         programs = whatif.slow(programs, programs.world.select(str(ranks)), factor)
-    programs = impaired.marked(programs, what_if.slow_nics)
+    programs = whatif.marked(programs, what_if.slow_nics)
     if what_if.moved is not None:
         programs = whatif.assumed(programs, f"on {there.name}")
     for words, factor in _pairs(what_if.faster):
@@ -230,7 +228,7 @@ def _prices(
     for words, factor in _pairs(what_if.faster):
         prices = whatif.faster(graph, prices, factor, *_calls(words))
     prices = whatif.slowed(graph, prices)
-    return impaired.priced(graph, prices, there, what_if.slow_nics)
+    return whatif.priced(graph, prices, there, what_if.slow_nics)
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

@@ -7,22 +7,248 @@ that the first began from rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError
-from megatron_prism.core.ops import CODE, NAMES
-from megatron_prism.core.results import rendered
+from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.files import rendered
+from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES, label
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay import kernels, maxplus
+from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.dag import COMPUTE, HOST, LEAD, MEET, Dag, build
+from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag, build
 
-__all__ = ["SPAN", "Account", "Step", "Timeline", "replay"]
+__all__ = [
+    "ScheduleStep",
+    "ScheduleTimeline",
+    "cost_of",
+    "critical_path",
+    "evaluate",
+    "replay",
+    "schedule_timeline",
+]
+
+
+def evaluate(dag: Dag, durations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(start, end) of every node in ns, int64 [n] each; ``durations`` int64 [n], none negative.
+
+    PrismError if some nodes wait for each other.
+    """
+    known = "order" in vars(dag)
+    if not known:  # one pass finds the order and the times
+        first, begin, end = loops.timed(np.diff(dag.start), *dag.followers, durations)
+        vars(dag)["order"] = first
+    if len(dag.order) < len(dag):
+        raise PrismError(
+            f"the job hangs: {len(dag) - len(dag.order)} steps wait for each other",
+            fix="prism check names calls that do not match; prism hang draws who waits for whom",
+        )
+    if known:
+        return loops.longest(dag.order, dag.start, dag.before, durations)
+    return begin, end
+
+
+def critical_path(dag: Dag, end: np.ndarray) -> list[int]:
+    """Nodes from the beginning to the last end, each the reason for the start of the next."""
+    if not len(dag):
+        return []
+    node = int(np.argmax(end))
+    path = [node]
+    while (previous := dag.predecessors(node)).size:
+        node = int(previous[np.argmax(end[previous])])
+        path.append(node)
+    return path[::-1]
+
+
+COST: Mapping[str, int] = {"forward": 1, "backward": 2}
+SPLIT: Mapping[str, int] = {"forward": 1, "backward": 1, "weight": 1}  # wgrads computed apart
+
+
+@dataclass(frozen=True)
+class ScheduleStep:
+    """A forward or backward of one microbatch on one stage, from its first part to its last."""
+
+    phase: str
+    microbatch: int
+    chunk: int
+    start: Fraction
+    end: Fraction
+
+    @property
+    def label(self) -> str:
+        """``2F0``."""
+        return label(self.phase, self.microbatch, self.chunk)
+
+
+@dataclass(frozen=True)
+class ScheduleTimeline:
+    """Steps by stage, ascending in start; ``busy`` is how long each stage computes at all."""
+
+    stages: tuple[tuple[ScheduleStep, ...], ...]
+    busy: tuple[Fraction, ...]
+    total: Fraction
+
+    @property
+    def bubble(self) -> Fraction:
+        """The part of all stages' time in which they compute nothing."""
+        return 1 - sum(self.busy, Fraction()) / (len(self.stages) * self.total)
+
+
+def cost_of(programs: Programs) -> Mapping[str, int]:
+    """COST, or SPLIT where weight gradients are computed apart."""
+    weight = PHASE_NAMES.index("weight")
+    apart = any((program.ops["phase"] == weight).any() for program in programs.programs)
+    return SPLIT if apart else COST
+
+
+def schedule_timeline(
+    programs: Programs, cost: Mapping[str, int] | None = None
+) -> ScheduleTimeline:
+    """Play all stages against each other.  ProgramError if they wait for each other forever."""
+    cost = cost_of(programs) if cost is None else cost
+    size = programs.world.size
+    channels = _Channels(size)
+    stages = [_Stage(rank, programs.of(rank), cost, channels) for rank in range(size)]
+    going = True
+    while going:
+        going = sum(stage.advance() for stage in stages) > 0
+    stuck = [stage for stage in stages if not stage.done]
+    if stuck:
+        waits = ", ".join(f"rank {s.rank} at op {s.at} ({s.here})" for s in stuck[:4])
+        raise ProgramError(f"the stages wait for each other: {waits}", fix="see prism check")
+    total = max((step.end for stage in stages for step in stage.steps()), default=Fraction(1))
+    return ScheduleTimeline(
+        tuple(stage.steps() for stage in stages), tuple(stage.busy() for stage in stages), total
+    )
+
+
+End = tuple[str, str, tuple[int, int]]  # group, send or recv, (sender, receiver)
+
+
+class _Channels:
+    """Messages: the k-th send of a directed pair in a group meets the k-th receive."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.posted: dict[End, list[Fraction]] = defaultdict(list)
+
+    def post(self, name: str, group: str, rank: int, peer: int, when: Fraction) -> tuple[End, int]:
+        """Post a side; returns where the other side will be."""
+        other = (rank + peer) % self.size
+        ends = (rank, other) if name == "send" else (other, rank)
+        mine = self.posted[group, name, ends]
+        mine.append(when)
+        back = "recv" if name == "send" else "send"
+        return (group, back, ends), len(mine) - 1
+
+
+class _Stage:
+    """One rank's program, played as far as it goes."""
+
+    def __init__(
+        self, rank: int, program: Program, cost: Mapping[str, int], channels: _Channels
+    ) -> None:
+        self.rank, self.program, self.channels = rank, program, channels
+        ops, fields = program.ops, ("name", "phase", "microbatch", "chunk", "group", "peer")
+        self.columns = [ops[f].tolist() for f in (*fields, "handle", "batch", "stream")]
+        self.at = 0
+        self.clocks: dict[int, Fraction] = defaultdict(Fraction)
+        self.floor = Fraction()  # no stream goes on before: where the host waited
+        self.pending: dict[int, tuple[Fraction, End, int, int]] = {}
+        self.batches: dict[int, list[int]] = defaultdict(list)
+        self.events: dict[int, Fraction] = {}
+        self.parts: dict[tuple[int, int, int], list[tuple[Fraction, Fraction]]] = defaultdict(list)
+        names, phases, microbatches, chunks = self.columns[:4]
+        kinds = list(zip(phases, microbatches, chunks, strict=True))
+        compute = NAMES.index("compute")
+        counts = Counter(k for k, n in zip(kinds, names, strict=True) if n == compute)
+        self.kinds = kinds
+        self.cost = {k: Fraction(cost.get(PHASE_NAMES[k[0]], 0), n) for k, n in counts.items()}
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.kinds)
+
+    @property
+    def here(self) -> str:
+        name: str = NAMES[self.columns[0][self.at]]
+        return name
+
+    def advance(self) -> bool:
+        """Play until something is waited for that is not there; whether it got anywhere."""
+        names, *_, groups, peers, handles, batches, streams = self.columns
+        begin, count = self.at, len(self.kinds)
+        while self.at < count:
+            i = self.at
+            name, stream = NAMES[names[i]], streams[i]
+            now = max(self.clocks[stream], self.floor)
+            if name == "compute":
+                self._compute(i, stream, now)
+            elif name in ("send", "recv"):
+                group = self.program.strings[groups[i]]
+                where, number = self.channels.post(name, group, self.rank, peers[i], now)
+                self.pending[handles[i]] = (now, where, number, batches[i])
+                if batches[i] >= 0:
+                    self.batches[batches[i]].append(handles[i])
+            elif name == "wait":
+                until = self._finished(handles[i])
+                if until is None:
+                    break
+                self.clocks[stream] = max(now, until)
+            elif name == "record":
+                self.events[handles[i]] = now
+            elif name == "host_wait":
+                self.floor = max([now, *self.clocks.values()])
+            self.at += 1
+        return self.at > begin
+
+    def _compute(self, i: int, stream: int, now: Fraction) -> None:
+        kind = self.kinds[i]
+        self.clocks[stream] = now + self.cost[kind]
+        self.parts[kind].append((now, self.clocks[stream]))
+
+    def _finished(self, handle: int) -> Fraction | None:
+        """When the op of this handle is done; None if the other side is not there yet."""
+        if handle in self.events:
+            return self.events[handle]
+        batch = self.pending[handle][3]
+        last = Fraction()
+        for one in self.batches[batch] if batch >= 0 else [handle]:
+            posted, where, number, _ = self.pending[one]
+            others = self.channels.posted[where]
+            if number >= len(others):
+                return None
+            last = max(last, posted, others[number])
+        return last
+
+    def steps(self) -> tuple[ScheduleStep, ...]:
+        """Forwards and backwards, by start."""
+        found = [
+            ScheduleStep(PHASE_NAMES[p], m, c, min(a for a, _ in parts), max(b for _, b in parts))
+            for (p, m, c), parts in self.parts.items()
+        ]
+        return tuple(sorted(found, key=lambda step: (step.start, step.end)))
+
+    def busy(self) -> Fraction:
+        """How long anything computes."""
+        return _covered([part for parts in self.parts.values() for part in parts])
+
+
+def _covered(intervals: Sequence[tuple[Fraction, Fraction]]) -> Fraction:
+    """Length of the union."""
+    total, reached = Fraction(), Fraction()
+    for start, end in sorted(intervals):
+        total += max(Fraction(), end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
 
 SPAN = np.dtype(
     [
@@ -145,7 +371,7 @@ class Timeline:
 
     def critical_path(self) -> list[Step]:
         """What decides the last iteration."""
-        path = maxplus.critical_path(self.dag, self.node_end)
+        path = critical_path(self.dag, self.node_end)
         dag, last = self.dag, self.iterations - 1
         return [
             Step(int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]),
@@ -159,7 +385,7 @@ class Timeline:
 
         The smallest distance from any of its segments to the longest path through it.
         """
-        tail = kernels.tails(self.dag.order, self.dag.start, self.dag.before, self.durations)
+        tail = loops.tails(self.dag.order, self.dag.start, self.dag.before, self.durations)
         end = int(self.node_end.max(initial=0))
         segments = np.flatnonzero(self.dag.kind == COMPUTE)
         found = np.full(len(self.graph.classes), end, dtype=np.int64)
@@ -174,7 +400,7 @@ class Timeline:
 
     def to_json(self) -> dict[str, object]:
         """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
-        return rendered("report.figures:to_json", self, dict)
+        return rendered("report.metrics:to_json", self, dict)
 
     def to_text(self) -> str:
         """The page that ``prism replay`` prints."""
@@ -182,11 +408,11 @@ class Timeline:
 
     def to_html(self) -> str:
         """One self-contained page with the diagram, for any browser."""
-        return rendered("report.html:render", self, str)
+        return rendered("report.page:render", self, str)
 
     def to_chrome_trace(self) -> str:
         """A Chrome trace, for ui.perfetto.dev."""
-        return rendered("report.perfetto:render", self, str)
+        return rendered("report.chrome_trace:render", self, str)
 
 
 def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
@@ -198,7 +424,7 @@ def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
             "together the ops take longer than 64 bits of nanoseconds hold, 146 years",
             fix="look for the long ones: prism show DIR --text",
         )
-    start, end = maxplus.evaluate(dag, durations)
+    start, end = evaluate(dag, durations)
     return Timeline(graph, prices, dag, start, end, iterations)
 
 

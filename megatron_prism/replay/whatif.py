@@ -16,24 +16,39 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import numpy as np
 
-from megatron_prism.core.errors import UsageError
-from megatron_prism.core.membership import named_group
-from megatron_prism.core.ops import CODE, NAMES, OP, UNKNOWN
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.collectives import BY_NAME
+from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.groups import WORLD_GROUP, named_group
+from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, OP, PHASE_NAMES, UNKNOWN
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World, format_ranks
+from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs import Prices, price
 from megatron_prism.replay.costs.collectives import Calibration
-from megatron_prism.replay.costs.compute import MEASURED
+from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
 
-__all__ = ["apart", "assumed", "faster", "moved", "slow", "slowed", "used"]
+__all__ = [
+    "SlowNic",
+    "apart",
+    "assumed",
+    "count",
+    "data_parallel",
+    "faster",
+    "marked",
+    "microbatches",
+    "moved",
+    "priced",
+    "slow",
+    "slowed",
+]
+
 
 _SLOWED = "slowed x"
 _FINEST = 1000  # denominators of factors
@@ -218,3 +233,376 @@ def _relabelled(
             sources.append(text)
         found[chosen & (source == code)] = sources.index(text)
     return found
+
+
+_BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
+_ALIGN = 128
+_BUCKET_GROWS = 40  # ranks
+_GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
+
+
+def data_parallel(programs: Programs, dp: int) -> Programs:
+    """The world with data-parallel size ``dp``.
+
+    WorldError if there is no such world, ProgramError if the replicas are not alike or a call's
+    size in the new world is not known.
+    """
+    old = programs.world
+    if dp < 1:
+        raise UsageError(f"a data-parallel size of {dp}", fix="1 or more")
+    if dp == old.dp:
+        return programs
+    if programs.groups:
+        raise ProgramError(
+            f"the groups {', '.join(programs.groups)} are lists of ranks, which say nothing of a "
+            "larger world",
+            fix="capture a world of that size",
+        )
+    world = dataclasses.replace(old, size=old.size // old.dp * dp)
+    same = np.array(partition(programs).programs, dtype=np.int32)
+    running = same[partition(programs).of]
+    first = _places(old)[:, :, 0]  # [pp, others]: the ranks of the first replica
+    _check_alike(running, _places(old))
+    of = np.empty(world.size, dtype=np.int32)
+    of[_places(world)] = running[first][:, :, None]
+    bare = dataclasses.replace(programs, world=world, program_of=of)
+    before, after = memberships(programs), memberships(bare)
+    made, widths = list(programs.programs), set()
+    for index in np.unique(of).tolist():
+        place = tuple(np.argwhere(running[first] == index)[0])
+        here, there = int(first[place]), int(_places(world)[(*place, 0)])
+        sizes = {
+            name: (len(before[name].group(here)), len(after[name].group(there)))
+            for name in programs.programs[index].groups()
+        }
+        resized = _Resizer(programs.programs[index], sizes, old, world, here, there)
+        made[index] = resized.program()
+        widths |= resized.buckets
+    source = {**programs.source}
+    for key in (k for k in _GROWS_WITH_BATCH & set(source) if source[k].isdecimal()):
+        source[key] = str(int(source[key]) * dp // old.dp)
+    scaled = used(dataclasses.replace(bare, programs=tuple(made), source=source))
+    return assumed(scaled, _said(old.dp, dp, widths))
+
+
+def _said(old: int, new: int, widths: set[tuple[int, int]]) -> str:
+    text = f"data-parallel size {new} instead of {old}: segments and memory as captured"
+    if any(b % a for a, b in widths):
+        text += ", buckets up to their padding too large"
+    if any(max(pair) > _BUCKET_GROWS for pair in widths):
+        text += ", boundaries of buckets as captured"
+    return text
+
+
+def _places(world: World) -> np.ndarray:
+    """int64 [pp, cp x tp, dp]: the rank at every place."""
+    ranks = np.arange(world.size)
+    where = [np.asarray(world._along(axis, ranks)) for axis in ("pp", "cp", "tp", "dp")]
+    found = np.empty((world.pp, world.cp, world.tp, world.dp), dtype=np.int64)
+    found[tuple(where)] = ranks
+    return found.reshape(world.pp, world.cp * world.tp, world.dp)
+
+
+def _check_alike(running: np.ndarray, places: np.ndarray) -> None:
+    differ = np.argwhere(running[places] != running[places][:, :, :1])
+    if differ.size:
+        stage, other, replica = differ[0]
+        ranks = places[stage, other, [0, replica]].tolist()
+        raise ProgramError(
+            f"ranks {ranks[0]} and {ranks[1]} differ in nothing but the replica, and run different "
+            "programs",
+            fix="change the size first and slow ranks down after that; uneven experts need a "
+            "capture of the new size",
+        )
+
+
+class _Resizer:
+    """One program, and the sizes of its groups before and after."""
+
+    def __init__(
+        self,
+        program: Program,
+        sizes: dict[str, tuple[int, int]],
+        old: World,
+        new: World,
+        here: int,
+        there: int,
+    ) -> None:
+        self.given, self.sizes, self.old, self.new = program, sizes, old, new
+        self.here, self.there = here, there
+        self.buckets: set[tuple[int, int]] = set()
+
+    def program(self) -> Program:
+        """The program in the new world."""
+        ops = self.given.ops.copy()
+        for name, indices in self.given.groups().items():
+            if self.sizes[name][0] != self.sizes[name][1]:
+                for i in indices.tolist():
+                    self._resize(ops[i], name)
+        return dataclasses.replace(self.given, ops=ops, rank=self.there)
+
+    def _resize(self, row: np.void, group: str) -> None:
+        before, after = self.sizes[group]
+        name = int(row["name"])
+        if IS_PAIR[name]:
+            row["peer"] = self._peer(int(row["peer"]), group)
+        elif name == CODE["all_to_all"] or row["splits"] >= 0:
+            raise ProgramError(
+                f"who sends what in an {NAMES[name]} of {group} with {after} ranks is not known",
+                fix="capture a world of that size",
+            )
+        elif name in (CODE["all_gather"], CODE["gather"]) and row["num_out"] > 0:
+            row["num_in"], row["num_out"] = self._shard(row, "num_in", "num_out", before, after)
+        elif name in (CODE["reduce_scatter"], CODE["scatter"]) and row["num_in"] > 0:
+            row["num_out"], row["num_in"] = self._shard(row, "num_out", "num_in", before, after)
+
+    def _shard(
+        self, row: np.void, part: str, whole: str, before: int, after: int
+    ) -> tuple[int, int]:
+        """(elements of one rank, of all) in the new group."""
+        if _BUCKETS not in self.given.strings[row["site"]]:
+            return int(row[part]), int(row[part]) * after
+        self.buckets.add((before, after))
+        align = math.lcm(after, _ALIGN)
+        total = -(-int(row[whole]) // align) * align
+        return total // after, total
+
+    def _peer(self, offset: int, group: str) -> int:
+        """How far the same stage is in the new world."""
+        if group == WORLD_GROUP:
+            other = (self.here + offset) % self.old.size
+            mine, theirs = self.old.coordinates(self.here), self.old.coordinates(other)
+            if mine._replace(pp=0) == theirs._replace(pp=0):
+                at = self.new.coordinates(self.there)._replace(pp=theirs.pp)
+                return self.new.rank_at(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) - self.there
+        raise ProgramError(
+            f"a message goes {offset} places along {group}, which changes its size",
+            fix="capture a world of that size",
+        )
+
+
+_FORWARD, _BACKWARD = PHASE_NAMES.index("forward"), PHASE_NAMES.index("backward")
+_RELATIVE = ("microbatch", "handle", "batch", "ns", "kernels", "note", "flops", "traffic",
+             "host", "lead", "products")  # fmt: skip
+_GROWS_WITH_MICROBATCHES = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
+
+
+def count(programs: Programs) -> int:
+    """Microbatches of an iteration; 0 if the programs name none."""
+    return 1 + max(int(p.ops["microbatch"].max(initial=-1)) for p in programs.programs)
+
+
+def microbatches(programs: Programs, wanted: int) -> Programs:
+    """The world with ``wanted`` microbatches an iteration.
+
+    ProgramError if a program does not repeat itself often enough, or the schedule cannot have that
+    number.
+    """
+    there, world = count(programs), programs.world
+    if wanted == there:
+        return programs
+    if not there:
+        raise ProgramError(
+            "no op of the programs names a microbatch, so their number cannot be changed",
+            fix="capture the job with that many",
+        )
+    period = world.pp if world.vpp and world.pp > 1 else 1
+    found = [_Periods(program, period) for program in programs.programs]
+    fewest = min(found, key=lambda one: one.runs)
+    if (wanted - there) % period:
+        near = there + period * max(1, (wanted - there) // period)
+        raise ProgramError(
+            f"{there} microbatches come in periods of {period} (interleaved, pp {world.pp}), so "
+            f"there cannot be {wanted}",
+            fix=f"microbatches={near}" if fewest.runs > 1 else _captured(near, there),
+        )
+    more = (wanted - there) // period
+    if fewest.runs < 2 or fewest.runs + more < 1:
+        raise ProgramError(
+            f"{there} microbatches have {fewest.runs} equal periods on rank {fewest.program.rank}, "
+            f"too few to make {wanted} microbatches of them",
+            fix=_captured(wanted, there),
+        )
+    made = tuple(one.repeated(more) for one in found)
+    source = {**programs.source}
+    for key in (k for k in _GROWS_WITH_MICROBATCHES & set(source) if source[k].isdecimal()):
+        source[key] = str(int(source[key]) * wanted // there)
+    changed = dataclasses.replace(programs, programs=made, source=source)
+    return assumed(
+        changed, f"{wanted} microbatches instead of {there}: the steady state's periods repeated"
+    )
+
+
+def _captured(wanted: int, there: int) -> str:
+    """What to type for a schedule that cannot be made out of another one."""
+    times = f"{wanted // there}" if wanted % there == 0 else f"{wanted}/{there}"
+    return (
+        "prism capture RECIPE -o DIR train.global_batch_size=N, or the stock job with "
+        f"--global-batch-size N, {times} times what it is now"
+    )
+
+
+class _Periods:
+    """One program's run of equal periods: ``runs`` times ``length`` ops from ``start``."""
+
+    def __init__(self, program: Program, period: int) -> None:
+        self.program, self.period = program, period
+        ops = program.ops
+        plain = ops.copy()
+        for name in _RELATIVE:
+            plain[name] = 0
+        self.issuer = _issuers(ops)
+        distance = np.where(self.issuer >= 0, np.arange(len(ops)) - self.issuer, -1)
+        self.rows = np.stack([np.unique(plain, return_inverse=True)[1].ravel(), distance])
+        self.start, self.length, self.runs = self._longest()
+
+    def _longest(self) -> tuple[int, int, int]:
+        ops = self.program.ops
+        forward = (ops["phase"] == _FORWARD) & (ops["name"] == CODE["compute"])
+        chunk = ops["chunk"] == ops["chunk"][forward].min(initial=0)
+        first: dict[int, int] = {}
+        for i in np.flatnonzero(forward & chunk).tolist():
+            first.setdefault(int(ops["microbatch"][i]), i)
+        best = (0, 0, 0)
+        for number, start in sorted(first.items()):
+            length = first.get(number + self.period, start) - start
+            if length > 0 and self._is_whole(start, length):
+                runs = 1
+                while self._equal(start, start + runs * length, length, runs):
+                    runs += 1
+                if runs > max(1, best[2]):
+                    best = (start, length, runs)
+        return best
+
+    def _is_whole(self, start: int, length: int) -> bool:
+        """As many backwards as forwards: neither warm-up nor cool-down."""
+        ops = self.program.ops[start : start + length]
+        steps = [
+            {tuple(row) for row in ops[["microbatch", "chunk"]][
+                (ops["phase"] == phase) & (ops["name"] == CODE["compute"])].tolist()}
+            for phase in (_FORWARD, _BACKWARD)
+        ]  # fmt: skip
+        return len(steps[0]) == len(steps[1]) > 0 and len(steps[0]) % self.period == 0
+
+    def _equal(self, one: int, other: int, length: int, apart: int) -> bool:
+        if other + length > len(self.program.ops):
+            return False
+        a, b = slice(one, one + length), slice(other, other + length)
+        numbers = self.program.ops["microbatch"]
+        shift = np.where(numbers[a] >= 0, apart * self.period, 0)
+        same = bool((self.rows[:, a] == self.rows[:, b]).all())
+        return same and bool((numbers[b] - numbers[a] == shift).all())
+
+    def repeated(self, more: int) -> Program:
+        """With ``more`` periods, or fewer."""
+        ops, length = self.program.ops, self.length
+        end = self.start + self.runs * length  # of the last equal period
+        kept = np.arange(end + min(0, more) * length)
+        again = np.tile(np.arange(end - length, end), max(0, more))
+        source = np.concatenate([kept, again, np.arange(end, len(ops))])
+        new = np.arange(len(source))
+        shift = np.zeros(len(source), dtype=np.int64)  # of microbatches, in periods
+        copies = 1 + np.arange(len(again)) // length
+        shift[len(kept) : len(kept) + len(again)] = copies
+        shift[len(kept) + len(again) :] = more
+        made = ops[source]
+        made["microbatch"] += np.where(made["microbatch"] >= 0, shift * self.period, 0).astype("i4")
+        issuer = self.issuer[source]
+        moved = (issuer >= self.start) | (source < end)  # else it was issued before the periods
+        at = np.where(moved, new - (source - issuer), issuer)
+        made["handle"] = np.where(issuer >= 0, at, -1)
+        made["batch"] = _numbered(made["batch"], source, ops["batch"])
+        memory = self.program.allocations.copy()
+        memory = memory[(memory["before"] <= len(kept)) | (memory["before"] > end)]
+        late = memory["before"] > end
+        memory["before"][late] += more * length
+        return dataclasses.replace(
+            self.program, ops=made, allocations=memory, samples=self._samples(source)
+        )
+
+    def _samples(self, source: np.ndarray) -> np.ndarray:
+        """Times of single iterations, those of a repeated segment being its own."""
+        compute = self.program.ops["name"] == CODE["compute"]
+        if not self.program.samples.size:
+            return self.program.samples
+        return self.program.samples[:, (np.cumsum(compute) - 1)[source[compute[source]]]]
+
+
+def _issuers(ops: np.ndarray) -> np.ndarray:
+    """int64 [n]: the op that made the handle that each op has or waits for; -1: none."""
+    found, last = np.full(len(ops), -1, dtype=np.int64), {}
+    for i in np.flatnonzero(ops["handle"] >= 0).tolist():
+        handle = int(ops["handle"][i])
+        if int(ops["name"][i]) != CODE["wait"]:
+            last[handle] = i
+        found[i] = last.get(handle, -1)
+    return found
+
+
+def _numbered(batch: np.ndarray, source: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """Batches as they come, from 0: members of one lie side by side, so repeated ones differ."""
+    found, known, at = np.full(len(batch), -1, dtype=np.int64), -1, -2
+    for i in np.flatnonzero(batch >= 0).tolist():
+        before = i - 1 >= 0 and i - 1 == at and given[source[i]] == given[source[at]]
+        known += 0 if before and source[i] > source[at] else 1
+        found[i], at = known, i
+    return found
+
+
+SlowNic = tuple[tuple[int, ...], float, int]  # ranks, bandwidth factor, more latency in ns
+
+
+def marked(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
+    """The same world with the ranks of every slow NIC in classes of their own."""
+    for ranks, factor, latency in nics:
+        what = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
+        programs = assumed(apart(programs, ranks, what), what)
+    return programs
+
+
+def priced(graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]) -> Prices:
+    """``prices`` with the calls between nodes of every slow NIC longer."""
+    for nic in nics:
+        prices = _one(graph, prices, machine, nic)
+    return prices
+
+
+def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> Prices:
+    ranks, factor, latency = nic
+    classes = np.zeros(len(graph.classes), dtype=bool)
+    classes[graph.classes.of[list(ranks)]] = True
+    meet, chosen = graph.rendezvous, np.zeros(len(graph.rendezvous), dtype=bool)
+    known: dict[tuple[int, str, int, bool], bool] = {}
+    for number in np.unique(_owners(meet.start)[classes[meet.classes]]).tolist():
+        owner, op = meet.meeting(number)[0]
+        program = graph.program_list[owner]
+        row = program.ops[op]
+        pair = BY_NAME[NAMES[row["name"]]].kind == "pair"
+        key = (owner, program.strings[row["group"]], int(row["peer"]), pair)
+        if key not in known:
+            known[key] = _between_nodes(graph, machine, *key)
+        chosen[number] = known[key]
+    slower = np.rint(prices.meetings / factor).astype(np.int64) + latency
+    sources = list(prices.sources)
+    return dataclasses.replace(
+        prices,
+        meetings=np.where(chosen, slower, prices.meetings),
+        meeting_source=_relabelled(prices.meeting_source, chosen, "slow NIC", sources),
+        sources=tuple(sources),
+    )
+
+
+def _owners(start: np.ndarray) -> np.ndarray:
+    """The rendezvous of every entry of its table."""
+    return np.repeat(np.arange(len(start) - 1), np.diff(start))
+
+
+def _between_nodes(
+    graph: WorldGraph, machine: Machine, owner: int, group: str, peer: int, pair: bool
+) -> bool:
+    membership, rank = graph.groups[group], graph.classes.representatives[owner]
+    members = membership.group(rank)
+    if pair:
+        other = (int(membership.position[rank]) + peer) % len(members)
+        members = np.array([rank, int(members[other])])
+    return len(np.unique(members // machine.gpus_per_node)) > 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-from megatron_prism.core.selectors import format_ranks
+from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["markdown", "page"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from megatron_prism.core.units import format_bytes, format_ns
 from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.report.figures import ClassFigures, Figures, Value, figures
+from megatron_prism.report.metrics import ClassFigures, Figures, Value, figures
 
-__all__ = ["format_flops", "render"]
+__all__ = ["render"]
 
 _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.runtime.pacing.moves import Move
 from megatron_prism.runtime.pacing.streams import End
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.process_group import Done
 
 if TYPE_CHECKING:
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.pacing.pacer import Call, Pacer
     from megatron_prism.runtime.process_group import PrismGroup
-    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
 
 __all__ = ["Batch"]
 

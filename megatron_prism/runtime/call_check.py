@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,12 +19,30 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_prism.core.ops import DTYPES, Op
-from megatron_prism.runtime.frames import frames
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-__all__ = ["Neighbours", "Peers", "Rendezvous", "differences", "gloo_does", "nccl_lets_through"]
+__all__ = ["Neighbours", "Rendezvous", "differences", "frames", "gloo_does", "nccl_lets_through"]
+
+
+_MOST = 12
+
+
+def frames(depth: int = 1) -> list[str]:
+    """``file:line function``, innermost first, from ``depth`` callers above; at most 12."""
+    found: list[str] = []
+    frame = sys._getframe(depth)
+    while frame is not None and len(found) < _MOST:
+        path = frame.f_code.co_filename.replace("\\", "/")
+        megatron = path.rfind("/megatron/")
+        foreign = "site-packages/" in path or "/megatron_prism/" in path or path.startswith("<")
+        if megatron >= 0 or not foreign:
+            short = path[megatron + 1 :] if megatron >= 0 else "/".join(path.rsplit("/", 2)[-2:])
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
 
 _BY_OUTPUT = ("reduce_scatter", "scatter", "recv")
 _PATIENCE_S = 120.0  # until a local rank that does not come counts as lost

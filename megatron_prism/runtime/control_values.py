@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.artefact import whole_file
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import whole_file
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["FORMAT", "Recorder", "Replayer"]
+__all__ = ["Recorder", "Replayer"]
 
 FORMAT = 1
 _LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger

@@ -8,11 +8,29 @@ path; ``overriding`` finds the others once, when the listeners are set.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-__all__ = ["CallListener", "TrainingListener", "overriding"]
+from torch import distributed as dist
+
+from megatron_prism.runtime.process_group import PrismGroup
+
+__all__ = ["Answer", "Args", "CallListener", "Kwargs", "TrainingListener", "overriding"]
+
+
+# Of one of c10d's methods: tensors, lists of them, splits, ranks, options.  Each method has others.
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Answer = Callable[..., dist.Work | None]  # called with the group, then args and kwargs
+
+
+class Listener(Protocol):
+    """Makes calls itself, or has them made when and as it likes: a Recorder, a Pacer, a Guard."""
+
+    def record(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs, /
+    ) -> dist.Work | None: ...
 
 
 class TrainingListener(Protocol):

@@ -11,7 +11,9 @@ distributed_c10d.py:2278), with no dispatcher hop: 4 to 6 us a call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -20,17 +22,121 @@ from torch import distributed as dist
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import answers
-from megatron_prism.runtime.arguments import arguments, message_size, size_of
-from megatron_prism.runtime.exchange import Exchange, is_ring
 from megatron_prism.runtime.mixed_groups import Mixed
 from megatron_prism.runtime.partial_sums import holds_sequences
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.values import Exchange, is_ring
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.signatures import Answer
+    from megatron_prism.runtime.listeners import Answer, Args
+    from megatron_prism.runtime.pacing.streams import End
     from megatron_prism.runtime.world import VirtualWorld
 
-__all__ = ["PrismGroup"]
+__all__ = ["Done", "PrismGroup", "arguments", "message_size", "size_of"]
+
+
+def size_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def message_size(args: Args) -> int:
+    """Bytes of the larger side of a call, as the table of collectives counts them."""
+    first, second = args[0], args[1] if len(args) > 1 else None
+    if isinstance(second, torch.Tensor):  # out, in, ..
+        return max(first.nbytes, second.nbytes)
+    if isinstance(second, list) or len(first) != 1:
+        return max(size_of(_flat(first)), size_of(_flat(second)))
+    size: int = first[0].nbytes
+    return size
+
+
+def _flat(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _flat(item)]
+    return []
+
+
+def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(inputs, outputs) of a c10d call: outputs come first where there are two."""
+    if op == "barrier":
+        return [], []
+    first = _flat(args[0])
+    if op == "send":
+        return first, []
+    if op == "recv":
+        return [], first
+    if op in ("all_reduce", "broadcast", "reduce"):
+        return first, first
+    return _flat(args[1]), first
+
+
+_unfinished: list[tuple[End, object]] = []  # (end, tensors) of calls whose handles are gone
+
+
+class Done(dist.Work):
+    """The handle of a call that needs nothing more from the host.
+
+    An answer is complete when its method returns, or at ``after``'s event on another stream: then
+    waiting makes the caller's stream wait.  torch's FakeWork says it is never completed, has no
+    result and no source.
+    """
+
+    _end: End | None = None
+    _held: object = None
+
+    def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
+        super().__init__()
+        self._outs, self._source = outs, source
+
+    def after(self, end: End, held: object) -> Done:
+        """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
+        self._end, self._held = end, held
+        return self
+
+    def __del__(self) -> None:
+        # a handle that nobody waits for: its tensors stay until the device is done with them
+        if self._end is not None and self._held is not None and not sys.is_finalizing():
+            _unfinished.append((self._end, self._held))  # first: asking the device may fail
+            _unfinished[:] = [one for one in _unfinished if not one[0].query()]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.synchronize()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._end is None or bool(self._end.query())
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """The caller's stream goes on when the answer is there."""
+        if self._end is not None:
+            self._end.wait()
+            self._held = None
+
+    block_current_stream = synchronize
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self.synchronize()  # a future of CUDA tensors is behind the current stream
+        devices: list[int | str | torch.device]
+        devices = [self._outs[0].device] if self._outs and self._outs[0].is_cuda else []
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result(list(self._outs))
+        return future
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
 
 
 class PrismGroup(dist.ProcessGroup):

@@ -24,10 +24,46 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.runtime.pacing.driver import Driver
 from megatron_prism.runtime.partial_sums import Parts
-from megatron_prism.runtime.token_vectors import TokenVectors
 
-__all__ = ["ACTIVATION", "GRADIENT", "POLICIES", "Values", "rms"]
+__all__ = ["COUNT", "Exchange", "TokenVectors", "Values", "is_ring", "rms"]
+
+
+COUNT = 1 << 16  # vectors; larger numbers of tokens begin anew
+_STEP = 8  # elements from one window to the next: 16 B, so that rows begin where words do
+_SCATTER = 40_503  # odd, so every number has its place; neighbours (mock data) lie far apart
+_SEED = 20_100_913  # of all ranks: a token's vector is the same on each
+
+
+class TokenVectors:
+    """Makes a row for each (device, dtype, hidden size) once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+
+    def fill(self, target: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Give each place of ``target`` [s, b, h] (contiguous) the vector of ``tokens`` [s, b]
+        (integers, any).  Two kernels of the size of ``tokens``, one of ``target``'s."""
+        hidden = target.shape[-1]
+        places = tokens.reshape(-1).mul(_SCATTER).remainder_(COUNT)
+        windows = self.row(target).as_strided((COUNT, hidden), (_STEP, 1))
+        torch.index_select(windows, 0, places, out=target.detach().view(-1, hidden))
+
+    def row(self, like: torch.Tensor) -> torch.Tensor:
+        """The long row for tensors like this one, [COUNT * 8 + h]."""
+        key = (like.device, like.dtype, like.shape[-1])
+        if key not in self._rows:
+            length = COUNT * _STEP + like.shape[-1]
+            if like.is_cuda:
+                words = Driver().words(length * like.element_size(), like.device)
+                row = words.view(like.dtype)
+            else:
+                row = torch.empty(length, dtype=like.dtype, device=like.device)
+            generator = torch.Generator(device=like.device)
+            self._rows[key] = row.normal_(generator=generator.manual_seed(_SEED))
+        return self._rows[key]
+
 
 POLICIES = ("mirror", "noise", "recorded")
 ACTIVATION = "activation"
@@ -185,3 +221,40 @@ class Values:
             )
             part.add_((noise * scale).to(part.dtype))
             part.copy_(torch.where(positive, part.abs(), part))
+
+
+def is_ring(desc: str) -> bool:
+    """Whether sends and receives of this group are of one kind (CONTEXT_PARALLEL_GROUP, ..)."""
+    return "CONTEXT_PARALLEL_GROUP" in desc
+
+
+class Exchange:
+    """Pairs the sends and receives of one group, one after the other, in either order."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._sent: torch.Tensor | None = None
+        self._waiting: tuple[torch.Tensor, bool] | None = None
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """This rank sends ``tensor``; an odd rank's receive before it is answered now."""
+        if self._waiting is None:
+            self._sent = tensor
+            return
+        (target, invented), self._waiting = self._waiting, None
+        if invented and _alike(target, tensor):
+            self._values.like(target, tensor)
+
+    def received(self, tensor: torch.Tensor, invented: bool) -> None:
+        """This rank receives ``tensor``, from a virtual rank if ``invented``."""
+        source, self._sent = self._sent, None
+        if source is None:
+            self._waiting = (tensor, invented)
+        if source is not None and invented and _alike(tensor, source):
+            self._values.like(tensor, source)
+        elif invented:
+            self._values.receive(tensor)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.emulate.calibrate_calls import Behind
+from megatron_prism.emulate.calibrate_rank import Behind
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.release import Releases
+from megatron_prism.replay.answer_times import Releases
 from megatron_prism.runtime.pacing.kernel_moves import ADDED
 from megatron_prism.runtime.pacing.moves import COPY, KINDS, Move
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
 from megatron_prism.runtime.pacing.streams import Streams
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.process_group import Done
 
 pytestmark = [
     pytest.mark.gpu,

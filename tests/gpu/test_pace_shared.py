@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.release import Releases
+from megatron_prism.replay.answer_times import Releases
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout
 
 pytestmark = [

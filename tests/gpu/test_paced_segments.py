@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.replay.release import Releases
+from megatron_prism.replay.answer_times import Releases
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
 from megatron_prism.runtime.pacing.streams import Streams
+from megatron_prism.runtime.process_group import Done
 from megatron_prism.runtime.recorder import events
-from megatron_prism.runtime.recorder.paced import PacedRecorder
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.recorder.recorder import PacedRecorder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_prism.runtime.token_vectors import COUNT, TokenVectors
+from megatron_prism.runtime.values import COUNT, TokenVectors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,11 +23,12 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader, export, fault_plan
+from megatron_prism.hang import dumps, export, fault_plan
 from megatron_prism.hang import fault_planting as faults
+from megatron_prism.hang.from_programs import of_graph
 
 HERE = pathlib.Path(__file__).parent
 
@@ -98,8 +99,8 @@ def judged(case, folder, state, **how):
     """The verdict from the dumps of ``state`` in ``folder``, and nothing else."""
     export.write(state, folder, **how)
     if case.where != "programs":
-        return hang.of_dumps(dump_reader.read(folder))
-    found = hang.of_graph(world_graph.build(state.programs))
+        return hang.of_dumps(dumps.read_in_process(folder))
+    found = of_graph(world_graph.build(state.programs))
     return dataclasses.replace(found, seq=found.seq + 1)  # programs count from 0
 
 

@@ -47,12 +47,12 @@ def captured(lines, folder):
     from test_healthy import LOADED, recipe_of
 
     from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate import capture_recipe, recipe_job
+    from megatron_prism.emulate import recipe_job
 
     jobs, stores = [], {}
     for line in filter(None, lines.splitlines()):
         name, recipe = recipe_of(line, LOADED)
-        stores[name] = SliceStore(folder / name, recipe.world, capture_recipe.source_of(recipe))
+        stores[name] = SliceStore(folder / name, recipe.world, recipe_job.source_of(recipe))
         stores[name].prepare(True)
         jobs += [(recipe, rank, stores[name]) for rank in recipe_job.ranks_of(recipe)]
     wrong = [answer["error"] for answer in forks.capture(jobs).values() if "error" in answer]

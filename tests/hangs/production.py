@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from cases import world
 
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.program_parse import parse
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall
 from megatron_prism.graph.stall import Fault
 from megatron_prism.hang import export

@@ -13,8 +13,8 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader as flight_recorder
-from megatron_prism.hang import fault_plan, fault_planting, from_programs
+from megatron_prism.hang import dumps, fault_plan, fault_planting, from_programs
+from megatron_prism.hang.from_programs import of_graph
 
 HERE = Path(__file__).parent
 WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
@@ -42,7 +42,7 @@ def test_with_less_recorded_nobody_innocent_is_named(case, tmp_path):
 @pytest.mark.parametrize("name", sorted(set(WORLDS) - BROKEN))
 def test_controls_are_clean(name, tmp_path):
     """The same worlds without a fault; 0.19 and a coefficient of 0 for A1."""
-    assert hang.of_graph(world_graph.build(cases.world(name))).verdict == "healthy"
+    assert of_graph(world_graph.build(cases.world(name))).verdict == "healthy"
     if cases.world(name).world.size < 100:
         state = stall.run(cases.world(name))
         found = cases.judged(CASES[0], tmp_path / "d", state)
@@ -65,7 +65,7 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
     if from_dumps:
         found = from_programs.of_standstill(stall.run(programs))
     else:
-        found = hang.of_graph(world_graph.build(programs))
+        found = of_graph(world_graph.build(programs))
     assert {c.rank for c in found.culprits} == set(range(256))
     assert {c.kind for c in found.culprits} == {"shape"}
     assert (found.verdict, found.exit_code) == ("mismatch", 1)
@@ -78,7 +78,7 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
 
 def test_a1_with_two_stages_says_that_nobody_can_tell():
     """4 against 5 numbers, one stage each: naming either would be a guess."""
-    found = hang.of_graph(world_graph.build(cases.world("a1_pp2")))
+    found = of_graph(world_graph.build(cases.world("a1_pp2")))
     assert (found.verdict, found.culprits, found.exit_code) == ("mismatch", (), 1)
     assert (found.group, found.op) == ("PIPELINE_MODEL_PARALLEL_GROUP", "all_reduce")
     assert "4 elements on rank 0, 5 elements on rank 1" in found.evidence[0]
@@ -157,7 +157,7 @@ def test_fr_trace_itself_fails_where_one_side_of_a_batch_was_never_posted(posted
     theirs = cases.fr_trace(tmp_path)
     assert isinstance(theirs, str) is fails, theirs
     assert not fails or theirs.startswith("fails (KeyError in its utils.py:")
-    assert hang.of_dumps(flight_recorder.read(tmp_path)).exit_code != 0
+    assert hang.of_dumps(dumps.read_in_process(tmp_path)).exit_code != 0
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -341,9 +341,8 @@ def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, cap
 
 def test_whose_watchdog_fires_first():
     """Real clocks: the rank whose call was issued first, or has least patience."""
-    from megatron_prism.hang import dump_reader as flight_recorder
     from megatron_prism.hang import export
-    from megatron_prism.hang.dumps import DumpSet
+    from megatron_prism.hang.dumps import DumpSet, of_value
 
     state, _ = cases.planted(next(c for c in CASES if c.name == "host stuck"))
     dumps = {}
@@ -351,7 +350,7 @@ def test_whose_watchdog_fires_first():
         for entry in value["entries"]:
             entry["time_created_ns"] += 1_700_000_000 * 10**9
             entry["timeout_ms"] = 60_000 if rank == 8 else 600_000
-        dumps[rank] = flight_recorder.of_value(value, rank)
+        dumps[rank] = of_value(value, rank)
     found = hang.of_dumps(DumpSet(dumps))
     assert found.watchdog.startswith("rank 8, 60.0 s after")
     assert "WorkNCCL(SeqNum=" in found.watchdog

@@ -14,9 +14,9 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR
 from megatron_prism.graph import stall
+from megatron_prism.hang import alignment, export
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader, export, placement
-from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.dumps import DumpSet, of_value
 from megatron_prism.hang.fault_plan import parse
 from megatron_prism.hang.fault_planting import plant
 
@@ -36,8 +36,8 @@ def placed(name, fault, start=0, **how):
             entry["collective_seq_id"] += start
             entry["p2p_seq_id"] += start
             entry["record_id"] += 10 * start
-    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in values.items()})
-    return state, placement.place(dumps, hang.of_dumps(dumps), cases.world(name))
+    dumps = DumpSet({r: of_value(v, r) for r, v in values.items()})
+    return state, alignment.place(dumps, hang.of_dumps(dumps), cases.world(name))
 
 
 def issued(state, rank):
@@ -78,13 +78,13 @@ def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=20")])
     state = stall.run(found.programs, found.faults)
-    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in export.dumps_of(state)})
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.of_dumps(dumps)
     wrong = dataclasses.replace(
         verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
     )
-    assert placement.place(dumps, verdict, cases.world("moe")).confirmed
-    assert not placement.place(dumps, wrong, cases.world("moe")).confirmed
+    assert alignment.place(dumps, verdict, cases.world("moe")).confirmed
+    assert not alignment.place(dumps, wrong, cases.world("moe")).confirmed
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
                 status[key] = max(status[key], 0) + more[int(number)]
         for entry in value["entries"]:
             entry["collective_seq_id"] += more[entry["pg_id"]]
-        dumps[rank] = dump_reader.of_value(value, rank)
+        dumps[rank] = of_value(value, rank)
     dumps = DumpSet(dumps)
-    places = placement.place(dumps, hang.of_dumps(dumps), world).places
+    places = alignment.place(dumps, hang.of_dumps(dumps), world).places
     assert {p.iteration for p in places} == {iterations + 1}
 
 
@@ -129,9 +129,9 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
     world = cases.world("moe")
     found = plant(world, [parse("gil@rank=10,group=tp,nth=20")])
     state = stall.run(found.programs, found.faults)
-    dumps = DumpSet({r: dump_reader.of_value(v, r) for r, v in export.dumps_of(state)})
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
     verdict = hang.of_dumps(dumps)
-    where = placement.place(dumps, verdict, world)
+    where = alignment.place(dumps, verdict, world)
 
     def answer(change, differs=(), steps=3):
         ops = [op for op in world.of(10) if op.group]

@@ -8,7 +8,7 @@ import pytest
 from production import CASES
 
 from megatron_prism.cli import main as cli
-from megatron_prism.core import programs
+from megatron_prism.core import program
 
 
 def command(folder, capsys, *more):
@@ -40,7 +40,7 @@ def test_without_a_majority_the_rank_s_program_decides(tmp_path, capsys):
     """Dumps alone leave it open; with the programs of the job it is rank 2."""
     one = next(c for c in CASES if c.name == "receives before it sends")
     production.dumps(production.dataclasses.replace(one, how=production.ACTIVE), tmp_path / "d")
-    programs.save(production.line(4), tmp_path / "w.prism")
+    program.save(production.line(4), tmp_path / "w.prism")
     code, found = command(tmp_path / "d", capsys, "--programs", str(tmp_path / "w.prism"))
     assert (code, [row["rank"] for row in found["culprits"]]) == (1, [2])
     assert found["culprits"][0]["kind"] == "order"

@@ -17,10 +17,10 @@ from production import ACTIVE, DP, EP, stands
 
 from megatron_prism.cli import main as cli
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program_parse import parse
+from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader, export
+from megatron_prism.hang import dumps, export
 from megatron_prism.hang.dumps import DumpSet
 
 FULL = {"active_only": False, "stacks": True}
@@ -48,7 +48,7 @@ def _values(fault, active_only, change):
 
 def judged(made):
     """(who is named, the verdict)."""
-    found = hang.of_dumps(DumpSet({r: dump_reader.of_value(v, r) for r, v in made.items()}))
+    found = hang.of_dumps(DumpSet({r: dumps.of_value(v, r) for r, v in made.items()}))
     return {c.rank for c in found.culprits}, found
 
 
@@ -282,7 +282,7 @@ def test_a_group_that_was_made_later_is_no_restart():
     status = dict(next(iter(value["pg_status"].values())))
     status["last_completed_collective"] = status["last_enqueued_collective"] - 1
     value["pg_status"] = {"0": status, "1": dict(status)}
-    found = dump_reader.of_value(value, 8)
+    found = dumps.of_value(value, 8)
     assert len(found.entries) == 1
     assert not [note for note in found.notes if "made again" in note]
 
@@ -296,7 +296,7 @@ def test_what_is_issued_in_a_batch_stays_scheduled_for_good(how):
     inside = [e for e in made[8]["entries"] if e["is_p2p"] and e["input_sizes"] + e["output_sizes"]]
     assert len(inside) > 8, "what ended long ago is there too, also among the outstanding"
     assert {(e["state"], e["retired"]) for e in inside} == {("scheduled", False)}
-    dump = dump_reader.of_value(made[8], 8)
+    dump = dumps.of_value(made[8], 8)
     assert {e.seq for e in dump.entries if e.pair and not e.done} == {8}, "it waits in the last"
     assert judged(made)[0] == {10}
 

@@ -16,13 +16,11 @@ from torch import distributed as dist
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import HangError, UnsupportedError, UsageError
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs, save
+from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.call_guard import Guard
-from megatron_prism.emulate.expected_calls import ProgramPeers
-from megatron_prism.emulate.hang_flags import HangOptions
+from megatron_prism.emulate.call_guard import Guard, ProgramPeers
+from megatron_prism.emulate.options import HangOptions
 from megatron_prism.hang import fault_plan
 from megatron_prism.runtime import world
 from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
@@ -632,14 +630,14 @@ def test_policy_gloo_stops_only_where_gloo_would(fault, says, job, capsys):
 )
 def test_who_stands_still_for_good_says_how_to_end_it(word, stands, monkeypatch, capsys):
     """Else the terminal shows a job that does nothing, and nobody knows that this was asked for."""
-    from megatron_prism.emulate import injected
+    from megatron_prism.emulate import fault_injector
 
     held = []
     quiet = SimpleNamespace(pause=lambda: held.append("gil"))
-    monkeypatch.setattr(injected.ctypes, "PyDLL", lambda _: quiet)
-    monkeypatch.setattr(injected.os, "kill", lambda pid, number: held.append(number))
-    monkeypatch.setattr(injected.time, "sleep", held.append)
-    injected.leave(fault_plan.parse(word))
+    monkeypatch.setattr(fault_injector.ctypes, "PyDLL", lambda _: quiet)
+    monkeypatch.setattr(fault_injector.os, "kill", lambda pid, number: held.append(number))
+    monkeypatch.setattr(fault_injector.time, "sleep", held.append)
+    fault_injector.leave(fault_plan.parse(word))
     assert len(held) == 1
     said = capsys.readouterr().err
     assert ("now stands still for good" in said) is stands

@@ -6,8 +6,7 @@ from production import ACTIVE
 from test_reality import FULL
 
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Program
-from megatron_prism.core.programs import Programs
+from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze as hang

@@ -14,7 +14,7 @@ import pathlib
 import pytest
 from test_pretrain import forked, pytestmark  # noqa: F401 - the mark is this module's too
 
-from megatron_prism.core import programs
+from megatron_prism.core.program import load
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "flight"
 # What the recorded jobs were started with: it belongs to the recordings, benchmarks may move on.
@@ -76,7 +76,7 @@ def test_a_rank_alone_makes_the_calls_of_the_real_job(name, tmp_path):
     capture = ("--prism-capture", str(tmp_path / "s"))
     status, said = forked(*CASES[name].split(), *flags, *capture, job=JOB)
     assert status == 0, said[-2000:]
-    program = programs.load(tmp_path / "s" / f"slice-{rank:06d}.prism").programs[0]
+    program = load(tmp_path / "s" / f"slice-{rank:06d}.prism").programs[0]
     derived = [(op.group, op.name, op.dtype, op.num_in, op.num_out) for op in program if op.group]
     expected = recorded_by_nccl(name)
     assert len(expected) > 100

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from needs import TRAINING
 
-from megatron_prism.core.programs import load
+from megatron_prism.core.program import load
 from megatron_prism.memory import baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]

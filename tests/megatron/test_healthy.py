@@ -11,9 +11,10 @@ import yaml
 from test_predict_is_replay import assert_one_answer
 
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core import recipe_checks, slices
+from megatron_prism.core import slices
+from megatron_prism.core.recipe import check
 from megatron_prism.core.slices import SliceStore
-from megatron_prism.emulate import capture_recipe, recipe_job
+from megatron_prism.emulate import recipe_job
 from megatron_prism.graph import world_graph
 from megatron_prism.replay.priced_graph import price
 
@@ -135,7 +136,7 @@ def recipe_of(line, base):
             setattr(target, names[0], yaml.safe_load(value))
     found.train.global_batch_size = microbatches * found.train.micro_batch_size * found.world.dp
     found.name = name
-    recipe_checks.check(found)
+    check(found)
     return name, found
 
 
@@ -154,7 +155,7 @@ def worlds(tmp_path_factory):
     jobs, names, folders = [], [], {}
     for name, recipe in RECIPES.items():
         store = SliceStore(
-            tmp_path_factory.mktemp(name), recipe.world, capture_recipe.source_of(recipe)
+            tmp_path_factory.mktemp(name), recipe.world, recipe_job.source_of(recipe)
         )
         store.prepare(False)
         folders[name] = store.folder

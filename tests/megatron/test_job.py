@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.artefact import ArtefactFolder
 from megatron_prism.core.errors import PrismError
-from megatron_prism.emulate import recipe_job, recipe_job_report
+from megatron_prism.core.files import ArtefactFolder
+from megatron_prism.emulate import recipe_job
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.megatron
@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_fails(tmp_path):
 
 def test_numbers_are_whole_on_a_narrow_terminal(dense):
     text = io.StringIO()
-    recipe_job_report.body(dense.recipe, dense.ranks, 1.0, Console(file=text, width=60))
+    recipe_job.body(dense.recipe, dense.ranks, 1.0, Console(file=text, width=60))
     assert "…" not in text.getvalue()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate import checkpoint_memory
+from megatron_prism.emulate import device_memory
 from megatron_prism.emulate.patch import PROTECTS, Context, Patch
 from megatron_prism.emulate.patches.startup import _get_args
 
@@ -43,7 +43,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
             watched = proof.hears_calls
             if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
                 save = partial(original, iteration, *args, **kwargs)
-                checkpoint_memory.weigh(module, proof, save)
+                device_memory.weigh(module, proof, save)
             return None
 
         return call

@@ -9,13 +9,56 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_prism.core import data_file
+from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["Machine", "machine", "machines", "named_in"]
+__all__ = ["Machine", "machine", "machines", "named_in", "read"]
+
+
+Row = dict[str, Any]  # an object of JSON: whoever reads it checks what there is
+
+
+def shipped(folder: Path) -> dict[str, Path]:
+    """Name -> file of what comes with the package."""
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def read(
+    name: str | os.PathLike[str],
+    folder: Path,
+    what: str,
+    fields: Collection[str],
+    optional: Collection[str] = (),
+) -> tuple[Path, Row]:
+    """The file of that name, and its ``fields``: all of them but ``optional`` ones, and no others.
+
+    UsageError says what is wrong; ``what`` it is (a machine) is for people.
+    """
+    known = shipped(folder)
+    path = known.get(str(name), Path(name))
+    try:
+        found = files.read_json(path)
+    except OSError as error:
+        raise UsageError(
+            f"there is no {what} {name}: {error.strerror}",
+            fix=f"use {', '.join(known)}, or a JSON file",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}", fix=f"see costs/{folder.name}/") from error
+    given = set(found) if isinstance(found, dict) else set()
+    wrong = sorted((given ^ set(fields)) - (set(fields) & set(optional)))
+    if wrong:
+        raise UsageError(
+            f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",
+            fix=f"a {what} has {', '.join(sorted(fields))}",
+        )
+    return path, found
+
 
 FOLDER = Path(__file__).with_name("machines")
 _WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
@@ -60,13 +103,13 @@ class Machine:
 
 def machines() -> dict[str, Path]:
     """Name -> file of every machine that comes with the package."""
-    return data_file.shipped(FOLDER)
+    return shipped(FOLDER)
 
 
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
     known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = data_file.read(name, FOLDER, "machine", known, ("ops", "peak"))
+    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak"))
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)

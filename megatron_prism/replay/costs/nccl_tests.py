@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["Run", "calibration", "read"]
+__all__ = ["calibration", "read"]
 
 _PROGRAMS = {
     "all_reduce": "all_reduce", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_prism.core.data_file import Row
+    from megatron_prism.replay.costs.machine import Row
 
 __all__ = ["KINDS", "METHOD", "Overlap", "read_rows"]
 

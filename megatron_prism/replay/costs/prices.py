@@ -13,8 +13,8 @@ from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
-from megatron_prism.replay.costs.compute import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.replay.costs.host import host_ns, host_sources
+from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.replay.costs.machine import Machine
 
 __all__ = ["ERRORS", "Prices", "price"]

@@ -20,13 +20,7 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import (
-    compiled,
-    cuda_choices,
-    masked_softmax,
-    weight_gradient,
-    work,
-)
+from megatron_prism.runtime.devices import cuda_choices, kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
 
 __all__ = ["Tier", "best", "prepare"]
@@ -100,7 +94,7 @@ def prepare(
 
 
 def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str) -> Tier:
-    from megatron_prism.runtime.devices import cuda_stubs
+    from megatron_prism.runtime.devices import cuda
     from megatron_prism.runtime.devices.remap import Remap
 
     _disable_compiler(changes)
@@ -109,7 +103,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     threads = torch._C._is_multithreading_enabled()
     changes.on_undo(lambda: torch._C._set_multithreading_enabled(threads))
     torch._C._set_multithreading_enabled(False)  # modes are per thread
-    cuda_stubs.replace_functions(changes)
+    cuda.replace_functions(changes)
     _no_pinned_memory(changes)
     stand_in = ["torch.cuda: inert streams and events"]
     if engine and importlib.util.find_spec("transformer_engine") is None:
@@ -119,7 +113,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         # with the version that it is taken for: Megatron refuses options by it
         version = virtual_te.VERSION
         stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
-    stand_in += [weight_gradient.add_module(changes), masked_softmax.add_modules(changes)]
+    stand_in += [kernels.add_module(changes), kernels.add_modules(changes)]
     if importlib.util.find_spec("triton") is None:
         _stub_triton(changes)
         stand_in.append("triton: absent, its kernels are never called")
@@ -131,15 +125,15 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     if name == "meta":
         live = LiveBytes("meta", cublas=True)
         changes.on_undo(workspaces.clear)
-        changes.set(work, "meter", None)  # a recorder's, later
-        compiled.replace_compile(live, changes)
+        changes.set(kernels, "meter", None)  # a recorder's, later
+        cuda_choices.replace_compile(live, changes)
         cuda_choices.choose_as_cuda(changes)
         # it looks at values
         changes.set(torch.distributions.Distribution, "_validate_args", False)
         _keep_parameters(changes)
         live.__enter__()
         changes.on_undo(lambda: live.__exit__(None, None, None))
-        cuda_stubs.set_memory_source(live)
+        cuda.set_memory_source(live)
         stand_in.append(
             "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
         )
@@ -156,11 +150,11 @@ def _disable_compiler(changes: ProcessChanges) -> None:
 
 
 def _keep_history(tier: Tier) -> None:
-    from megatron_prism.runtime.devices import cuda_stubs
-    from megatron_prism.runtime.devices.history import History
+    from megatron_prism.runtime.devices import cuda
+    from megatron_prism.runtime.devices.live_bytes import History
 
     if tier.live is not None:
-        tier.live.history = History(cuda_stubs.current_stream)
+        tier.live.history = History(cuda.current_stream)
 
 
 def _remap_backward(remap: Any, changes: ProcessChanges) -> None:

@@ -9,18 +9,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.devices import kernels
+from megatron_prism.runtime.devices.kernels import fused, meter
+from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context
 
-__all__ = ["choose_as_cuda"]
+__all__ = ["choose_as_cuda", "replace_compile"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_live: LiveBytes | None = None
+
+
+def replace_compile(live: LiveBytes, changes: ProcessChanges) -> None:
+    """Replace ``torch.compile``; what was compiled before stays as it is."""
+    changes.set(sys.modules[__name__], "_live", live)
+    changes.set(torch, "compile", _compile)
+
+
+def _compile(model: object = None, **options: object) -> object:
+    if model is None:
+        return functools.partial(_compile, **options)
+    return _as_one_kernel(model) if isinstance(model, types.FunctionType) else model
+
+
+def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _live.inside() if _live is not None else contextlib.nullcontext():
+            return one(*args, **kwargs)
+
+    def one(*args: P.args, **kwargs: P.kwargs) -> R:
+        if meter is None:
+            return function(*args, **kwargs)
+        with meter.held() as kernels:
+            out = function(*args, **kwargs)
+            if len(kernels) > 1 and not any(flops for _, flops, _, _ in kernels):
+                kernels.clear()
+                results = out if isinstance(out, tuple | list) else (out,)
+                tensors = [t for t in (*args, *kwargs.values(), *results)
+                           if isinstance(t, torch.Tensor)]  # fmt: skip
+                fused(function.__name__, 0, *tensors)
+        return out
+
+    return run
 
 
 def choose_as_cuda(changes: ProcessChanges) -> None:
@@ -69,7 +114,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         rows = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32, device=x.device)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         ctx.save_for_backward(x, weight, rows)
-        work.fused("_fused_rms_norm", 0, x, weight, out, rows)
+        kernels.fused("_fused_rms_norm", 0, x, weight, out, rows)
         return out
 
     @staticmethod
@@ -79,5 +124,5 @@ class _FusedRMSNorm(torch.autograd.Function):
         x, weight, rows = ctx.saved_tensors
         into = torch.empty_like(x)
         of_weight = None if weight is None else torch.empty_like(weight)
-        work.fused("_fused_rms_norm_backward", 0, grad, x, weight, rows, into, of_weight)
+        kernels.fused("_fused_rms_norm_backward", 0, grad, x, weight, rows, into, of_weight)
         return into, of_weight, None

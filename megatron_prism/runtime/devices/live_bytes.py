@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_prism.core.ops import EMPTIED, WAITED
 from megatron_prism.runtime.devices import shapes
-from megatron_prism.runtime.devices.history import History
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -30,7 +32,51 @@ if TYPE_CHECKING:
     # an operator, is it a product, what answers it, is its result a view, is it a kernel
     Known = tuple[OpOverload, bool, shapes.Answer | None, bool, bool]
 
-__all__ = ["LiveBytes", "Peak", "workspaces"]
+__all__ = ["History", "LiveBytes", "workspaces"]
+
+
+class History:
+    """Rows as they come; ``stream`` says which one is current (0: the default).
+
+    launches : kernels so far, which the tracker counts
+    """
+
+    def __init__(self, stream: Callable[[], int]) -> None:
+        self._stream = stream
+        self._rows = array("q")
+        self.launches = 0
+        self._beside: dict[int, int] = {}  # storage -> its stream, of those not on the default one
+
+    def moved(self, storage: int, num_bytes: int) -> None:
+        """A storage came to be, grew or (negative) went."""
+        stream = self._stream() if num_bytes > 0 else 0
+        if stream:
+            self._beside[storage] = stream
+        self._rows.extend((storage, num_bytes, stream, self.launches))
+
+    def added(self, to: int, storage: int) -> None:
+        """Autograd's hook adds ``storage`` to ``to``, on the stream that ``to`` was made on."""
+        if to in self._beside:
+            self.used(storage, self._beside[to])
+
+    def used(self, storage: int, stream: int) -> None:
+        """``stream`` uses it; one that was made on another comes back late."""
+        if stream != self._beside.get(storage, 0):
+            self._rows.extend((storage, 0, stream, self.launches))
+
+    def emptied(self) -> None:
+        """The job empties the allocator's cache."""
+        self._rows.extend((EMPTIED, 0, 0, self.launches))
+
+    def waited(self) -> None:
+        """The host waits until the device is through; waits without a request between are one."""
+        if len(self._rows) < 4 or self._rows[-4] != WAITED:
+            self._rows.extend((WAITED, 0, 0, self.launches))
+
+    def rows(self) -> np.ndarray:
+        """int64 [n, 4]: all of it so far."""
+        return np.array(self._rows, dtype=np.int64).reshape(-1, 4)
+
 
 # What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
 # Hopper (aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize, torch 2.11); one handle

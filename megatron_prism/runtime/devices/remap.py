@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_prism.runtime.devices import cuda_stubs
+from megatron_prism.runtime.devices import cuda
 
-__all__ = ["ANSWER", "Remap"]
+__all__ = ["Remap"]
 
 ANSWER = 2.0
 
@@ -125,7 +125,7 @@ class Remap(TorchFunctionMode):
         else:
             kwargs = {}
         if func in _READS and args[0].device.type == self.target.type and not _asks_the_host():
-            cuda_stubs.host_waits(_READS[func])
+            cuda.host_waits(_READS[func])
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, func, args, kwargs)

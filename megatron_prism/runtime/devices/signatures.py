@@ -13,18 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import FunctionCtx
 
-__all__ = [
-    "Context",
-    "Device",
-    "Grads",
-    "Group",
-    "Groups",
-    "Handle",
-    "Init",
-    "Tracker",
-    "Trackers",
-    "Weight",
-]
+__all__ = ["Context", "Device", "Grads", "Group", "Groups", "Handle", "Init", "Trackers", "Weight"]
 
 Device = torch.device | str | int | None
 Group = dist.ProcessGroup | None  # None: no group, or the default one

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.nn import functional
 
-from megatron_prism.runtime.devices.work import fused
+from megatron_prism.runtime.devices.kernels import fused
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FlashAttention",
     "SequenceParallelNorm",
-    "Splits",
     "balanced_splits",
     "context_parallel_attention",
     "permute_shapes",

@@ -27,7 +27,7 @@ from megatron_prism.runtime.pacing.shared_memory import Shared, seats
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from megatron_prism.replay.release import Releases
+    from megatron_prism.replay.answer_times import Releases
     from megatron_prism.runtime.pacing.moves import Move
 
 __all__ = ["Launcher"]

@@ -31,16 +31,16 @@ from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.pacing.kernel_source import RING
 from megatron_prism.runtime.pacing.moves import Move, move_of
 from megatron_prism.runtime.pacing.streams import End, Streams
-from megatron_prism.runtime.work import Done
+from megatron_prism.runtime.process_group import Done
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.pacing.kernel import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
-    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
 
-__all__ = ["Call", "Pacer", "Tally"]
+__all__ = ["Call", "Pacer"]
 
 
 @dataclass(frozen=True)

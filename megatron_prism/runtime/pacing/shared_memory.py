@@ -21,10 +21,10 @@ from megatron_prism.core.errors import PrismError, UsageError
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from megatron_prism.replay.release import Releases
+    from megatron_prism.replay.answer_times import Releases
     from megatron_prism.runtime.pacing.driver import Driver
 
-__all__ = ["AREA", "Shared", "layout", "meet", "seats"]
+__all__ = ["Shared", "layout", "meet", "seats"]
 
 AREA = 8  # words of each process with which clocks are compared
 _FOLDER = Path("/dev/shm")

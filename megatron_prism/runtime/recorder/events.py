@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import cuda_stubs
+from megatron_prism.runtime.devices import cuda
 from megatron_prism.runtime.recorder.recorder import Recorder
 
 __all__ = ["report_to"]
@@ -27,7 +27,7 @@ def report_to(recorder: Recorder, changes: ProcessChanges) -> None:
     if recorder.tier == "cuda":
         _wrap_cuda(recorder, changes)
     else:
-        changes.set(cuda_stubs, "watcher", recorder)
+        changes.set(cuda, "watcher", recorder)
 
 
 def _wrap(

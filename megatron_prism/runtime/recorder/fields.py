@@ -15,14 +15,14 @@ from torch import distributed as dist
 
 from megatron_prism.core.ops import SHARED
 from megatron_prism.runtime.answers import reduce_op_name
-from megatron_prism.runtime.arguments import arguments
+from megatron_prism.runtime.process_group import arguments
 
 if TYPE_CHECKING:
+    from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.recorder import Recorder
-    from megatron_prism.runtime.signatures import Args, Kwargs
 
-__all__ = ["DTYPE", "Tracked", "details"]
+__all__ = ["Tracked", "details"]
 
 DTYPE = {
     torch.bfloat16: "bf16",

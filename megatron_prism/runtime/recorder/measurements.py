@@ -5,19 +5,108 @@ Device times are read only when the program is asked for, since that waits for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
 from megatron_prism.core.program import Builder, Program
-from megatron_prism.runtime.recorder.kernel_times import device_ns
-from megatron_prism.runtime.recorder.launches import Launches
+from megatron_prism.runtime.recorder.kernel_times import Launches, device_ns
 
-__all__ = ["Recording", "stamp", "typical"]
+if TYPE_CHECKING:
+    from megatron_prism.runtime.listeners import Args, Kwargs
+    from megatron_prism.runtime.process_group import PrismGroup
+
+__all__ = ["Collections", "HostClock", "Recording", "stamp", "typical"]
+
+
+_FULL = 2  # the oldest generation
+
+
+R = TypeVar("R")
+
+
+class Collections:
+    """ns of Python's own full collections of garbage between ``start`` and ``stop``.
+
+    counts : says at the end of one whether it counts
+    """
+
+    def __init__(self, counts: Callable[[], bool]) -> None:
+        self._counts = counts
+        self._began = self._spent = 0
+
+    def start(self) -> None:
+        self._spent = 0
+        gc.callbacks.append(self._heard)
+
+    def stop(self) -> int:
+        gc.callbacks.remove(self._heard)
+        return self._spent
+
+    def _heard(self, phase: str, info: Mapping[str, int]) -> None:
+        """Python's collector begins, or is through."""
+        if info["generation"] < _FULL or not gc.isenabled():
+            return
+        if phase == "start":
+            self._began = perf_counter_ns()
+        elif self._counts():
+            self._spent += perf_counter_ns() - self._began
+
+
+class HostClock:
+    """Runs from ``start`` to ``stop`` while the host does the job's own work."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self._began = self._away = self._left = 0
+        self._aside = False
+        self._collections = Collections(lambda: not self._aside)
+
+    def start(self) -> None:
+        self.running, self._away, self._aside = True, 0, False
+        self._collections.start()
+        self._began = perf_counter_ns()
+
+    def stop(self) -> int:
+        """ns since ``start``, without what was left out."""
+        self.running, spent = False, perf_counter_ns() - self._began - self._away
+        return spent - self._collections.stop()
+
+    def call(
+        self, answer: Callable[..., R], group: PrismGroup | None, args: Args, kwargs: Kwargs
+    ) -> R:
+        """``answer(group, *args, **kwargs)``, which does not count."""
+        if not self.running or self._aside:
+            return answer(group, *args, **kwargs)
+        self._aside, begin = True, perf_counter_ns()
+        try:
+            made = answer(group, *args, **kwargs)
+            torch.cuda.synchronize()
+            return made
+        finally:
+            self._away += perf_counter_ns() - begin
+            self._aside = False
+
+    def settle(self) -> None:
+        """Let the device come to rest; whoever watches it counts that as a wait."""
+        if self.running and not self._aside:
+            torch.cuda.synchronize()
+
+    def wait(self) -> bool:
+        """The host is about to wait for the device; whether ``resume`` is to follow."""
+        self._left = perf_counter_ns()
+        return self.running and not self._aside
+
+    def resume(self) -> None:
+        """The host goes on."""
+        self._away += perf_counter_ns() - self._left
+
 
 _AT_ONCE = 0.99  # of all segments: the host noted their begin in time; the others are outliers
 

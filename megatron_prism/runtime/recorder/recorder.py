@@ -21,27 +21,27 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.program import Builder
-from megatron_prism.runtime.devices import work
+from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
+from megatron_prism.runtime.process_group import Done
 from megatron_prism.runtime.recorder.fields import Tracked, details
-from megatron_prism.runtime.recorder.host_clock import Collections, HostClock
-from megatron_prism.runtime.recorder.measurements import Recording, stamp
+from megatron_prism.runtime.recorder.measurements import Collections, HostClock, Recording, stamp
 from megatron_prism.runtime.recorder.owners import Owners
 from megatron_prism.runtime.recorder.shapes_meter import Meter
-from megatron_prism.runtime.work import Done
 
 if TYPE_CHECKING:
     from torch import distributed as dist
     from typing_extensions import Unpack
 
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
+    from megatron_prism.runtime.pacing.pacer import Pacer
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.fields import Fields
     from megatron_prism.runtime.recorder.measurements import Span
     from megatron_prism.runtime.recorder.owners import Models
-    from megatron_prism.runtime.signatures import Answer, Args, Kwargs
 
-__all__ = ["Recorder"]
+__all__ = ["PacedRecorder", "Recorder"]
 
 
 class Labels(TypedDict, total=False):
@@ -66,7 +66,7 @@ class Recorder(CallListener, TrainingListener):
         self._alive = live.alive if live is not None else list
         self._history = live.history if live is not None else None
         if live is not None:
-            live.meter = work.meter = self.meter
+            live.meter = kernels.meter = self.meter
         self.active = self._quick = False
         self.clock = HostClock()  # of iterations that are not recorded
         self._collections = Collections(lambda: not self._inside)  # of those that are
@@ -324,4 +324,39 @@ class Recorder(CallListener, TrainingListener):
         if self.clock.running:
             self.clock.resume()
         elif self.active and not self._inside:
+            self._open()
+
+
+class PacedRecorder(Recorder):
+    """Writes down what it hands on to ``pacer``, a ``pacing.Pacer``; CUDA only."""
+
+    def __init__(self, rank: int, tier: str, pacer: Pacer) -> None:
+        super().__init__(rank, tier)
+        self.pacer = pacer
+
+    def record(
+        self, group: PrismGroup | None, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """Make the call when it would be answered, and write it down."""
+
+        def paced(group: PrismGroup, *args: object, **kwargs: object) -> dist.Work | None:
+            return self.pacer.record(group, op, answer, args, kwargs)
+
+        # without a group it is a probe of what recording costs
+        return super().record(group, op, answer if group is None else paced, args, kwargs)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """What is issued inside is one call, which is made at its end: no part of a segment."""
+        if self._batch >= 0:
+            yield
+            return
+        with super().batch(), contextlib.ExitStack() as together:
+            together.enter_context(self.pacer.batch())
+            yield
+            self.aside(together.close)
+
+    def wait_issued(self) -> None:
+        """The open segment, in which nothing ran so far, begins behind that wait."""
+        if self.active and not self._inside:
             self._open()

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Meter", "Work"]
+__all__ = ["Meter"]
 
 # allocate, or only look: no kernel is launched
 _FREE = frozenset(

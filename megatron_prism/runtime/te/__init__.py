@@ -28,24 +28,19 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.te import (
     attention,
     base,
-    comm,
+    common,
     cross_entropy,
     fp8,
+    moe,
     optimizers,
-    padding,
     parameters_fp8,
-    permutation,
-    recipes,
     rng,
-    rope,
-    router,
 )
-from megatron_prism.runtime.te.gemm import general_gemm
+from megatron_prism.runtime.te.base import general_gemm
+from megatron_prism.runtime.te.common import Lazy, absent_class, absent_function, refuse
 from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.layernorm_linear import LayerNormLinear
-from megatron_prism.runtime.te.linear import Linear
+from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
 from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
-from megatron_prism.runtime.te.unsupported import Lazy, absent_class, absent_function, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +50,7 @@ __all__ = ["VERSION", "add_modules"]
 # of the sources that the modules follow, but for FP8: 2.20.2's.  Both tested Megatrons accept it
 VERSION = "2.9.0"
 
-_PADDING = {"Fp8Padding": padding.Fp8Padding, "Fp8Unpadding": padding.Fp8Unpadding}
+_PADDING = {"Fp8Padding": moe.Fp8Padding, "Fp8Unpadding": moe.Fp8Unpadding}
 _LAYERS = {
     "Linear": Linear,
     "LayerNormLinear": LayerNormLinear,
@@ -116,8 +111,8 @@ _USERBUFFERS = {
     "UserBufferQuantizationMode": types.SimpleNamespace(NONE="none", FP8="fp8"),
 }
 _MOE = {
-    **_public(permutation),
-    "moe_permute_and_pad_with_probs": permutation.moe_permute_and_pad_with_probs,
+    **_public(moe),
+    "moe_permute_and_pad_with_probs": moe.moe_permute_and_pad_with_probs,
 }
 _OFFLOAD = {"get_cpu_offload_context": _get_cpu_offload_context, "CPUOffloadEnabled": False}
 _LOSS: dict[str, object] = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
@@ -133,7 +128,7 @@ _CASTS = {
         for kind in ("fp8", "mxfp8", "nvfp4", "fp8_block_scaling")
     },
     "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
-    "get_default_recipe": recipes.DelayedScaling,
+    "get_default_recipe": fp8.DelayedScaling,
 }
 
 
@@ -142,7 +137,7 @@ def _top() -> dict[str, dict[str, object]]:
     return {
         "": {"__version__": VERSION, "__prism_stand_in__": True},
         ".common": {},
-        ".common.recipe": _public(recipes),
+        ".common.recipe": _public(fp8),
         ".pytorch": {
             **_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
             **_QUANTIZED,
@@ -157,8 +152,8 @@ def _top() -> dict[str, dict[str, object]]:
 def _layer_modules() -> dict[str, dict[str, object]]:
     """``transformer_engine.pytorch.module`` and the operators beside it."""
     rotary: dict[str, object] = {
-        "apply_rotary_pos_emb": rope.apply_rotary_pos_emb,
-        "apply_fused_qkv_rotary_pos_emb": rope.apply_fused_qkv_rotary_pos_emb,
+        "apply_rotary_pos_emb": attention.apply_rotary_pos_emb,
+        "apply_fused_qkv_rotary_pos_emb": attention.apply_fused_qkv_rotary_pos_emb,
     }
     files = {
         "linear": "Linear", "layernorm_linear": "LayerNormLinear", "layernorm": "LayerNorm",
@@ -193,7 +188,7 @@ def _other_modules() -> dict[str, dict[str, object]]:
     return {
         ".fp8": _CASTS,
         ".quantization": _CASTS,
-        ".distributed": {**_public(rng), **_public(comm)},
+        ".distributed": {**_public(rng), **_public(common)},
         ".optimizers": {
             **_public(optimizers), "multi_tensor_applier": optimizers.multi_tensor_applier
         },
@@ -217,7 +212,7 @@ def _other_modules() -> dict[str, dict[str, object]]:
             "cast_if_needed": base.cast_if_needed,
             **_refusing("make_weak_ref", "get_cudnn_version"),
         },
-        ".router": _public(router),
+        ".router": _public(moe),
     }  # fmt: skip
 
 

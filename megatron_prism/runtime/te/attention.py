@@ -15,17 +15,212 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from megatron_prism.runtime.te.announce import announce_attention
-from megatron_prism.runtime.te.attention_values import attention_values
+from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.base import TransformerEngineBaseModule
-from megatron_prism.runtime.te.context_parallel import COMM_TYPES, context_attention, context_size
-from megatron_prism.runtime.te.unsupported import refuse
+from megatron_prism.runtime.te.common import absent_function, refuse
+from megatron_prism.runtime.te.context_parallel import (
+    COMM_TYPES,
+    announce_attention,
+    context_attention,
+    context_size,
+)
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups, Trackers
 
-__all__ = ["DotProductAttention", "SplitAlongDim"]
+__all__ = ["DotProductAttention", "SplitAlongDim", "apply_rotary_pos_emb"]
+
+
+def _heads_first(t: torch.Tensor, form: str) -> torch.Tensor:
+    return t.permute(1, 2, 0, 3) if form == "sbhd" else t.permute(0, 2, 1, 3)
+
+
+def _window(rows: int, columns: int, o: SimpleNamespace) -> torch.Tensor | None:
+    """bool [rows, columns]: the keys that a sliding window lets each query see; None: all."""
+    left, right = o.window
+    if left < 0 and right < 0:
+        return None
+    distance = torch.arange(columns) - torch.arange(rows)[:, None] - (columns - rows)
+    keep = distance >= -left if left >= 0 else torch.ones_like(distance, dtype=torch.bool)
+    return keep & (distance <= right) if right >= 0 else keep
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    causal: bool,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[b, h, s, d] attention."""
+    window = _window(q.shape[2], k.shape[2], o)
+    if causal and (q.shape[2] != k.shape[2] or window is not None or sink is not None):
+        # TE's causal mask is aligned top left; so is torch's
+        below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(o.shift(q, k))
+        mask, causal = below if mask is None else mask & below, False
+    if window is not None:
+        mask = window if mask is None else mask & window
+    if sink is not None:
+        return _attend_sink(q, k, v, mask, o, sink)
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=o.dropout,
+        is_causal=causal and mask is None,
+        scale=o.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _attend_sink(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    sink: torch.Tensor,
+) -> torch.Tensor:
+    """The same with one more logit a head, ``sink``, that takes its share and brings no value."""
+    times = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(times, dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * o.scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    more = sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, more], dim=-1).softmax(dim=-1)[..., :-1]
+    return dropout(shares, o.dropout).to(v.dtype) @ v
+
+
+def attention_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    o: SimpleNamespace,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The output in the layout of ``q``; differentiable."""
+    causal = "causal" in o.mask_type
+    if o.form == "thd":
+        pieces = []
+        bounds_q, bounds_k = o.seqlens[0].tolist(), o.seqlens[1].tolist()
+        for i in range(len(bounds_q) - 1):
+            a = q[bounds_q[i] : bounds_q[i + 1]].transpose(0, 1)[None]
+            b, c = (t[bounds_k[i] : bounds_k[i + 1]].transpose(0, 1)[None] for t in (k, v))
+            pieces.append(_attend(a, b, c, None, o, causal, sink)[0].transpose(0, 1))
+        return torch.cat(pieces)
+    keep = None if mask is None or o.mask_type in ("no_mask", "causal") else ~mask
+    if keep is not None and causal:
+        keep = (
+            keep
+            & torch.ones(
+                q.shape[0 if o.form == "sbhd" else 1],
+                k.shape[0 if o.form == "sbhd" else 1],
+                dtype=torch.bool,
+            ).tril()
+        )
+        causal = False
+    q, k, v = (_heads_first(t, o.form) for t in (q, k, v))
+    out = _attend(q, k, v, keep, o, causal, sink)
+    return out.permute(2, 0, 1, 3) if o.form == "sbhd" else out.permute(0, 2, 1, 3)
+
+
+apply_fused_qkv_rotary_pos_emb = absent_function("apply_fused_qkv_rotary_pos_emb")
+
+
+def _on_this_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Rows of this context-parallel rank: chunks r and 2n-1-r (rope.py:347 @v2.9)."""
+    if cp_size == 1:
+        return freqs[:length]
+    half = length // 2
+    last = 2 * cp_size - 1 - cp_rank
+    return torch.cat(
+        [freqs[cp_rank * half : (cp_rank + 1) * half], freqs[last * half : (last + 1) * half]]
+    )
+
+
+def _rotate(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
+    """``t`` [..., d] rotated by ``freqs``; ``back`` applies the transpose."""
+    size = freqs.shape[-1]
+    wide, rest = t[..., :size].float(), t[..., size:]
+    cos, sin = freqs.cos(), freqs.sin()
+    if back:
+        wide_sin = wide * sin
+        turned = -_half(wide_sin, interleaved)
+    else:
+        turned = _half(wide, interleaved) * sin
+    return torch.cat([(wide * cos + turned).to(t.dtype), rest], dim=-1)
+
+
+def _half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+Options = tuple[str, bool, int, int]  # layout, interleaved, cp size and rank
+
+
+def _apply(
+    t: torch.Tensor, freqs: torch.Tensor, seqlens: torch.Tensor, opts: Options, back: bool
+) -> torch.Tensor:
+    if t.is_meta:
+        fused("rope", 0, t, t)
+        return t.new_empty(t.shape)
+    form, interleaved, cp_size, cp_rank = opts
+    if form == "thd":
+        parts = torch.split(t, ((seqlens[1:] - seqlens[:-1]) // cp_size).tolist())
+        turned = [
+            _rotate(p, _on_this_rank(freqs, p.shape[0], cp_size, cp_rank)[:, 0], interleaved, back)
+            for p in parts
+        ]
+        return torch.cat(turned)
+    if form == "bshd":
+        freqs = _on_this_rank(freqs, t.shape[1], cp_size, cp_rank).transpose(0, 1)
+    else:
+        freqs = _on_this_rank(freqs, t.shape[0], cp_size, cp_rank)
+    return _rotate(t, freqs, interleaved, back)
+
+
+class _RoPE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, t: torch.Tensor, freqs: torch.Tensor, seqlens: torch.Tensor, opts: Options
+    ) -> torch.Tensor:
+        freqs = freqs.float()
+        ctx.save_for_backward(freqs, seqlens)
+        ctx.opts = opts
+        return _apply(t, freqs, seqlens, opts, back=False)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        freqs, seqlens = ctx.saved_tensors
+        return _apply(grad, freqs, seqlens, ctx.opts, back=True), None, None, None
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: object = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """``t`` with rotary embedding ``freqs`` [s, 1, 1, d] applied; Megatron only asks for fused."""
+    if start_positions is not None:
+        refuse("rotary embedding with start_positions")
+    return _RoPE.apply(t, freqs, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
+
 
 _DEVICE = "cuda"  # what the tier has in its place
 _SOFTMAX = ("vanilla", "off-by-one", "learnable")

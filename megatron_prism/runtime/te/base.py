@@ -8,37 +8,219 @@ that the allocator counts, so it exists on ``meta`` too.
 
 from __future__ import annotations
 
+import collections
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_prism.runtime.devices.work import fused
-from megatron_prism.runtime.te.comm import gather_along_first_dim, group_size
-from megatron_prism.runtime.te.layer_fp8 import begin_parameters
-from megatron_prism.runtime.te.parameters_fp8 import quantize_parameter
-from megatron_prism.runtime.te.unsupported import refuse
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te.common import gather_along_first_dim, group_size, refuse
+from megatron_prism.runtime.te.fp8 import (
+    DelayedScaling,
+    FP8GlobalStateManager,
+    Quantized,
+    Quantizer,
+    Recipe,
+    quantizer_of,
+)
+from megatron_prism.runtime.te.parameters_fp8 import QuantizedTensor, quantize_parameter
+from megatron_prism.runtime.te.rng import (
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Device, Group, Init, Trackers, Weight
-    from megatron_prism.runtime.te.layer_fp8 import LayerState
-    from megatron_prism.runtime.te.quantized import Quantized
+    from megatron_prism.runtime.devices.signatures import (
+        Context,
+        Device,
+        Group,
+        Init,
+        Trackers,
+        Weight,
+    )
+    from megatron_prism.runtime.te.fp8 import Quantized
 
 __all__ = [
+    "LayerState",
     "TransformerEngineBaseModule",
+    "begin",
     "cast_if_needed",
     "check_no_userbuffers",
     "clear",
+    "first_module",
+    "general_gemm",
     "get_dummy_wgrad",
     "get_workspace",
+    "keep",
+    "kept",
     "now_or_later",
+    "quantized_weight",
     "rows_back",
     "rows_times",
     "set_tp_attributes",
-    "fused_gradient",
     "weight_product",
+    "weight_usage",
 ]
+
+
+Kept = Quantized | torch.Tensor | None
+TENSORS = {True: 3, False: 2}  # of a product, forward and backward (module/base.py:1139 @v2.20.2)
+
+
+class LayerState:
+    """Quantizers of one layer's tensors, and the state that delayed scaling keeps for them.
+
+    products : how many it has (GroupedLinear: one per expert)
+    """
+
+    def __init__(self, recipe: Recipe, products: int, device: Device) -> None:
+        self.recipe, self.products = recipe, products
+        self.inputs, self.weights, self.grads = (
+            [quantizer_of(recipe, what) for _ in range(products)]
+            for what in ("input", "weight", "grad")
+        )
+        self.history: dict[bool, torch.Tensor] = {}
+        self.scale: dict[bool, torch.Tensor] = {}
+        self.stash: collections.deque[list[torch.Tensor]] = collections.deque()
+        self.updated: list[torch.Tensor] | None = None
+        self.registered = False
+        if not isinstance(recipe, DelayedScaling):
+            return
+        for forward, count in TENSORS.items():  # DelayedScalingRecipeState
+            shape = (recipe.amax_history_len, products * count)
+            self.scale[forward] = torch.ones(shape[1], device=device)
+            self.history[forward] = torch.zeros(shape, device=device)
+
+    def begin(self, recompute: bool, again: bool) -> None:
+        """prepare_forward (module/base.py:1587 @v2.20.2).
+
+        recompute : in a checkpointed region; again : it runs a second time
+        """
+        if not self.history:
+            return
+        if again:  # the scales of the first time, kept for it (quantization.py:785, :813)
+            self.updated = [self.history[True].clone(), self.scale[True].clone()]
+            self.stash.popleft()
+            return
+        if not self.registered:
+            FP8GlobalStateManager.add(self.recipe, self.history)
+            self.registered = True
+        if recompute:
+            self.stash.append([self.history[True].clone(), self.scale[True].clone()])
+
+    def saved(self) -> torch.Tensor:
+        """What a checkpoint holds of it: bytes on the host (module/base.py:1354 @v2.20.2)."""
+        if not self.history:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        state: dict[str, object] = {"recipe": self.recipe}
+        for forward, name in ((True, "fwd"), (False, "bwd")):
+            for kind, held in (("scale", self.scale), ("amax_history", self.history)):
+                state[f"{kind}_{name}"] = torch.zeros(held[forward].shape, device="cpu")
+        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": self.products}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def begin(module: TransformerEngineBaseModule, products: int = 1) -> LayerState | None:
+    """The LayerState with which ``module`` runs now, None without FP8 (base.py:1528 @v2.20.2)."""
+    manager = FP8GlobalStateManager
+    module.fp8 = module.fp8_meta["fp8_checkpoint"] = manager.is_fp8_enabled()
+    if not module.fp8:
+        return None
+    recipe, device = manager.get_fp8_recipe(), next(module.parameters()).device
+    if device.type != "meta":
+        refuse("FP8 with values", fix="--prism-tier meta, which has no values, or leave "
+               "--fp8-format out")  # fmt: skip
+    state = module.fp8_state
+    if state is None or not isinstance(recipe, type(state.recipe)):
+        module.fp8_state = state = LayerState(recipe, products, device)
+        module.fp8_weights.clear()
+    module.fp8_meta["recipe"] = recipe
+    state.begin(is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase())
+    return state
+
+
+def begin_parameters(module: TransformerEngineBaseModule, products: int) -> LayerState | None:
+    """The LayerState of a layer whose weights are FP8 themselves, None for others."""
+    manager = FP8GlobalStateManager
+    if not manager.with_fp8_parameters() or not products:
+        return None
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        refuse("FP8 parameters with values", fix="--prism-tier meta, which has no values")
+    module.fp8_state = LayerState(manager.get_fp8_recipe(), products, device)
+    return module.fp8_state
+
+
+def quantized_weight(
+    module: TransformerEngineBaseModule,
+    weight: torch.Tensor,
+    quantizer: Quantizer,
+    first: bool | None,
+    name: str,
+) -> tuple[Quantized, bool]:
+    """(the weight in FP8, whether it stays for the next microbatch) (base.py:792 @v2.20.2).
+
+    first : of the microbatches; None: Megatron does not say, and nothing is kept
+    """
+    if isinstance(weight, QuantizedTensor):
+        weight.held.update_usage(columns=True)  # as its own quantizer wants it (base.py:835)
+        return weight.held, True
+    held = module.fp8_weights.get(name) if first is not None else None
+    if held is not None and (
+        held.columns is not None or not quantizer.columns or quantizer.kind == "blockwise"
+    ):  # _is_weight_workspace_valid (base.py:757), which says nothing of blocks
+        if first:
+            quantizer.fill(weight, held)
+        return held, True
+    made = quantizer(weight)
+    if first is not None:
+        module.fp8_weights[name] = made
+    return made, first is not None
+
+
+def first_module() -> bool:
+    """Whether this is the first layer of an autocast; a recompute does not use that up
+    (_check_fp8_reduce_and_update, module/linear.py:320 @v2.20.2)."""
+    before = FP8GlobalStateManager.IS_FIRST_FP8_MODULE
+    first = FP8GlobalStateManager.is_first_fp8_module()
+    if in_fp8_activation_recompute_phase():
+        FP8GlobalStateManager.IS_FIRST_FP8_MODULE = before
+    return first
+
+
+def weight_usage(needs_input_grad: bool) -> bool:
+    """Whether the weight is wanted by columns, too (module/linear.py:571 @v2.20.2)."""
+    first_pass = is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
+    return needs_input_grad or first_pass
+
+
+def keep(ctx: Context, *tensors: Kept) -> None:
+    """save_for_backward of tensors and FP8 tensors (prepare_for_saving, quantized_tensor.py)."""
+    flat: list[torch.Tensor | None] = []
+    for tensor in tensors:
+        flat += tensor.take() if isinstance(tensor, Quantized) else [tensor]
+    ctx.save_for_backward(*flat)
+    ctx.kept = tensors
+
+
+def kept(ctx: Context) -> list[Any]:
+    """What ``keep`` was given."""
+    flat: list[torch.Tensor | None] = list(ctx.saved_tensors)
+    found: list[Kept] = []
+    for tensor in ctx.kept:
+        if not isinstance(tensor, Quantized):
+            found.append(flat.pop(0))
+            continue
+        count = len(tensor.take())
+        tensor.restore(flat[:count])
+        del flat[:count]
+        found.append(tensor)
+    ctx.kept = None
+    return found
+
 
 Products = Callable[[], list[torch.Tensor | None]]
 WORKSPACE_BYTES = 32 * 1024 * 1024 + 1024  # Hopper (base.py:78 @v2.9)
@@ -325,3 +507,51 @@ def gather_grad(grad: torch.Tensor, sharded: bool, group: Group) -> torch.Tensor
     """[tokens, features] of the output's gradient, gathered if it is sharded (base.py:1103)."""
     grad = grad.reshape(-1, grad.shape[-1]).contiguous()
     return gather_along_first_dim(grad, group)[0] if sharded else grad
+
+
+def general_gemm(
+    A: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    workspace: object = None,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: object = None,
+    gelu: object = None,
+    gelu_in: object = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: object = None,
+    **rest: object,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """(op(B) @ op(A), gradient of the bias, None, None); ``layout`` is op(A) then op(B).
+
+    ``T`` means that A, stored [n, k], is used as [k, n]; likewise for B.  With ``grad`` the bias is
+    not added: its gradient is the sum of B's rows.
+    """
+    if gelu or ub is not None or quantization_params is not None or alpha != 1.0:
+        refuse("general_gemm with gelu, userbuffers, quantisation or alpha")
+    get_workspace(A)
+    left = B.t() if layout[1] == "T" else B
+    right = A.t() if layout[0] == "T" else A
+    dtype = out_dtype or (out.dtype if out is not None else A.dtype)
+    db = B.new_empty(B.shape[-1]) if grad and bias is not None else None
+    if A.is_meta:
+        shape = (*left.shape[:-1], right.shape[-1])
+        out = out if out is not None else A.new_empty(shape, dtype=dtype)
+        fused("gemm", 2 * left.numel() * right.shape[-1], left, right, out)
+        return out, db, None, None
+    wide = torch.promote_types(dtype, torch.promote_types(A.dtype, B.dtype))
+    product = left.to(wide) @ right.to(wide)
+    if db is not None:
+        db.copy_(B.reshape(-1, B.shape[-1]).sum(0))
+    elif bias is not None:
+        product = product + bias
+    if out is None:
+        return product.to(dtype), db, None, None
+    out.add_(product) if accumulate else out.copy_(product)
+    return out, db, None, None

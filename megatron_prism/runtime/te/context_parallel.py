@@ -25,26 +25,244 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from megatron_prism.runtime.te.announce import announce_attention
-from megatron_prism.runtime.te.comm import (
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te.common import (
     gather_along_first_dim,
     group_rank,
     group_size,
     reduce_scatter_along_first_dim,
+    refuse,
 )
-from megatron_prism.runtime.te.context_a2a import FromHeads, ToHeads, to_heads, to_rows
-from megatron_prism.runtime.te.context_values import (
-    Pair,
-    block_gradients,
-    dropout_seed,
-    forward_values,
-)
-from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups
 
-__all__ = ["COMM_TYPES", "context_attention", "context_size"]
+__all__ = [
+    "COMM_TYPES",
+    "announce_attention",
+    "block_gradients",
+    "context_attention",
+    "context_size",
+    "dropout_seed",
+    "forward_values",
+]
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _order(size: int, device: torch.device) -> torch.Tensor:
+    """Arrived chunk at each place of the sequence: 0 2 4 .. 5 3 1."""
+    ids = [*range(0, 2 * size, 2), *range(2 * size - 1, 0, -2)]
+    return torch.tensor(ids, dtype=torch.int32, device=device)
+
+
+def _order_back(size: int, device: torch.device) -> torch.Tensor:
+    """Chunk of the sequence that leaves at each place: 0 last 1 last-but-one .."""
+    ids = [i for rank in range(size) for i in (rank, 2 * size - 1 - rank)]
+    return torch.tensor(ids, dtype=torch.int32, device=device)
+
+
+def _exchange(
+    tensors: list[torch.Tensor], prepare: Change, finish: Change, group: Group
+) -> list[torch.Tensor]:
+    inputs, outputs = list(tensors), list(tensors)
+    works: list[dist.Work] = []
+    for i in range(len(inputs) + 2):
+        if 0 < i <= len(inputs):
+            outputs[i - 1] = torch.empty_like(inputs[i - 1])
+            work = dist.all_to_all_single(outputs[i - 1], inputs[i - 1], group=group, async_op=True)
+            works.append(work)
+        if i > 1:
+            works[i - 2].wait()
+            outputs[i - 2] = finish(outputs[i - 2])
+        if i < len(inputs):
+            inputs[i] = prepare(inputs[i])
+    return outputs
+
+
+def to_heads(tensors: list[torch.Tensor], form: str, group: Group) -> list[torch.Tensor]:
+    """All rows of this rank's share of the heads."""
+    size, dim = group_size(group), form.index("s")
+    ids = _order(size, tensors[0].device)
+    for t in tensors:
+        if t.shape[-2] % size:
+            refuse(f"{t.shape[-2]} attention heads over {size} context-parallel ranks")
+
+    def prepare(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-2, (size, -1)).movedim(-3, 0).contiguous()
+
+    def finish(x: torch.Tensor) -> torch.Tensor:
+        x = x.movedim(0, dim).contiguous()
+        x = x.view(*x.shape[:dim], 2 * size, -1, *x.shape[dim + 2 :])
+        return torch.index_select(x, dim, ids).flatten(dim, dim + 1)
+
+    return _exchange(tensors, prepare, finish, group)
+
+
+def to_rows(tensors: list[torch.Tensor], form: str, group: Group) -> list[torch.Tensor]:
+    """This rank's rows of all heads."""
+    size, dim = group_size(group), form.index("s")
+    ids = _order_back(size, tensors[0].device)
+
+    def prepare(x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(dim, (2 * size, -1)).movedim(dim, 0).contiguous()
+        return torch.index_select(x, 0, ids).unflatten(0, (size, 2))
+
+    def finish(x: torch.Tensor) -> torch.Tensor:
+        x = x.movedim(0, -3).movedim(0, dim).contiguous()
+        return x.flatten(-3, -2).flatten(dim, dim + 1)
+
+    return _exchange(tensors, prepare, finish, group)
+
+
+class ToHeads(torch.autograd.Function):
+    """Three tensors at once, so that their gradients leave in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str, group: Group
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.form, ctx.group = form, group
+        return tuple(to_heads([q, k, v], form, group))
+
+    @staticmethod
+    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
+        return (*to_rows(list(grads), ctx.form, ctx.group), None, None)
+
+
+class FromHeads(torch.autograd.Function):
+    """The output's way back."""
+
+    @staticmethod
+    def forward(ctx: Context, out: torch.Tensor, form: str, group: Group) -> torch.Tensor:
+        ctx.form, ctx.group = form, group
+        return to_rows([out], form, group)[0]
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        return to_heads([grad], ctx.form, ctx.group)[0], None, None
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # k and v of one rank
+
+
+def positions(length: int, rank: int, size: int) -> torch.Tensor:
+    """Where in the sequence the ``length`` rows of ``rank`` stand."""
+    half = length // 2
+    chunk = torch.arange(half)
+    return torch.cat([chunk + rank * half, chunk + (2 * size - 1 - rank) * half])
+
+
+def dropout_seed(o: SimpleNamespace) -> int | None:
+    """Drawn once from the job's stream: forward and backward walk the blocks in other orders."""
+    return int(torch.randint(1 << 62, ())) if o.dropout else None
+
+
+def _kept(
+    scores: torch.Tensor, o: SimpleNamespace, seed: int | None, theirs: int
+) -> torch.Tensor | float:
+    """What dropout multiplies the probabilities of one block by."""
+    if seed is None:
+        return 1.0
+    generator = torch.Generator().manual_seed(seed + theirs)
+    keep = torch.rand(scores.shape, generator=generator) >= o.dropout
+    return keep / (1.0 - o.dropout)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, o: SimpleNamespace, mine: int, theirs: int, size: int
+) -> torch.Tensor:
+    """fp32 [b, h, sq, sk] of this rank's queries and rank ``theirs``' keys, masked."""
+    many = q.shape[2] // k.shape[2]
+    keys = k.float().repeat_interleave(many, dim=2)
+    scores = torch.einsum("sbhd,tbhd->bhst", q.float(), keys) * o.scale
+    if "causal" in o.mask_type:
+        later = (
+            positions(k.shape[0], theirs, size)[None] > (positions(q.shape[0], mine, size)[:, None])
+        )
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
+def forward_values(
+    q: torch.Tensor, blocks: Sequence[Pair], o: SimpleNamespace, rank: int, seed: int | None = None
+) -> Pair:
+    """(out [s, b, h, d], statistics [b, h, s]) over ``blocks[origin] = (k, v)``."""
+    size = len(blocks)
+    scores = [_scores(q, k, o, rank, i, size) for i, (k, _) in enumerate(blocks)]
+    lse = torch.cat(scores, dim=-1).logsumexp(-1)
+    out: torch.Tensor | float = 0.0
+    for i, (score, (_, v)) in enumerate(zip(scores, blocks, strict=True)):
+        values = v.float().repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        probs = (score - lse[..., None]).exp() * _kept(score, o, seed, i)
+        out = out + torch.einsum("bhst,tbhd->sbhd", probs, values)
+    assert isinstance(out, torch.Tensor)
+    return out.to(q.dtype), lse
+
+
+def block_gradients(
+    q: torch.Tensor,
+    kv: Pair,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    o: SimpleNamespace,
+    ranks: tuple[int, int, int],
+    seed: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of one block in fp32, given the statistics of the whole row.
+
+    ranks : this rank, the rank whose k and v these are, ranks in all
+    """
+    k, v = kv
+    groups, many = k.shape[2], q.shape[2] // k.shape[2]
+    probs = (_scores(q, k, o, *ranks) - lse[..., None]).exp()
+    kept = _kept(probs, o, seed, ranks[1])
+    g = grad.float()
+    delta = (g * out.float()).sum(-1).permute(1, 2, 0)[..., None]
+    values, keys = (t.float().repeat_interleave(many, dim=2) for t in (v, k))
+    dscores = probs * (torch.einsum("sbhd,tbhd->bhst", g, values) * kept - delta) * o.scale
+    dq = torch.einsum("bhst,tbhd->sbhd", dscores, keys)
+    dk = torch.einsum("bhst,sbhd->tbhd", dscores, q.float())
+    dv = torch.einsum("bhst,sbhd->tbhd", probs * kept, g)
+    fold = [t.unflatten(2, (groups, many)).sum(3) for t in (dk, dv)]
+    return dq, fold[0], fold[1]
+
+
+def announce_attention(
+    name: str,
+    products: int,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    out: torch.Tensor,
+    o: SimpleNamespace,
+) -> None:
+    """One kernel of ``products`` matrix products per head (2 forward, 5 backward) on ``meta``.
+
+    A causal mask halves them; a window leaves as many keys a query as it is wide.  Ranks of a
+    context-parallel ring hold the first and the last part of the sequence each, so that every block
+    costs half a full one (Megatron's load balancing).
+    """
+    if not q.is_meta or k is None or v is None:
+        return
+    heads, size = q.shape[-2], q.shape[-1]
+    if o.form == "thd":
+        pairs = q.shape[0] * k.shape[0]  # an upper bound: sequences do not see each other
+    else:
+        sequence, batch = o.form.index("s"), o.form.index("b")
+        pairs = q.shape[batch] * q.shape[sequence] * k.shape[sequence]
+    if "causal" in o.mask_type:
+        pairs //= 2
+    left, right = getattr(o, "window", (-1, -1))
+    if left >= 0:
+        causal = "causal" in o.mask_type
+        width = left + 1 + (0 if causal else k.shape[0] if right < 0 else right)
+        queries = q.shape[0] if o.form == "thd" else q.shape[0] * q.shape[1]
+        pairs = min(pairs, queries * width)
+    fused(name, products * heads * pairs * (size + v.shape[-1]), q, k, v, out)
+
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_prism.runtime.devices.work import fused
-from megatron_prism.runtime.te.comm import gather_along_first_dim, group_rank, group_size
-from megatron_prism.runtime.te.unsupported import refuse
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te.common import gather_along_first_dim, group_rank, group_size, refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context, Grads, Group

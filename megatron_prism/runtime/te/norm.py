@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_prism.runtime.devices.work import fused
+from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.base import TransformerEngineBaseModule, cast_if_needed
 
 if TYPE_CHECKING:

@@ -12,22 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from megatron_prism.runtime.devices.work import fused
-from megatron_prism.runtime.te.unsupported import refuse
+from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.te.common import refuse
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
-__all__ = [
-    "FusedAdam",
-    "FusedSGD",
-    "MultiTensorApply",
-    "multi_tensor_applier",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_scale_tensor",
-    "multi_tensor_unscale_l2norm",
-]
+__all__ = ["FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
 
 _R = TypeVar("_R")
 Lists = Sequence[Sequence[torch.Tensor]]

@@ -14,13 +14,7 @@ from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, autocast
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Trackers
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "activation_recompute_forward",
-    "checkpoint",
-    "get_all_rng_states",
-    "set_all_rng_states",
-]
+__all__ = ["CudaRNGStatesTracker", "checkpoint", "set_all_rng_states"]
 
 _R = TypeVar("_R")
 _all_states: dict[str, torch.Tensor] = {}

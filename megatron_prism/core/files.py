@@ -1,0 +1,346 @@
+"""How do results appear all at once, or not at all?  A folder, or a single file.
+
+Everything is written into a hidden sibling of the final place and renamed into place when the
+work has succeeded; the rename is one step of the file system, so nobody ever reads half an
+artefact.  An exception, Ctrl-C or SIGTERM removes the hidden folder.  After ``kill -9`` it stays
+behind, as
+``.<name>.partial-<host>-<pid>-<random>``; the next run to the same place on that host clears it.
+
+>>> with ArtefactFolder("out/llama") as folder:                                    # doctest: +SKIP
+...     folder.write_json("summary.json", {"ranks": 4})
+>>> with whole_file("out/page.html") as file:                                      # doctest: +SKIP
+...     file.write(b"<html>")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+from megatron_prism.core.errors import UsageError
+
+__all__ = [
+    "ArtefactFolder",
+    "bounded_memory",
+    "check_not_taken",
+    "check_writable",
+    "flat",
+    "no_collector",
+    "read_json",
+    "read_yaml_text",
+    "rendered",
+    "unwinding",
+    "whole_file",
+    "write_whole",
+]
+
+
+_JSON_BYTES = 1 << 28
+_YAML_BYTES = 1 << 20
+_DEPTH = 32
+_IN_LINE = re.compile(rf"^\s*(?:[-?]\s+){{{_DEPTH}}}", re.MULTILINE)  # - - - - x
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file.  OSError; ValueError for what is none, too long or too deep."""
+    try:
+        return json.loads(_text(path, _JSON_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_yaml_text(path: str | os.PathLike[str]) -> str:
+    """A text that a YAML parser may be given.  OSError; ValueError if it is too long or deep."""
+    return flat(_text(path, _YAML_BYTES))
+
+
+def flat(text: str) -> str:
+    """The same text; ValueError if it nests too deeply for a parser of YAML."""
+    depth = most = 0
+    for bracket in re.finditer(r"[][{}]", text):
+        depth += 1 if bracket[0] in "[{" else -1
+        most = max(most, depth)
+    if most > _DEPTH or _IN_LINE.search(text):
+        raise ValueError("it is nested too deeply")
+    return text
+
+
+def _text(path: str | os.PathLike[str], most: int) -> str:
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return data.decode("utf-8")
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Python does not look for cycles meanwhile."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def bounded_memory(size: int) -> Iterator[None]:
+    """A damaged pickle may ask for 64 GiB in one opcode (LONG_BINPUT): make that a MemoryError."""
+    try:
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        limit = now + (8 << 30) + 64 * size
+        if before[0] != resource.RLIM_INFINITY:
+            limit = min(limit, before[0])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    except (ImportError, OSError, ValueError):  # not Linux: no bound, the rest is as safe
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+T = TypeVar("T")
+
+
+def rendered(renderer: str, result: object, kind: type[T]) -> T:
+    """Return ``result`` as ``renderer`` (``report.page:render``) writes it, a value of ``kind``."""
+    module, _, function = renderer.partition(":")
+    found = getattr(import_module(f"megatron_prism.{module}"), function)(result)
+    assert isinstance(found, kind)
+    return found
+
+
+class ArtefactFolder:
+    """Context manager for one artefact folder.
+
+    path  : where it will be; its parents are made
+    force : replace what is there (kept until the new one is complete)
+
+    ``work`` is the folder to write into until the block ends.  Raises UsageError at entry when the
+    place is taken or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], force: bool = False) -> None:
+        self.path = Path(path).absolute()
+        self.force = force
+        self.work = self.path  # the hidden folder while the block runs, the final one afterwards
+        self._unwinding = contextlib.ExitStack()
+
+    def __enter__(self) -> ArtefactFolder:
+        self._clear_leftovers()
+        self.check_free(self.path, self.force)
+        name = f"{self._hidden()}{os.getpid()}-{secrets.token_hex(4)}"
+        work = self.path.with_name(name)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            work.mkdir()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self.path.parent}: {error.strerror}",
+                fix="name a folder you may write to with -o DIR",
+            ) from error
+        self.work = work
+        self._unwinding.enter_context(unwinding())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        work, self.work = self.work, self.path
+        try:
+            if kind is None:
+                self._put_in_place(work)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            self._unwinding.close()
+
+    @staticmethod
+    def check_free(path: str | os.PathLike[str], force: bool = False) -> None:
+        """UsageError unless an artefact may be put at ``path``: call it before any long work."""
+        path = Path(path).absolute()
+        if not os.path.lexists(path):
+            check_writable(path.parent)
+            return
+        if path.is_symlink() or not path.is_dir():
+            raise UsageError(
+                f"{path} exists and is no folder", fix="name another place with -o DIR"
+            )
+        if not force and any(path.iterdir()):
+            raise UsageError(
+                f"{path} exists already",
+                fix="name another place with -o DIR, or replace it with --force",
+            )
+        check_writable(path.parent)
+
+    def write_text(self, name: str, text: str) -> Path:
+        """Write one UTF-8 file, making its folders; returns where it lies for now."""
+        target = self._inside(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8", newline="\n")
+        return target
+
+    def write_json(self, name: str, value: object) -> Path:
+        """Write one JSON file, keys in the order given; ValueError for NaN and infinity."""
+        return self.write_text(name, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        """Write one binary file, making its folders."""
+        target = self._inside(name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        return target
+
+    def _inside(self, name: str) -> Path:
+        if self.work == self.path:
+            raise RuntimeError("an ArtefactFolder is written to inside its with block")
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise ValueError(f"{name!r} would be written outside the artefact folder")
+        return self.work / name
+
+    def _put_in_place(self, work: Path) -> None:
+        """Rename ``work`` to its final name; an older artefact steps aside and goes after it."""
+        self.check_free(self.path, self.force)  # somebody else may have finished meanwhile
+        old = work.with_name(work.name + ".old")
+        if self.path.exists():
+            self.path.rename(old)
+        try:
+            work.rename(self.path)
+        except OSError:
+            if old.exists():
+                old.rename(self.path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _hidden(self) -> str:
+        """What names of hidden folders start with; other hosts' processes are not ours to judge."""
+        return f".{self.path.name}.partial-{socket.gethostname()}-"
+
+    def _clear_leftovers(self) -> None:
+        """Remove hidden folders of this artefact whose process is gone (killed with -9)."""
+        if not self.path.parent.is_dir():
+            return
+        for leftover in self.path.parent.iterdir():
+            if not leftover.name.startswith(self._hidden()):
+                continue
+            pid = leftover.name.removeprefix(self._hidden()).split("-")[0]
+            if not pid.isdigit() or _alive(int(pid)):
+                continue
+            if leftover.suffix == ".old" and not self.path.exists():
+                leftover.rename(self.path)  # killed between the two renames: the old one returns
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does: workers end, half a file goes, the cursor is
+    back.  A handler of the job is left alone."""
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[BinaryIO]:
+    """The file at ``path``, open for bytes: there when the block has ended well, else as it was.
+
+    ``force`` replaces the file that is there, of a link the file it names; never a device or a
+    pipe.  Raises UsageError if the place is taken (before the block and again after it) or cannot
+    be written; parents are made.
+    """
+    path = Path(path)
+    check_not_taken(path, force)
+    path = Path(os.path.realpath(path))
+    work = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(work, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        check_not_taken(path, force)  # somebody else may have been faster
+        os.replace(work, path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}",
+            fix="name a place you may write to",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never made
+            work.unlink()
+
+
+def write_whole(path: str | os.PathLike[str], text: str, *, force: bool = False) -> Path:
+    """``text`` as a UTF-8 file, whole or not at all; see ``whole_file``."""
+    with whole_file(path, force=force) as file:
+        file.write(text.encode(errors="backslashreplace"))  # names need not be UTF-8
+    return Path(path)
+
+
+def check_not_taken(path: Path, force: bool) -> None:
+    """UsageError unless a file may be put at ``path``."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", fix=f"name a file, such as {path / path.name}")
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path} exists and is not overwritten", fix="--force, or another name")
+    if path.exists() and not path.is_file():  # /dev/null would become a file
+        raise UsageError(f"{path} is a device or a pipe, no file", fix="name a file")
+
+
+def check_writable(folder: Path, where: str = "-o DIR") -> None:
+    """UsageError unless ``folder``, or the nearest of its parents that exists, takes new files."""
+    place = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    why = None
+    if not place.is_dir():
+        why = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        why = f"{place} may not be written"
+    else:
+        try:  # root may write everywhere, and yet /proc takes no files
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            why = f"{place} takes no files: {error.strerror}"
+    if why is not None:
+        fix = "name a folder you may write to" + (f" with {where}" if where else "")
+        raise UsageError(f"cannot write to {folder}: {why}", fix=fix)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,321 @@
+"""Which calls are outstanding, on which rank, and who has not come to them?
+
+In : the dumps of a job that stands still.  Out: ``State``, the questions that a verdict asks.  Two
+ranks are *siblings* when they stand at the same place of their pipeline: they run the same program,
+so what one of them did tells what the other should have done.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from megatron_prism.core.world import format_ranks
+from megatron_prism.hang.dumps import DumpSet, Entry, Group
+
+__all__ = ["State", "call_text"]
+
+
+_MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
+_WORDS = re.compile(r"(?:^|mesh[_-])pp$|pipeline", re.IGNORECASE)
+
+
+def stages(groups: Mapping[str, Group], messages: Collection[str]) -> dict[int, int]:
+    """rank -> its place; empty if there is no pipeline."""
+    known = list(groups.values())
+    lines = [g for g in known if g.desc == _MEGATRON] or [g for g in known if _WORDS.search(g.desc)]
+    if not lines and not any("_PARALLEL_GROUP" in g.desc for g in known):
+        lines = [g for g in known if g.name in messages]
+    places: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for group in lines:
+        for place, rank in enumerate(group.ranks):
+            places[rank].append((group.desc.partition(" (group ")[0], place))
+    if all(len(found) == 1 for found in places.values()):
+        return {rank: found[0][1] for rank, found in places.items()}
+    keys = {rank: tuple(sorted(found)) for rank, found in places.items()}
+    numbers = {key: i for i, key in enumerate(sorted(set(keys.values())))}
+    return {rank: numbers[key] for rank, key in keys.items()}
+
+
+_MOST = 64  # outstanding calls made up from counters where a dump has no entries
+
+
+def _unnamed(group: Group, seq: int) -> Entry:
+    """A call of which only its number is known."""
+    nothing: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    last = 1 << 62  # after everything that is recorded
+    return Entry(
+        last, group.name, group.desc, "call", seq, seq, -1, nothing, (), "", False, "", -1, -1
+    )
+
+
+def call_text(entry: Entry) -> str:
+    """``all_reduce #3 of GROUP at file:line``."""
+    what = f"{entry.op} to group rank {entry.to}" if entry.pair else entry.op
+    where = f" at {entry.site}" if entry.site else ""
+    return f"{what} #{entry.seq} of {entry.desc}{where}"
+
+
+class State:
+    """Where every rank stands.
+
+    groups      : name -> Group with two or more members
+    outstanding : rank -> its outstanding calls in the order of issue
+    enqueued    : (group, rank) -> how many collectives it has issued
+    completed   : (group, rank) -> how many of them it saw complete
+    missing     : ranks that are in some group but left no dump
+    role        : rank -> its place in its pipeline
+    """
+
+    def __init__(self, found: DumpSet) -> None:
+        self.dumps, self.unreadable = found.dumps, found.unreadable
+        self.groups: dict[str, Group] = {}
+        self.notes: list[str] = []
+        self.enqueued: dict[tuple[str, int], int] = {}
+        self.completed: dict[tuple[str, int], int] = {}
+        self.outstanding: dict[int, list[Entry]] = {}
+        self._waited: dict[tuple[str, int], tuple[str, tuple[int, ...]]] = {}
+        self._opened: dict[int, frozenset[tuple[str, bool, int]]] = {}
+        self._collect_groups(found.listed)
+        self.pairs = {e.group for d in self.dumps.values() for e in d.entries if e.pair}
+        self.pairs |= {n for n, g in self.groups.items() if g.desc.startswith("PIPELINE")}
+        for dump in self.dumps.values():  # of such counters one is a message's
+            self.pairs |= {n for n, s in dump.status.items() if s.completed > s.enqueued >= 0}
+        for rank, dump in self.dumps.items():
+            self._count(rank)
+            self.outstanding[rank] = self._pending(rank, dump.entries)
+        members = {r for g in self.groups.values() for r in g.ranks}
+        self.missing = sorted(members - set(self.dumps))
+        self.role = stages(self.groups, self.pairs)
+        self.siblings: dict[int, list[int]] = defaultdict(list)
+        for rank in self.dumps:
+            self.siblings[self.role.get(rank, 0)].append(rank)
+
+    def _collect_groups(self, listed: Mapping[str, Counter[Group]]) -> None:
+        lazy: dict[str, Counter[Group]] = defaultdict(Counter)
+        for rank, dump in self.dumps.items():  # lazily made communicators are not in pg_config
+            for entry in dump.entries:
+                if entry.group not in listed:
+                    lazy[entry.group][Group(entry.group, entry.desc, (rank,))] += 1
+        for name, versions in {**listed, **lazy}.items():
+            if len(versions) > 1 and all(len(g.ranks) == 1 for g in versions):
+                ranks = sorted(g.ranks[0] for g in versions)
+                self.groups[name] = Group(name, next(iter(versions)).desc, tuple(ranks))
+                self.notes.append(f"the members of group {name} are known from its calls only")
+            else:
+                self.groups[name] = versions.most_common(1)[0][0]
+                if len(versions) > 1:
+                    self.notes.append(f"dumps disagree about who is in group {name}")
+        self.groups = {n: g for n, g in self.groups.items() if len(g.ranks) > 1}
+
+    def _count(self, rank: int) -> None:
+        dump = self.dumps[rank]
+        for name, status in dump.status.items():
+            if name not in self.pairs:  # there the counters also count sends and receives
+                self.enqueued[name, rank] = status.enqueued
+                self.completed[name, rank] = status.completed
+        for entry in dump.entries:
+            key = (entry.group, rank)
+            if entry.group in self.pairs or entry.group not in dump.status:
+                self.enqueued[key] = max(self.enqueued.get(key, -1), entry.calls)
+                if entry.done and not entry.pair:
+                    self.completed[key] = max(self.completed.get(key, -1), entry.seq)
+            elif not entry.done and entry.seq <= self.completed.get(key, -1):
+                self.completed[key] = entry.seq - 1  # gloo counts calls that failed, too
+
+    def _pending(self, rank: int, entries: Iterable[Entry]) -> list[Entry]:
+        found = [
+            e
+            for e in entries
+            if not e.done
+            and e.op != "coalesced"
+            and e.group in self.groups
+            and (e.pair or e.seq > self.completed.get((e.group, rank), -1))
+        ]
+        has = {e.group for e in found}
+        for name in self.groups_of[rank]:
+            last, done = (t.get((name, rank), -1) for t in (self.enqueued, self.completed))
+            if name in has or name in self.pairs:
+                continue
+            waits = range(max(done, last - _MOST, 0) + 1, last + 1)
+            found += [_unnamed(self.groups[name], seq) for seq in waits]
+        return found
+
+    @cached_property
+    def groups_of(self) -> dict[int, list[str]]:
+        """rank -> its groups."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for name, group in self.groups.items():
+            for rank in group.ranks:
+                found[rank].append(name)
+        return found
+
+    @cached_property
+    def _counts(self) -> dict[int, dict[str, int]]:
+        found: dict[int, dict[str, int]] = {rank: {} for rank in self.dumps}
+        for (name, rank), count in self.enqueued.items():
+            if name in self.groups:
+                found[rank][self.groups[name].desc] = count
+        return found
+
+    # -- questions --------------------------------------------------------------------------------
+    def head(self, rank: int) -> Entry | None:
+        """The oldest outstanding call of ``rank``."""
+        calls = self.outstanding.get(rank)
+        return calls[0] if calls else None
+
+    def issued(self, rank: int) -> list[Entry]:
+        """Its calls and messages that are recorded, without the records that close batches: these
+        have the number of a collective that came before them."""
+        return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
+
+    def counts(self, rank: int) -> dict[str, int]:
+        """Description -> collectives that ``rank`` has issued."""
+        return self._counts[rank]
+
+    def opened(self, rank: int) -> frozenset[tuple[str, bool, int]]:
+        """Its outstanding calls, comparable between siblings."""
+        if rank not in self._opened:
+            calls = self.outstanding[rank]
+            self._opened[rank] = frozenset((e.desc, e.pair, e.seq) for e in calls)
+        return self._opened[rank]
+
+    def other(self, rank: int, entry: Entry) -> int:
+        """The global rank at the other side of a send or receive; -1 if it is not known."""
+        ranks = self.groups[entry.group].ranks
+        return ranks[entry.to] if entry.to < len(ranks) else -1
+
+    def step(self, rank: int, entry: Entry) -> int:
+        """How many places further in the group the other side of a send or receive is."""
+        group = self.groups.get(entry.group)
+        if group is None or rank not in group.ranks:
+            return entry.to
+        return (entry.to - group.ranks.index(rank)) % len(group.ranks)
+
+    def mate(self, rank: int, entry: Entry) -> Entry | None:
+        """The other side's outstanding counterpart of a send or receive."""
+        peer = self.other(rank, entry)
+        back = "recv" if entry.op == "send" else "send"
+        mine = [e for e in self.outstanding[rank] if (e.group, e.op, e.to) ==
+                (entry.group, entry.op, entry.to)]  # fmt: skip
+        theirs = [e for e in self.outstanding.get(peer, ()) if e.pair and e.group == entry.group
+                  and e.op == back and self.other(peer, e) == rank]  # fmt: skip
+        at = mine.index(entry)
+        return theirs[at] if at < len(theirs) else None
+
+    def arrived(self, rank: int, entry: Entry) -> bool:
+        """Whether ``rank`` has issued its part of the collective ``entry``."""
+        return self.enqueued.get((entry.group, rank), -1) >= entry.seq
+
+    @cached_property
+    def lates(self) -> Mapping[tuple[str, int], Entry]:
+        """(group, rank that has not come) -> the first call at which others wait for it."""
+        found: dict[tuple[str, int], Entry] = {}
+        calls = {(e.group, e.seq): e for c in self.outstanding.values() for e in c if not e.pair}
+        for (name, _), entry in sorted(calls.items(), key=lambda call: call[0]):
+            for rank in self.groups[name].ranks:
+                if (name, rank) not in found and not self.arrived(rank, entry):
+                    found[name, rank] = entry
+        return found
+
+    def skipped(self, rank: int, entry: Entry) -> bool:
+        """Whether ``rank``, which lacks ``entry``, made calls that most siblings made after it."""
+        mine = {(e.desc, e.pair, e.seq) for e in self.issued(rank)}
+        votes: Counter[bool] = Counter()
+        for other in self.siblings[self.role.get(rank, 0)]:
+            keys = [(e.desc, e.pair, e.seq) for e in self.issued(other)]
+            wanted = (entry.desc, False, entry.seq)
+            if other != rank and wanted in keys:
+                votes[any(key in mine for key in keys[keys.index(wanted) :])] += 1
+        return votes[True] > votes[False]
+
+    def waits(self, rank: int) -> tuple[str, Sequence[int]]:
+        """(why, for whom) the oldest outstanding call of ``rank`` waits."""
+        head = self.head(rank)
+        if head is None:
+            return "", []
+        if head.pair:
+            return self._unanswered(rank, head)
+        key = (head.group, head.seq)  # all who stand there wait for the same ranks
+        if key not in self._waited:
+            self._waited[key] = self._absent(head)
+        return self._waited[key]
+
+    def _unanswered(self, rank: int, head: Entry) -> tuple[str, Sequence[int]]:
+        """Who keeps a message waiting, or one of those issued with it: they end together."""
+        lacking, behind = dict[int, None](), dict[int, None]()
+        for entry in self.outstanding[rank]:
+            if entry.launch == head.launch:
+                peer = self.other(rank, entry)
+                mate, first = self.mate(rank, entry), self.head(peer)
+                if mate is None:
+                    lacking[peer] = None
+                elif first and first.record < mate.record and first.launch != mate.launch:
+                    behind[peer] = None
+        if lacking:
+            return "has not posted its side", list(lacking)
+        return ("has it queued behind another call" if behind else ""), list(behind)
+
+    def _absent(self, head: Entry) -> tuple[str, tuple[int, ...]]:
+        ranks = self.groups[head.group].ranks
+        absent = [r for r in ranks if r in self.dumps and not self.arrived(r, head)]
+        if absent:
+            return "has not come", tuple(absent)
+        lost = [r for r in ranks if r not in self.dumps]
+        if lost:
+            return "left no dump", tuple(lost)
+        behind = [r for r in ranks if (h := self.head(r)) and (h.group, h.seq, h.pair) !=
+                  (head.group, head.seq, False)]  # fmt: skip
+        return ("has it queued behind another call", tuple(behind)) if behind else ("", ())
+
+    @cached_property
+    def hidden(self) -> set[int]:
+        """Ranks that wait, by their counters, in a message of which no entry is left: the ring was
+        too short, or there are counters only.  To whom it goes nobody knows."""
+        shown = {(e.group, r) for r, calls in self.outstanding.items() for e in calls}
+        return {r for r, dump in self.dumps.items() for name, status in dump.status.items()
+                if name in self.pairs and name in self.groups
+                and status.enqueued > status.completed and (name, r) not in shown}  # fmt: skip
+
+    def mute(self) -> list[int]:
+        """Ranks whose dumps have neither calls nor counters, where others have counters: started
+        again, or their recorders were off.  It proves nothing against them."""
+        if not any(dump.status for dump in self.dumps.values()):
+            return []
+        return [r for r, dump in self.dumps.items() if not dump.entries and not dump.status]
+
+    def unplaced(self) -> set[int]:
+        """Ranks that others wait for and that no dump here, or none with calls, says more about."""
+        waits = {other for rank in self.outstanding for other in self.waits(rank)[1]}
+        return waits - {rank for rank in self.dumps if self.outstanding[rank]}
+
+    @cached_property
+    def history(self) -> bool:
+        """Whether dumps hold calls that ended, too."""
+        return any(e.done for dump in self.dumps.values() for e in dump.entries)
+
+    def lacks(self) -> tuple[str, ...]:
+        """What the dumps do not hold, and which variable to set next time."""
+        found, dumps = list(dict.fromkeys(self.notes)), self.dumps.values()
+        if self.missing:
+            found.append(f"dumps of ranks {format_ranks(self.missing)}")
+        found += [f"rank {r}: {why}" for r, why in list(self.unreadable.items())[:4]]
+        if not any(d.entries or d.status for d in dumps):
+            found.append("calls and counters: next time TORCH_FR_BUFFER_SIZE=2000")
+        if mute := self.mute():
+            found.append(f"counters of ranks {format_ranks(mute)}: their recorders were off or new")
+        if self.hidden:
+            found.append(f"outstanding messages of ranks {format_ranks(sorted(self.hidden))}: next "
+                         "time a larger TORCH_FR_BUFFER_SIZE")  # fmt: skip
+        found += sorted({note for dump in dumps for note in dump.notes})
+        if not self.history:
+            found.append("history: only outstanding calls; next time TORCH_INCLUDE_ONLY_ACTIVE=0 "
+                         "(Megatron: --flight-recorder-include-only-active)")  # fmt: skip
+        if not any(e.site for d in dumps for e in d.entries):
+            found.append("all stack frames; next time TORCH_INCLUDE_STACK_TRACE=1 "
+                         "(Megatron: --flight-recorder-include-stack-trace)")  # fmt: skip
+        if not any(e.state == "started" for d in dumps for e in d.entries):
+            found.append("what had started on the device; next time TORCH_NCCL_ENABLE_TIMING=1")
+        return tuple(found)

@@ -1,0 +1,430 @@
+"""Where do waits end?  Ranks that explain the others' waits: without a dump, idle, alone in a call.
+
+In : State.  Out: ranks with the call at which others wait for them; ``hang`` makes culprits of them
+and says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from megatron_prism.core.world import format_ranks
+from megatron_prism.hang.dumps import Entry
+from megatron_prism.hang.state import State, call_text
+from megatron_prism.hang.verdict import Waiting
+
+__all__ = [
+    "UNSEEN",
+    "age",
+    "ahead",
+    "beside",
+    "circle",
+    "complete_late",
+    "ends",
+    "gone",
+    "held",
+    "left_no_dump",
+    "lone",
+    "never_started",
+    "nobody_left",
+    "outrun",
+    "together",
+    "unposted",
+    "waiting",
+    "with_the_dead",
+]
+
+
+_EDGES = 1_000_000  # waits that are looked at for the smallest circle
+
+
+def circle(state: State) -> list[int]:
+    """The smallest circle of ranks in which each waits for the next."""
+    edges = {r: state.waits(r)[1] for r in state.outstanding}
+    best: list[int] = []
+    left = _EDGES
+    for start in sorted(edges, key=lambda r: len(edges[r])):  # few waits: small circles
+        back, queue = {start: start}, deque([(start, 1)])
+        while queue and left > 0 and not (best and queue[0][1] >= len(best)):
+            rank, length = queue.popleft()
+            left -= len(edges[rank])
+            if start in edges[rank]:
+                best = [rank]
+                while best[-1] != start:
+                    best.append(back[best[-1]])
+                best.reverse()
+                break
+            for other in edges[rank]:
+                if other not in back and other in edges:
+                    back[other] = rank
+                    queue.append((other, length + 1))
+        if len(best) == 2 or left <= 0:
+            break
+    return best
+
+
+def ends(state: State, ranks: Iterable[int]) -> list[int]:
+    """Those of ``ranks`` at whom waits end: everybody for whom they wait waits for them.
+
+    Ranks that wait for each other only and make the calls of their programs do not stand still: so
+    where no device does, each such circle holds somebody who errs, and who is in none is a victim.
+    """
+    calls: dict[tuple[str, bool, int], set[int]] = {}
+    ahead = {r: _needs(state, r, calls) for r in state.outstanding}
+    back: dict[int, set[int]] = defaultdict(set)
+    for rank, others in ahead.items():
+        for other in others:
+            back[other].add(rank)
+    circle, found = set[int](), []
+    for rank in ranks:
+        reached = circle if rank in circle else _reached(rank, ahead)
+        unknown = any(not state.outstanding.get(r) for r in reached)  # may wait for anybody
+        if unknown or reached <= circle or reached <= _reached(rank, back):
+            circle |= reached if not unknown else set()
+            found.append(rank)
+    return found
+
+
+def _needs(state: State, rank: int, known: dict[tuple[str, bool, int], set[int]]) -> set[int]:
+    """For whom any outstanding call of ``rank`` waits: its host may stand at another than the
+    oldest."""
+    found = set[int]()
+    for e in state.outstanding[rank]:
+        if e.pair:
+            other, mate = state.other(rank, e), state.mate(rank, e)
+            found |= {other} if mate is None else _queued_before(state, [other], mate)
+            continue
+        if e.launch not in known:
+            members = state.groups[e.group].ranks
+            absent = {r for r in members if r not in state.dumps or not state.arrived(r, e)}
+            known[e.launch] = absent or _queued_before(state, members, e)
+        found |= known[e.launch]
+    return found - {rank}
+
+
+def _queued_before(state: State, ranks: Iterable[int], entry: Entry) -> set[int]:
+    """Who has a call queued before this one."""
+    return {r for r in ranks if (head := state.head(r)) and head.launch != entry.launch}
+
+
+def _reached(start: int, edges: Mapping[int, Collection[int]]) -> set[int]:
+    found, queue = {start}, [start]
+    while queue:
+        more = set(edges.get(queue.pop(), ())) - found
+        found |= more
+        queue += more
+    return found
+
+
+UNSEEN = (
+    "what hosts wait for outside NCCL (gloo, the store, files, data) or while a communicator "
+    "is made: if the job stands still all the same, take its stacks: py-spy dump"
+)
+
+
+def together(state: State, idle: Collection[int], ahead: Collection[int]) -> str:
+    """Why hosts that wait for nobody in the dumps may wait for one of them all the same; "" if
+    nothing says so.
+
+    A communicator is created at its first call: its members wait there without a record.  And calls
+    outside NCCL (DeepEP, gloo, the store) leave none.
+    """
+    if ahead:
+        return (f"ranks {format_ranks(sorted(ahead))} wait for nobody either, further on than a "
+                "sibling: perhaps for it, while a communicator is created")  # fmt: skip
+    shown = format_ranks(sorted(idle))
+    groups = Counter(g.desc for g in state.groups.values())
+    for desc in sorted(desc for desc, count in groups.items() if count > 1):
+        if _lacking(state, desc, idle):
+            return (f"ranks {shown} may wait in the first call of a group that others have "
+                    f"({desc}), in which its communicator is created: that is not recorded, and "
+                    "any of its members may be the one who does not come")  # fmt: skip
+    whole = [g for g in state.groups.values() if set(g.ranks) <= set(idle)]
+    if not whole:
+        return ""
+    group = max(whole, key=lambda g: len(g.ranks))
+    return (f"ranks {shown} are all members of {group.desc}, or of several: they may wait for one "
+            "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
+
+
+def ahead(state: State, idle: Collection[int]) -> set[int]:
+    """Those of ``idle`` who stand together further on than a sibling among them."""
+    found = set[int]()
+    for role in {state.role.get(r, 0) for r in idle}:
+        counts = {r: state.counts(r) for r in state.siblings[role] if r in idle}
+        places = list(counts.values())
+        found |= {
+            rank
+            for rank, mine in counts.items()
+            if places.count(mine) > 1 and any(_made_fewer_calls(o, mine) for o in places)
+        }
+    return found
+
+
+def _made_fewer_calls(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    common = one.keys() & other.keys()
+    return any(one[k] < other[k] for k in common) and all(one[k] <= other[k] for k in common)
+
+
+def with_the_dead(state: State, idle: Collection[int], dead: Collection[int]) -> set[int]:
+    """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
+    which nobody else is.  One death explains them, and they need no fault of their own."""
+    whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
+    reached = set(dead)
+    while more := [g for g in whole if not g.isdisjoint(reached) and not g <= reached]:
+        reached.update(*more)
+    return reached & set(idle)
+
+
+def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
+    """Whether others have a group of this description and some of ``idle`` do not have it yet."""
+    has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
+    without = [r for r in idle if r not in has]
+    roles = {state.role.get(r, 0) for r in without}
+    alike = [r for role in roles for r in state.siblings[role] if r not in idle]
+    if not without or not has:
+        return False
+    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
+        return len(without) > 1 and "EMBEDDING" not in desc
+    return 2 * sum(r in has for r in alike) > len(alike)
+
+
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
+    """Ranks without a dump that are needed to explain the waits -> the call that waits for them.
+
+    known : ranks whose dumps are there, of another moment.  Where calls of all members wait for
+    somebody, messages say nothing more: who does not post them may be a victim
+    """
+    waits: list[tuple[Entry, list[int]]] = []
+    for rank in state.outstanding:
+        (why, others), head = state.waits(rank), state.head(rank)
+        if head is None or not why or not (head.pair or why == "left no dump"):
+            continue
+        lost = [r for r in others if r >= 0 and r not in state.dumps]
+        # a file that was cut off is of a process that lived to write it
+        lost = [r for r in lost if r not in state.unreadable] or lost
+        if lost and not set(known) & set(lost):
+            waits.append((head, lost))
+    if any(not head.pair for head, _ in waits):
+        waits = [(head, lost) for head, lost in waits if not head.pair]
+    alone = {lost[0] for _, lost in waits if len(lost) == 1}
+    found: dict[int, Entry] = {}
+    for head, lost in waits:
+        if len(lost) > 1 and not alone.isdisjoint(lost):
+            continue  # one of them is needed elsewhere, and is enough here
+        for r in lost:  # an old call says more than a new one
+            if r not in found or age(head) < age(found[r]):
+                found[r] = head
+    return found
+
+
+def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
+    """What is said of ranks without a dump: those for which one kind of call waits in one line."""
+    calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, e in sorted(found.items()):
+        calls[e.op, e.desc, e.seq, e.pair, e.site].append(rank)
+    for ranks in calls.values():
+        entry = min((found[r] for r in ranks), key=age)
+        if len(ranks) == 1:
+            yield entry, f"rank {ranks[0]} left no dump, and {call_text(entry)} waits for it"
+        else:  # the other sides of messages differ
+            text = call_text(entry._replace(to=-1))
+            yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
+
+
+def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
+    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
+    calls that ended (``right``); or who else waits in a call of theirs to which most members have
+    not come."""
+    found = set[int]()
+    for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
+        members = state.groups[head.group].ranks
+        came = {r for r in members if r in state.dumps and state.arrived(r, head)}
+        if 2 * len(came) < len(members):
+            found |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
+    said = []
+    if others := sorted(found - set(ranks)):
+        said.append(f"to the call of these few came, but also {format_ranks(others)}: "
+                    "perhaps they err alike")  # fmt: skip
+    if right or any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
+        said.append(f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
+                    "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
+    return said
+
+
+def unposted(state: State) -> Iterator[tuple[int, Entry]]:
+    """Ranks with nothing outstanding whose messages others wait for."""
+    for rank in sorted(state.outstanding):
+        head, (why, others) = state.head(rank), state.waits(rank)
+        if head is not None and head.pair and why == "has not posted its side":
+            for other in others:
+                if other in state.dumps and not state.outstanding[other]:
+                    yield other, head
+
+
+def outrun(state: State, rank: int) -> bool:
+    """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
+    others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
+    late = {state.groups[name].desc for name, other in state.lates if other == rank}
+    mine, counts = state.opened(rank), state.counts(rank)
+    passed = level = 0
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs = state.counts(other)
+        common = counts.keys() & theirs.keys()
+        level += all(theirs[k] == counts[k] for k in common)
+        more = mine <= state.opened(other) and all(theirs[k] >= counts[k] for k in common)
+        if more and _issued_after_common(state, rank, other):
+            passed += any(theirs[k] > counts[k] for k in common & late)
+    return passed >= max(1, level)
+
+
+def _issued_after_common(state: State, rank: int, other: int) -> bool:
+    """Whether what only ``other`` issued comes behind all that both have outstanding: if not, they
+    made their calls in two orders, and either may err."""
+    mine, counts, news = state.opened(rank), state.counts(rank), False
+    for e in state.outstanding[other]:
+        if (e.desc, e.pair, e.seq) not in mine:
+            news |= not e.pair and e.seq > counts.get(e.desc, e.seq)
+        elif news:
+            return False
+    return True
+
+
+def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
+    """Ranks that did not post a message which their siblings posted before a call that they made,
+    too -> the call that waits for it.  Without history nobody is."""
+    for rank in sorted(state.outstanding):
+        head, (why, others) = state.head(rank), state.waits(rank)
+        if head is None or not head.pair or why != "has not posted its side":
+            continue
+        for peer in others:
+            if peer in state.dumps and state.outstanding[peer] and _passed(state, peer, head.desc):
+                yield peer, head
+
+
+def _passed(state: State, rank: int, desc: str) -> bool:
+    entries = state.issued(rank)
+    made = {(e.desc, e.seq) for e in entries if not e.pair}
+    number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
+    yes = no = 0
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs = state.issued(other)
+        at = next((i for i, e in enumerate(theirs)
+                   if e.pair and (e.desc, e.seq) == (desc, number)), None)  # fmt: skip
+        if other != rank and at is not None:
+            later = any((e.desc, e.seq) in made for e in theirs[at:] if not e.pair)
+            yes, no = yes + later, no + (not later)
+    return yes > 0 == no
+
+
+def never_started(state: State) -> dict[int, Entry]:
+    """Less than half of the ranks, whose devices never started their oldest call -> that call."""
+    heads = {r: e for r in state.outstanding if (e := state.head(r))}
+    idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
+    return idle if 2 * len(idle) < len(heads) else {}
+
+
+def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:
+    """Ranks on which a call that needs everybody did not end, though it did on others: with the
+    call, and the last one that ended there."""
+    for name, group in state.groups.items():
+        done = {r: state.completed[name, r] for r in group.ranks if (name, r) in state.completed}
+        last = max(done.values(), default=-1)
+        for rank, mine in done.items():
+            if mine >= last or name in state.pairs or state.enqueued[name, rank] < last:
+                continue
+            calls = [e for e in state.outstanding[rank]
+                     if e.group == name and mine < e.seq <= last]  # fmt: skip
+            joint = [e for e in calls if e.op not in _ROOTED]
+            if joint:
+                yield rank, joint[0], last
+
+
+def held(state: State) -> bool:
+    """Whether some collective has everybody and nobody leaves it: a device, or the network.
+
+    Who issues calls in another order leaves a circle of waits, or somebody who has not come.
+    """
+    for rank in state.outstanding:
+        head = state.head(rank)
+        if head is not None and not head.pair and not state.waits(rank)[1]:
+            return all(r in state.dumps for r in state.groups[head.group].ranks)
+    return False
+
+
+def nobody_left(state: State) -> str:
+    """What is said where calls have everybody and nobody leaves them: whose they are."""
+    calls = {e.launch: e for rank in sorted(state.outstanding)
+             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
+    ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls.values()]
+    more = ", …" if len(ranks) > 4 else ""
+    whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
+    return f"every member{whose} entered the call and none left it: a device, the network or NCCL"
+
+
+def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
+    """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
+    else those of a circle who wait where most members never come."""
+    past, found = dict(passed_over(state)), few(state, cycle)
+    if len(past) == 1:
+        ((rank, entry),) = past.items()
+        text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
+        return entry, [rank], "skipped call", text
+    if found is None:
+        return None
+    text = f"waits in {call_text(found[0])}, to which most of its members never come"
+    return *found, "extra call", text
+
+
+def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:
+    """In a circle: a call in which less than half of its members wait, while all others wait for
+    them in the end; None if there is none, or no single one."""
+    found = []
+    heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]
+    for head in {(e.group, e.seq): e for e in heads}.values():
+        members = state.groups[head.group].ranks
+        ranks = [r for r in members if state.arrived(r, head)]
+        stand = [r for r in ranks if (h := state.head(r)) and (h.group, h.seq, h.pair) ==
+                 (head.group, head.seq, False)]  # fmt: skip
+        if stand == ranks and 2 * len(ranks) < len(members):
+            found.append((head, ranks))
+    if len(found) != 1 or not _all_wait_for(state, set(found[0][1])):
+        return None
+    return found[0]
+
+
+def _all_wait_for(state: State, ranks: set[int]) -> bool:
+    reached = set(ranks)
+    while True:
+        more = {r for r in state.outstanding if r not in reached and not
+                reached.isdisjoint(state.waits(r)[1])}  # fmt: skip
+        if not more:
+            return all(r in reached for r, calls in state.outstanding.items() if calls)
+        reached |= more
+
+
+def waiting(
+    state: State, blamed: Collection[int], cycle: Collection[int]
+) -> tuple[tuple[Waiting, ...], tuple[str, ...]]:
+    """All others that wait, and in words those of them who wait for ``blamed`` or in the circle."""
+    victims: list[Waiting] = []
+    chain: list[str] = []
+    for rank in sorted(state.outstanding):
+        head = state.head(rank)
+        if head is None or rank in blamed:
+            continue
+        why, others = state.waits(rank)
+        victims.append(Waiting(rank, tuple(others), head.op, head.desc, head.seq))
+        if len(chain) < 10 and (rank in cycle or not set(blamed).isdisjoint(others)):
+            shown = format_ranks(sorted(others))
+            chain.append(f"rank {rank} in {call_text(head)}: rank {shown} {why}")
+    return tuple(victims), tuple(chain)
+
+
+def age(entry: Entry) -> tuple[int, int]:
+    """To compare calls by: which was issued first?"""
+    return entry.created_ns, entry.seq

@@ -1,0 +1,323 @@
+"""How much device memory do NCCL's communicators take, that no allocator sees?
+
+In : communicators and what they were used for (``connected``), and a calibration: what
+``benchmarks/device_memory.py`` measured on a host.  Out: their bytes, and a provenance.  Unknown is
+None.
+
+NCCL connects a communicator when an algorithm is first used (NCCL_RUNTIME_CONNECT, src/group.cc
+@v2.28.9-1).  A connection takes, per channel, one page for the sender, and pages for the buffers
+of all three protocols for the receiver (src/transport/p2p.cc; ``connection_bytes``).  How many
+channels there are depends on the host, so it is measured: a communicator is ``init`` plus what
+its kinds of calls connect; what was measured apart and together is never added up to more than
+together.  Between hosts nothing was measured: such groups are taken as their part on one host.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_prism.core import files
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
+from megatron_prism.core.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
+from megatron_prism.core.program import Programs
+
+if TYPE_CHECKING:
+    from megatron_prism.replay.costs.machine import Row
+
+__all__ = [
+    "Calibration",
+    "Communicator",
+    "ON_HOST",
+    "SMALL",
+    "Used",
+    "connection_bytes",
+    "fitting",
+    "read",
+    "used_by",
+]
+
+
+FORMAT = 1
+FOLDER = Path(__file__).with_name("device_memory")
+PAGE = 2 << 20
+_WAYS = frozenset({"out", "in"})
+_HOST_PEERS = 7  # of a rank on a host of 8 GPUs; what connections to other hosts take is not known
+
+
+def connection_bytes(
+    buffer: int = 4 << 20, ll: int = 8 * 512 * 8 * 16, ll128: int = 120 * 640 * 8 * 8
+) -> tuple[int, int]:
+    """(sender, receiver) bytes of one channel between two GPUs of a host, by NCCL's source.
+
+    init.cc:810 (buffer sizes), transport/p2p.cc:407 and :486 (rounded up to CUDA_IPC_MIN, 2 MiB);
+    ``buffer`` is NCCL_BUFFSIZE.  Where GPUs read from their peers (sm80) the sender has it instead.
+    """
+    head = 4096  # ncclSendMem, ncclRecvMem: one aligned line of bookkeeping
+    return PAGE, -(-(head + buffer + ll + ll128) // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One that a rank takes part in.
+
+    kinds : ``small`` and ``large`` reductions, ``ring`` (gathers, scatters, broadcasts); of a pair
+            ``out`` and ``in``, which way its messages go
+    peers : ranks that it exchanges messages with inside this communicator
+    """
+
+    group: str
+    size: int
+    kinds: frozenset[str] = frozenset()
+    peers: int = 0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a host was measured to take; see ``benchmarks/device_memory.py``.
+
+    process : bytes beyond reserved of a training process without communicators; None: unknown
+    once    : bytes that the first communicators of a process take beyond their own
+    alone   : (kind, ranks) -> bytes beyond ``init``; kinds are init, small, large, ring, all, peer,
+              out, in
+    source  : where and when
+    """
+
+    process: int | None = None
+    once: int = 0
+    alone: dict[tuple[str, int], int] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """Sizes of communicators that were measured, ascending."""
+        return tuple(sorted({size for kind, size in self.alone if kind == "init"}))
+
+    def bytes_of(self, one: Communicator) -> int | None:
+        """What ``one`` takes; sizes beyond the largest measured take what that takes."""
+        fitting = [size for size in self.measured if size <= one.size]
+        if not fitting or one.size > 1 and fitting[-1] == 1:
+            return None
+        size = fitting[-1]
+        total = self.alone["init", size]
+        if size == 1:
+            return total
+        if one.kinds & _WAYS:
+            ways = [self.alone.get((kind, 2)) for kind in one.kinds]
+            return None if None in ways else total + sum(ways)  # type: ignore[arg-type]
+        apart = [self.alone.get((kind, size)) for kind in sorted(one.kinds)]
+        peer = self.alone.get(("peer", size)) if one.peers else 0
+        peers = min(one.peers, _HOST_PEERS)
+        if peer is None or None in apart:
+            return None
+        together = self.alone.get(("all", size), sum(apart))  # type: ignore[arg-type]
+        calls = sum(apart) if len(apart) < 2 else min(sum(apart), together)  # type: ignore[arg-type]
+        return total + calls + peers * peer
+
+    def nccl(self, used: Sequence[Communicator]) -> int | None:
+        """All of a rank's communicators together; None if one of them was not measured."""
+        sizes = [self.bytes_of(one) for one in used]
+        if not self.alone or None in sizes:
+            return None
+        return self.once + sum(sizes)  # type: ignore[arg-type]
+
+    def provenance(self) -> str:
+        """For reports: what device bytes are made of."""
+        if self.process is None:
+            return "unknown: no calibration of context, workspaces and NCCL"
+        if not self.alone:
+            return (
+                f"unknown: a process takes {self.process:,} B beyond reserved without NCCL "
+                f"({self.source}), its communicators are not measured"
+            )
+        return (
+            f"modelled: reserved, {self.process:,} B of context and libraries, and the job's "
+            f"communicators as measured for {self.measured[0]} to {self.measured[-1]} ranks "
+            f"({self.source}); larger ones and other hosts extrapolated"
+        )
+
+
+# -- the calibration file -------------------------------------------------------------------------
+def shipped() -> dict[str, Path]:
+    """Name -> file of every calibration that comes with the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+
+
+def fitting(device: str) -> Calibration | None:
+    """The shipped calibration of a host of such devices (``NVIDIA H200``); None if none is."""
+    for name, path in shipped().items():
+        if name in device.lower().split():
+            return read(path)
+    return None
+
+
+def read(name: str | os.PathLike[str]) -> Calibration:
+    """The shipped calibration of that name, or a file that ``benchmarks/device_memory.py`` wrote.
+
+    UsageError for anything else.
+    """
+    path = shipped().get(str(name), Path(name))
+    try:
+        stored = files.read_json(path)
+        if stored.get("format") != FORMAT:
+            raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
+        return _calibration(stored)
+    except OSError as error:
+        raise UsageError(
+            f"there is no calibration {name}: {error.strerror}",
+            fix=f"use {', '.join(shipped())}, or what benchmarks/device_memory.py wrote",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UsageError(
+            f"{path} is no calibration of device memory: {error}",
+            fix="python benchmarks/device_memory.py -o FILE.json writes one",
+        ) from error
+
+
+def _calibration(stored: Row) -> Calibration:
+    cells: dict[tuple[str, int, int, str], list[int]] = {}
+    for row in stored["rows"]:
+        if not all(type(size) is int for size in row["bytes"]) or not row["bytes"]:
+            raise ValueError(f"a row's bytes are {row['bytes']}")
+        cells[row["case"], int(row["ranks"]), int(row.get("repeat", 0)), row["step"]] = row["bytes"]
+    start = sum(median_low(size) for (case, *_), size in cells.items() if case == "start")
+    process = stored.get("process", {}).get("bytes", start or None)
+    if process is not None and type(process) is not int:
+        raise ValueError(f"process takes {process}")
+    turns: dict[tuple[int, int], dict[str, int]] = {}
+    for (case, size, repeat, step), found in cells.items():
+        if case == "in turn":
+            turns.setdefault((size, repeat), {})[step] = median_low(found)
+    alone: dict[tuple[str, int], int] = {}
+    once = _once(cells)
+    for (size, repeat), steps in turns.items():
+        if repeat == 0:
+            continue
+        alone["init", size] = init = max(0, steps["init"])
+        collective = [n for step, n in steps.items() if not step.startswith(("neighb", "all_to"))]
+        alone["all", size] = max(0, sum(collective) - init)
+        for kind, step in _ALONE.items():
+            cell = cells.get(("alone", size, 0, step))
+            if cell is not None:  # of neighbours rank 0 has one, those between two
+                taken = cell[0] if kind == "peer" else median_low(cell)
+                alone[kind, size] = max(0, taken - init)
+        pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
+        if pair is not None and size == 2 and len(pair) == 2:
+            alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
+    return Calibration(process, once, alone, str(stored["source"]))
+
+
+def _once(cells: dict[tuple[str, int, int, str], list[int]]) -> int:
+    """What a process pays the first time and not the second, in all the sizes it took part in."""
+    paid: dict[int, int] = {}
+    for (case, size, repeat, step), found in cells.items():
+        again = cells.get((case, size, 1, step))
+        if case == "in turn" and repeat == 0 and again is not None:
+            for rank, (first, second) in enumerate(zip(found, again, strict=False)):
+                paid[rank] = paid.get(rank, 0) + first - second
+    return max(0, *paid.values(), 0)
+
+
+_ALONE = {
+    "small": "all_reduce_1KiB",
+    "large": "all_reduce_64MiB",
+    "ring": "all_gather_16MiB",
+    "peer": "neighbours_16MiB",
+}
+
+ON_HOST = "_GLOO"  # Megatron's names of groups of host tensors end so
+SMALL = 1 << 18  # bytes up to which an all-reduce counts as small (measured: 1 KiB and 64 MiB)
+_REDUCES = ("all_reduce", "reduce", "barrier")
+_EXCHANGES = ("all_to_all", "all_to_all_single")
+
+
+class Used:
+    """The communicators that a rank's calls have connected, in the order of their first use.
+
+    Messages of a batch go through their group's communicator, which connects the two; each pair of
+    other messages has a communicator of its own (torch's ProcessGroupNCCL).
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], Communicator] = {}
+        self._peers: dict[str, set[int]] = {}
+
+    def add(
+        self,
+        group: str,
+        size: int,
+        op: str,
+        num_bytes: int,
+        distance: int = 0,
+        batched: bool = True,
+    ) -> tuple[Communicator | None, Communicator]:
+        """The communicator of a call, (before it, None if it was not there; with what it connects).
+
+        distance : of a message, how many places further in the group the other end is; 0 for what
+                   is no message
+        """
+        message = op in ("send", "recv")
+        pair = message and not batched and distance > 0
+        key = (group, distance if pair else 0)
+        before = self._made.get(key)
+        one = before or Communicator(f"{group} pair" if pair else group, 2 if pair else size)
+        kinds, peers = one.kinds, self._peers.setdefault(group, set())
+        if pair:
+            kinds = kinds | {"out" if op == "send" else "in"}
+        elif message:
+            peers.add(distance)
+        elif op in _EXCHANGES:
+            peers.update(range(1, size))
+        else:
+            kinds = kinds | {_kind(op, num_bytes)}
+        now = self._made[key] = replace(one, kinds=kinds, peers=0 if pair else len(peers - {0}))
+        return before, now
+
+    def all(self) -> tuple[Communicator, ...]:
+        """All of them."""
+        return tuple(self._made.values())
+
+
+def _kind(op: str, num_bytes: int) -> str:
+    if op not in _REDUCES:
+        return "ring"
+    return "small" if num_bytes <= SMALL else "large"
+
+
+def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
+    """Communicators of the ranks that run program ``index``, pairs of unbatched p2p included.
+
+    The group of all ranks is always one: every script has a barrier before it trains.
+    """
+    program = programs.programs[index]
+    rank = int(programs.ranks_of(index)[0])
+    ops = program.ops
+    used = Used()
+    used.add(WORLD_GROUP, programs.world.size, "barrier", 0)
+    sizes = {WORLD_GROUP: programs.world.size}
+    calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]
+    columns = [calls[key].astype(np.int64) for key in ("name", "group", "peer", "dtype", "num_in")]
+    for code, text, peer, dtype, num_in, batched in np.unique(
+        np.stack([*columns, calls["batch"] >= 0], axis=1), axis=0
+    ).tolist():
+        group = program.strings[text]
+        if group not in sizes:
+            sizes[group] = _size(programs, group, rank)
+        distance = peer % sizes[group] if IS_PAIR[code] else 0
+        if distance or not IS_PAIR[code]:
+            num_bytes = num_in * int(ITEM_SIZE[dtype])
+            used.add(group, sizes[group], NAMES[code], num_bytes, distance, bool(batched))
+    return used.all()
+
+
+def _size(programs: Programs, group: str, rank: int) -> int:
+    if group in programs.groups:
+        return len(of_lists(group, programs.groups[group], programs.world.size).group(rank))
+    return len(of_family(programs.world, group).group(rank))

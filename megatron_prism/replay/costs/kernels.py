@@ -1,0 +1,428 @@
+"""How long did this kernel take where it was measured?  Looked up by shape, or by size.
+
+``ops/*.json`` in this package or a file like them (``benchmarks/op_table.py`` writes one).  In: a
+kernel as the recorder writes it, ``mm(4096x8192,8192x1024t)bfloat16:flops:bytes``.  Out: ns, or
+None for what was not measured.
+
+* products and fused attention: between the measured shapes, linearly in logarithms of times and
+  sizes; never outside them.  FP16 is as fast as BF16
+* everything else: by bytes, as the recorder counts them, under its own name or that of one that
+  moves its data alike; below the smallest size that size's time, which is the shortest kernel's.
+  In a segment a kernel's inputs were just written and may be in L2, its outputs were not: the mean
+  of the times with everything in L2 that fits, and with nothing
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import CODE, SLOWER
+from megatron_prism.core.program import Program
+from megatron_prism.replay.costs import machine
+from megatron_prism.replay.costs.machine import Machine
+
+if TYPE_CHECKING:
+    from megatron_prism.replay.costs.machine import Row
+
+__all__ = [
+    "Kernel",
+    "MEASURED",
+    "MIXED",
+    "OPS",
+    "ROOFLINE",
+    "compute_ns",
+    "parts_of",
+    "read",
+    "table_of",
+]
+
+
+FOLDER = Path(__file__).with_name("ops")
+_OPTIONAL = ("sustained", "clocks", "took_s", "left_out", "event_gap_ns")
+_SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
+_LIKE = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
+# moved alike: name -> the measured one.  The first are compiled by Megatron or fused by TE
+_ALIKE = {
+    **dict.fromkeys(("swiglu", "swiglu_back", "bias_swiglu", "bias_swiglu_back", "weighted_swiglu",
+                     "bias_gelu", "bias_gelu_back", "gelu_impl", "squared_relu", "rope",
+                     "bias_dropout_add_fused_train", "bias_dropout_add_fused_inference",
+                     "sub", "div", "where", "maximum", "silu_backward", "gelu_backward",
+                     "threshold_backward", "multi_tensor_scale", "triu", "tril", "rsub"), "add"),
+    **dict.fromkeys(("clone", "contiguous", "slice_backward", "select_backward", "sqrt", "abs",
+                     "reciprocal", "tanh", "to", "fill_", "zeros_like", "ones_like", "masked_fill",
+                     "ones"),
+                    "copy_"),
+    **dict.fromkeys(("sub_", "div_", "mul_", "masked_fill_"), "add_"),
+    **dict.fromkeys(("amax", "mean", "var", "logsumexp", "argmax"), "sum"),
+    "index_put_": "index",
+    **dict.fromkeys(("gather", "index", "permute", "unpermute", "sort_chunks"), "index_select"),
+    "new_zeros": "zero_", "zeros": "new_zeros", "norm": "_fused_rms_norm",
+    "norm_backward": "_fused_rms_norm_backward",
+    "multi_tensor_l2norm": "linalg_vector_norm", "embedding": "index_select",
+    "mul": "add", "add": "mul", "_softmax": "copy_",
+}  # fmt: skip
+
+_SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
+_BATCHED = ("bmm", "baddbmm")
+PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
+_ADAM_BYTES = 28, 16  # of an element: as our stand-in counts it, as recorded of torch's fused one
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a segment, as recorded.
+
+    shapes : of up to three tensors; turned: whether each lies in memory by columns
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    turned: tuple[bool, ...]
+    dtype: str
+    flops: int
+    bytes: int
+
+    @staticmethod
+    def parse(name: str, shapes: str, dtype: str, flops: int, num_bytes: int) -> Kernel:
+        """``shapes``: what stood in the brackets."""
+        found = [_SHAPE.match(text) for text in shapes.split(",")]
+        return Kernel(
+            name,
+            tuple(tuple(map(int, one[1].split("x"))) if one else () for one in found),
+            tuple(bool(one and one[2]) for one in found),
+            dtype,
+            flops,
+            num_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Times on a grid of sizes.
+
+    axes : ascending, in logarithms;  ns : in logarithms, NaN where nothing was measured
+    """
+
+    axes: tuple[np.ndarray, ...]
+    ns: np.ndarray
+
+    def at(self, sizes: Sequence[float]) -> float | None:
+        """ns between the neighbours; None outside."""
+        corners = []
+        for axis, size in zip(self.axes, sizes, strict=True):
+            x = math.log(size) if size > 0 else -math.inf
+            if not axis[0] - 1e-9 <= x <= axis[-1] + 1e-9:
+                return None
+            high = int(np.searchsorted(axis, x - 1e-9))
+            if abs(axis[high] - x) < 1e-9:
+                corners.append([(high, 1.0)])
+            else:
+                part = (x - axis[high - 1]) / (axis[high] - axis[high - 1])
+                corners.append([(high - 1, 1 - part), (high, part)])
+        total = 0.0
+        for corner in product(*corners):
+            weight = math.prod(part for _, part in corner)
+            total += weight * self.ns[tuple(place for place, _ in corner)]
+        return None if math.isnan(total) else math.exp(total)
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """A measured table.
+
+    grids   : ``gemm tn bfloat16`` … -> times by shape
+    kernels : ``name dtype`` -> (bytes ascending, ns)
+    sustained : of some products (their shares of the time ascending, factors of their times in
+              ``grids``): the power limit slows down what goes on
+    """
+
+    device: str
+    source: str
+    grids: dict[str, _Grid]
+    kernels: dict[str, tuple[np.ndarray, np.ndarray]]
+    sustained: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    _known: dict[Kernel, float | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def ns(self, kernel: Kernel) -> float | None:
+        """How long it took; None if nothing like it was measured."""
+        if kernel not in self._known:
+            look = self._looks.get(kernel.name, self._by_size)
+            self._known[kernel] = look(kernel)
+        return self._known[kernel]
+
+    def slowdown(self, share: float) -> float:
+        """Of products that are that share of a GPU's time: the mean of what was measured, and at
+        least 1, though below half of the time they are up to 8 % quicker than in ``grids``: the
+        clock follows heat and power, and a rank's neighbours in time are not known."""
+        factors = [float(np.interp(share, shares, slower)) for shares, slower in self.sustained]
+        return max(1.0, sum(factors) / len(factors)) if factors else 1.0
+
+    @cached_property
+    def _looks(self) -> dict[str, Callable[[Kernel], float | None]]:
+        return {
+            **dict.fromkeys(_SINGLE, self._product),
+            **dict.fromkeys(_BATCHED, self._batched),
+            **dict.fromkeys(("attention", "attention_backward"), self._attention),
+            "grouped_gemm": lambda _: None,
+        }
+
+    def _product(self, kernel: Kernel) -> float | None:
+        """C[m, n] = A[m, k] B[k, n]; tn, nn, nt say how A and B lie."""
+        found = _as_product(kernel)
+        if found is None:
+            return None
+        layout, *sizes = found
+        dtype = _LIKE.get(kernel.dtype, kernel.dtype)
+        if dtype.startswith("float8"):
+            layout = "tn"
+        grid = self.grids.get(f"gemm {layout} {dtype}")
+        return None if grid is None else grid.at(sizes)
+
+    def _batched(self, kernel: Kernel) -> float | None:
+        """Of attention without a fused kernel: two sides as long as the sequence, one short."""
+        shapes = kernel.shapes[-2:] if kernel.name == "baddbmm" else kernel.shapes[:2]
+        if len(shapes) < 2 or any(len(shape) != 3 for shape in shapes):
+            return None
+        (batch, m, k), (_, _, n) = shapes
+        for short, one, other, size in (("k", m, n, k), ("n", m, k, n), ("m", n, k, m)):
+            if one == other and size <= one:
+                grid = self.grids.get(f"bmm {short} {_LIKE.get(kernel.dtype, kernel.dtype)}")
+                return None if grid is None else grid.at((batch, one, size))
+        return None
+
+    def _attention(self, kernel: Kernel) -> float | None:
+        """Causal, by flops: 2 products forward, 5 backward, of heads x s x s x d each, halved."""
+        if not kernel.shapes or len(kernel.shapes[0]) < 3:
+            return None
+        elements, d = math.prod(kernel.shapes[0]), kernel.shapes[0][-1]
+        products = 2 if kernel.name == "attention" else 5
+        s = kernel.flops / (products * elements) if elements else 0
+        if s not in kernel.shapes[0][:2]:  # no mask, or a part of a sequence
+            return None
+        dtype = _LIKE.get(kernel.dtype, kernel.dtype)
+        for way in ("cudnn", "flash2"):
+            grid = self.grids.get(f"{kernel.name} {way} {dtype}")
+            if grid is not None:
+                return grid.at((elements / (s * d), s, d))
+        return None
+
+    def _by_size(self, kernel: Kernel) -> float | None:
+        if kernel.flops:
+            return None
+        dtype, moved = _LIKE.get(kernel.dtype, kernel.dtype), kernel.bytes
+        names = (kernel.name, _ALIKE.get(kernel.name, ""))
+        if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
+            names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
+        for name in names:
+            sizes, ns = self.kernels.get(f"{name} {dtype}", (None, None))
+            if sizes is None or ns is None:
+                continue
+            if moved > sizes[-1] * 1.01:
+                return None
+            between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
+            return float(np.exp(between))
+        return None
+
+
+def _as_product(kernel: Kernel) -> tuple[str, int, int, int] | None:
+    """(layout, m, n, k)."""
+    shapes, turned = kernel.shapes, kernel.turned
+    if kernel.name == "addmm":
+        shapes, turned = shapes[1:], turned[1:]
+    if len(shapes) < 2 or not shapes[0] or len(shapes[1]) != 2 or not math.prod(shapes[0]):
+        return None
+    rows, last = math.prod(shapes[0][:-1]), shapes[0][-1]
+    if kernel.name == "gemm_wgrad":  # dy[rows, m], x[rows, n]
+        return "nt", last, shapes[1][-1], rows
+    if kernel.name == "gemm":  # W as it is stored, [n, k] or [k, n]
+        n = kernel.flops // (2 * rows * last)
+        return ("tn" if shapes[1] == (n, last) else "nt" if turned[0] else "nn"), rows, n, last
+    if turned[0] and turned[1]:
+        return None
+    layout = "nt" if turned[0] else "tn" if turned[1] else "nn"
+    return layout, rows, shapes[1][-1], last
+
+
+def read(name: str | os.PathLike[str]) -> OpTable:
+    """The table of that name or in that file.  UsageError says what is wrong with it."""
+    fields = ("device", "source", "grids", "kernels", *_OPTIONAL)
+    path, stored = machine.read(name, FOLDER, "op table", fields, _OPTIONAL)
+    try:
+        grids = {key: _grid(key, one) for key, one in stored["grids"].items()}
+        kernels = {key: _rows(key, rows) for key, rows in stored["kernels"].items()}
+        sustained = tuple(_sustained(one, grids) for one in stored.get("sustained", ()))
+        device, source = str(stored["device"]), str(stored["source"])
+        return OpTable(device, source, grids, kernels, sustained)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UsageError(
+            f"{path} is no op table of ours: {error}", fix="write it again: benchmarks/op_table.py"
+        ) from error
+
+
+def _grid(key: str, stored: Row) -> _Grid:
+    axes = tuple(np.log(np.asarray(axis, dtype=float)) for axis in stored["axes"])
+    times = [math.nan if ns is None else float(ns) for ns in stored["ns"]]
+    found = np.asarray(times).reshape([len(axis) for axis in axes])
+    if not all(len(axis) and (np.diff(axis) > 0).all() for axis in axes):
+        raise ValueError(f"the sizes of {key} do not ascend")
+    if not ((found > 0) & (found < 1 << 59) | np.isnan(found)).all():
+        raise ValueError(f"{key} has a time that is not above 0")
+    return _Grid(axes, np.log(found))
+
+
+def _sustained(stored: Row, grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """(shares, factors over what the table has for the product: the limit slowed that down too)."""
+    shares, factors = np.asarray(stored["points"], dtype=float).T
+    if not ((np.diff(shares) > 0).all() and (factors > 0.5).all() and (factors < 10).all()):
+        raise ValueError("shares of sustained products do not ascend, or a factor cannot be")
+    grid = grids.get("gemm tn bfloat16")
+    own = grid.at(stored["shape"]) if grid is not None else None
+    least = float(stored.get("ns", own or 1))  # of the smallest share, whose clock is the highest
+    if not 0 < least < 1 << 59:
+        raise ValueError(f"a sustained product takes {least} ns")
+    return shares, factors * least / (own or least)
+
+
+def _rows(key: str, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """A row is bytes, ns in a row (all data in L2 that fits) and ns with L2 flushed."""
+    if not rows:
+        raise ValueError(f"{key} has no times")
+    sizes = np.asarray([row[0] for row in rows], dtype=float)
+    ns = np.asarray([row[1:3] for row in rows], dtype=float).mean(axis=1)
+    if not (np.diff(sizes) > 0).all() or not sizes[0] > 0:
+        raise ValueError(f"the sizes of {key} do not ascend from above 0")
+    if not ((ns > 0) & (ns < 1 << 59)).all():
+        raise ValueError(f"{key} has a time that is not above 0")
+    return sizes, ns
+
+
+MEASURED, ROOFLINE, NONE = 0, 1, 2
+OPS, MIXED = 5, 6  # an op table; one and rooflines
+SLIGHT = 0.05
+_MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
+_KERNEL = re.compile(
+    r"(?P<name>[^(;]+)\((?P<shapes>[^)]*)\)(?P<dtype>\w*):(?P<flops>\d+):(?P<bytes>\d+)(?:\*(?P<count>\d+))?"
+)
+_SLOWER = re.compile(re.escape(SLOWER) + r"(\d{1,9}(?:\.\d{1,9})?); ")
+_TORCH = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8",
+          "float8_e5m2": "fp8"}  # fmt: skip
+
+
+def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
+    """(ns int64 [n], source uint8 [n]) of every op; 0 and NONE for what is no segment."""
+    ns = np.zeros(len(program), dtype=np.int64)
+    source = np.full(len(program), NONE, dtype=np.uint8)
+    compute = np.flatnonzero(program.ops["name"] == CODE["compute"])
+    ops = program.ops[compute]
+    measured = ops["ns"] >= 0
+    ns[compute[measured]] = ops["ns"][measured]
+    source[compute[measured]] = MEASURED
+    rest, rows = compute[~measured], ops[~measured]
+    columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
+    table = table_of(machine)
+    known: dict[tuple[int, ...], Parts] = {}
+    found = []
+    for key in zip(*columns, strict=True):
+        if key not in known:
+            note, flops, traffic, kernels = key
+            known[key] = parts_of(program.strings[note], flops, traffic, kernels, machine, table)
+        found.append(known[key])
+    slower = _slowdown(found, table)
+    priced = {one: _priced(one, slower) for one in known.values()}
+    ns[rest] = [priced[one][0] for one in found]
+    source[rest] = [priced[one][1] for one in found]
+    return ns, source
+
+
+class Parts(NamedTuple):
+    """ns of a segment: products and other kernels by the table, and what is a roofline."""
+
+    products: float
+    others: float
+    roof: int
+
+
+def _slowdown(parts: list[Parts], table: OpTable | None) -> float:
+    """Factor of products under the power limit; it changes their share of the time, on which it
+    depends."""
+    products, others = sum(p.products for p in parts), sum(p.others + p.roof for p in parts)
+    if table is None or not products:
+        return 1.0
+    factor = 1.0
+    for _ in range(_ROUNDS):
+        factor = table.slowdown(factor * products / (factor * products + others))
+    return factor
+
+
+_ROUNDS = 4  # the share hardly changes with the factor
+
+
+def _priced(parts: Parts, slower: float) -> tuple[int, int]:
+    """(ns, source)."""
+    by_table = round(slower * parts.products + parts.others)
+    share = parts.roof / max(1, by_table + parts.roof)
+    code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
+    return min(by_table + parts.roof, _MOST_NS), code
+
+
+def table_of(machine: Machine) -> OpTable | None:
+    """The machine's op table.  UsageError if there is no such table."""
+    return _read(machine.ops) if machine.ops else None
+
+
+_read = functools.lru_cache(maxsize=4)(read)
+
+
+def parts_of(
+    note: str, flops: int, traffic: int, kernels: int, machine: Machine, table: OpTable | None
+) -> Parts:
+    """One segment by its kernels; what they leave of its flops and bytes is one more."""
+    flops, traffic = max(0, flops), max(0, traffic)
+    products, others, roof, kernels = 0.0, 0.0, 0, max(1, kernels)
+    for match in _KERNEL.finditer(note):
+        count, name = int(match["count"] or 1), match["name"].strip()
+        own = int(match["flops"]), int(match["bytes"])
+        one = None
+        if table is not None:
+            one = table.ns(Kernel.parse(name, match["shapes"], match["dtype"], *own))
+        if one is None:
+            roof += count * _kernel(name, *own, match["dtype"], machine)
+        elif name in PRODUCTS:
+            products += count * one
+        else:
+            others += count * one
+        flops -= count * own[0]
+        traffic -= count * own[1]
+        kernels -= count
+    if kernels > 0:
+        rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
+        roof += max(rest, kernels * machine.kernel_ns)
+    return _planted(note, Parts(products, others, roof))
+
+
+def _planted(note: str, parts: Parts) -> Parts:
+    """``parts`` as many times as long as faults say that were planted in the segment."""
+    while match := _SLOWER.match(note):
+        by, note = float(match[1]), note[match.end() :]
+        parts = Parts(parts.products * by, parts.others * by, math.ceil(parts.roof * by))
+    return parts
+
+
+def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:
+    rate = machine.flops.get(_TORCH.get(dtype, "bf16"), machine.flops["bf16"])
+    if _TORCH.get(dtype, "bf16") in ("bf16", "fp16"):
+        rate = machine.flops.get(name, rate)  # attention, attention_backward
+    work = max(flops / rate, num_bytes / machine.memory_rate)
+    return max(machine.kernel_ns, round(work * 1e9))

@@ -1,0 +1,166 @@
+"""The loops of replay that visit every node, in a form that runs interpreted and compiled.
+
+In : flat lists or arrays.  Out: the same.  Small graphs run in Python, at once; large ones are
+compiled by numba on first use (seconds, kept on disk after that).  One source, so one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core.errors import UsageError
+
+__all__ = ["longest", "order", "run", "tails", "timed", "transposed"]
+
+SMALL = 1_000_000  # elements of all arguments up to which compiling (or importing numba) is slower
+_SHORT = 3  # times as many for loops that do little with an element; numba takes 0.5 s to load
+
+
+def run(
+    function: Callable[..., None],
+    given: Sequence[Any],
+    changed: Sequence[np.ndarray],
+    short: int = 1,
+) -> None:
+    """``function(*given, *changed)`` the fastest way; it changes the arrays ``changed``.
+
+    ``short``: how many times SMALL is still small for this loop.
+    """
+    arguments = (*given, *changed)
+    if sum(a.size for a in arguments if isinstance(a, np.ndarray)) > short * SMALL:
+        _compiled(function)(*arguments)
+        return
+    lists = [a.tolist() if isinstance(a, np.ndarray) else a for a in arguments]
+    function(*lists)
+    for array, found in zip(changed, lists[len(given) :], strict=True):
+        array[:] = found
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        import numba
+    except ImportError as error:
+        raise UsageError(
+            f"numba, which replays large graphs, cannot be imported: {error}",
+            fix="pip install numba",
+        ) from error
+    helpers = {
+        name: _compiled(value)
+        for name in function.__code__.co_names
+        if isinstance(value := function.__globals__.get(name), FunctionType)
+    }
+    known = {**function.__globals__, **helpers}
+    compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(
+        FunctionType(function.__code__, known, function.__name__)
+    )
+    return compiled
+
+
+def transposed(start: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first, after): after[first[i]:first[i + 1]] are the nodes whose predecessor is i."""
+    n = len(start) - 1
+    counts = np.bincount(before, minlength=n)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    if len(before) <= SMALL:  # sorting beats the interpreted loop, and loses to the compiled one
+        followers = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
+        return first, followers[np.argsort(before, kind="stable")]
+    after = np.empty(len(before), dtype=np.int64)
+    run(_transpose, [start, before], [first[:-1].copy(), after])
+    return first, after
+
+
+def _transpose(start, before, place, after):  # type: ignore[no-untyped-def]
+    for node in range(len(start) - 1):
+        for edge in range(start[node], start[node + 1]):
+            previous = before[edge]
+            after[place[previous]] = node
+            place[previous] += 1
+
+
+def order(waiting: np.ndarray, first: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Nodes, predecessors first (Kahn); nodes on and behind a cycle are left out.
+
+    ``waiting`` is how many predecessors each node has.
+    """
+    return timed(waiting, first, after, np.zeros(len(waiting), dtype=np.int64))[0]
+
+
+def timed(
+    waiting: np.ndarray, first: np.ndarray, after: np.ndarray, durations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``order`` and, on the way, what ``longest`` finds of its nodes: (order, begin, end)."""
+    found = np.full(len(waiting) + 1, -1, dtype=np.int64)
+    begin, end = np.zeros_like(durations), np.zeros_like(durations)
+    stack = np.zeros_like(found)
+    changed = [waiting.copy(), stack, found, begin, end]
+    run(_timed, [first, after, durations], changed, _SHORT)
+    return found[: found[-1]], begin, end
+
+
+def _timed(first, after, durations, waiting, stack, found, begin, end):  # type: ignore[no-untyped-def]
+    n = len(waiting)
+    top = count = 0
+    for node in range(n):
+        if waiting[node] == 0:
+            stack[top] = node
+            top += 1
+    while top:
+        top -= 1
+        node = stack[top]
+        found[count] = node
+        count += 1
+        ended = begin[node] + durations[node]
+        end[node] = ended
+        for edge in range(first[node], first[node + 1]):
+            follower = after[edge]
+            if begin[follower] < ended:
+                begin[follower] = ended
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                stack[top] = follower
+                top += 1
+    found[n] = count
+
+
+def longest(
+    order: np.ndarray, start: np.ndarray, before: np.ndarray, durations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(begin, end) of every node: it begins when the last of its predecessors has ended."""
+    begin, end = np.zeros_like(durations), np.zeros_like(durations)
+    run(_longest, [order, start, before, durations], [begin, end], _SHORT)
+    return begin, end
+
+
+def _longest(order, start, before, durations, begin, end):  # type: ignore[no-untyped-def]
+    for node in order:
+        latest = 0
+        for edge in range(start[node], start[node + 1]):
+            ended = end[before[edge]]
+            if ended > latest:
+                latest = ended
+        begin[node] = latest
+        end[node] = latest + durations[node]
+
+
+def tails(
+    order: np.ndarray, start: np.ndarray, before: np.ndarray, durations: np.ndarray
+) -> np.ndarray:
+    """Longest way from the end of every node to the end of everything, int64 [n]."""
+    found = np.zeros_like(durations)
+    run(_tails, [order, start, before, durations], [found], _SHORT)
+    return found
+
+
+def _tails(order, start, before, durations, found):  # type: ignore[no-untyped-def]
+    for place in range(len(order) - 1, -1, -1):
+        node = order[place]
+        through = found[node] + durations[node]
+        for edge in range(start[node], start[node + 1]):
+            if found[before[edge]] < through:
+                found[before[edge]] = through

@@ -1,0 +1,306 @@
+"""When does everything happen if transfers share links, ranks stop, or ops never end?
+
+In : a Dag, a duration for every node, and what is in the way: links, faults.  Out: Outcome, also of
+a world that hangs.  Discrete events in whole nanoseconds; without links and faults the result is
+``maxplus``'s, to the last digit.
+
+Links are shared as a fluid, in equal parts: of k transfers on a link each moves at 1/k of the speed
+that it has alone, at the k of its fullest link.  NCCL's kernels run side by side and their packets
+interleave, so none waits for another to end (which a FIFO per link would say, and which would order
+messages in ways that hang jobs that do not hang).  What a transfer cannot use on one link because
+another holds it up is not given to others: pessimistic where paths differ.  Work is counted in
+1/720,720 ns, which 1 to 16 divide, so that shares are exact; more than 16 lose less than 1 ns per
+45 us.  A transfer ends at the first whole nanosecond at which its work is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import CODE, IS_PAIR
+from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.replay import loops
+from megatron_prism.replay.costs import Prices
+from megatron_prism.replay.dependencies import MEET, Dag, build
+from megatron_prism.replay.timeline import Timeline, durations_of
+
+__all__ = ["Faults", "ports", "replay", "simulate"]
+
+
+_OUT, _IN = 0, 1
+
+
+@dataclass(frozen=True)
+class Links:
+    """start : int64 [rendezvous + 1], slices of ``of``: the links that each rendezvous uses."""
+
+    start: np.ndarray
+    of: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.of.max(initial=-1)) + 1
+
+
+def ports(graph: WorldGraph, gpus_per_node: int) -> Links:
+    """Link ``4 c + 2 net + in``: of class c, inside the node or to the network, out of it or in.
+
+    Calls whose group (or pair) is on one node go inside, others over the network, for the lowest
+    rank of a class as for all of it.
+    """
+    meet = graph.rendezvous
+    number = np.repeat(np.arange(len(meet), dtype=np.int64), np.diff(meet.start))
+    base = np.empty(len(number), dtype=np.int64)
+    names = np.empty(len(number), dtype=np.uint8)
+    for index, program in enumerate(graph.program_list):
+        mine = np.flatnonzero(meet.classes == index)
+        ops = program.ops[meet.ops[mine]]
+        names[mine] = ops["name"]
+        codes = np.stack([ops["group"].astype(np.int64), IS_PAIR[ops["name"]] * ops["peer"]])
+        kinds, which = np.unique(codes, axis=1, return_inverse=True)
+        across = [
+            _leaves(graph, index, program.strings[group], peer, gpus_per_node)
+            for group, peer in kinds.T.tolist()
+        ]
+        base[mine] = 4 * index + 2 * np.array(across, dtype=np.int64)[which.ravel()]
+    out, into = names != CODE["recv"], names != CODE["send"]
+    owners = np.concatenate([number[out], number[into]])
+    found = np.concatenate([base[out] + _OUT, base[into] + _IN])
+    order = np.argsort(owners, kind="stable")
+    start = np.searchsorted(owners[order], np.arange(len(meet) + 1))
+    return Links(start.astype(np.int64), found[order])
+
+
+def _leaves(graph: WorldGraph, index: int, name: str, peer: int, gpus_per_node: int) -> bool:
+    """Whether the call reaches beyond the node."""
+    membership, rank = graph.groups[name], graph.classes.representatives[index]
+    members = membership.group(rank)
+    if peer:
+        members = members[[(int(membership.position[rank]) + peer) % len(members)]]
+    return bool((members // gpus_per_node != rank // gpus_per_node).any())
+
+
+NEVER = -1
+SHARES = 720_720  # divisible by 1 … 16
+_FOREVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong.  Classes; a fault of one rank needs a class of it (``whatif.apart``).
+
+    stuck : (class, op) of segments and calls that begin and never end, in every iteration
+    stops : class -> ns from which on nothing of it begins or ends
+    """
+
+    stuck: tuple[tuple[int, int], ...] = ()
+    stops: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A rendezvous that some have come to and others have not; or all have, and it never ends."""
+
+    rendezvous: int
+    iteration: int
+    here: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """When every node began and ended, ns; -1: never."""
+
+    dag: Dag
+    begin: np.ndarray
+    end: np.ndarray
+
+    @property
+    def hangs(self) -> bool:
+        """Whether something never ended."""
+        return bool((self.end < 0).any())
+
+    @cached_property
+    def blocked(self) -> list[Blocked]:
+        """Every rendezvous at which somebody waits for good, in the order of their coming."""
+        dag, found = self.dag, []
+        for node in np.flatnonzero((dag.kind == MEET) & (self.end < 0)).tolist():
+            ready = dag.predecessors(node)
+            came = self.end[ready] >= 0
+            if came.any():
+                owners = dag.owner[ready]
+                here, missing = set(owners[came].tolist()), set(owners[~came].tolist())
+                since = int(self.end[ready][came].min())
+                number, iteration = int(dag.op[node]), int(dag.iteration[node])
+                one = Blocked(number, iteration, tuple(sorted(here)), tuple(sorted(missing)))
+                found.append((since, number, one))
+        return [one for _, _, one in sorted(found, key=lambda item: item[:2])]
+
+
+def replay(
+    graph: WorldGraph,
+    prices: Prices,
+    iterations: int = 2,
+    links: Links | None = None,
+    faults: Faults | None = None,
+) -> Timeline:
+    """``iterations`` iterations in a row, as ``timeline.replay``.  PrismError if the job hangs."""
+    dag = build(graph, iterations)
+    outcome = simulate(dag, durations_of(dag, prices), links, faults)
+    if outcome.hangs:
+        raise PrismError(
+            f"the job hangs: {int((outcome.end < 0).sum())} steps never end",
+            fix="prism hang draws who waits for whom",
+        )
+    return Timeline(graph, prices, dag, outcome.begin, outcome.end, iterations)
+
+
+def simulate(
+    dag: Dag, durations: np.ndarray, links: Links | None = None, faults: Faults | None = None
+) -> Outcome:
+    """Play the events.  ``durations`` int64 [n] ns, of transfers that have their links alone."""
+    n = len(dag)
+    durations, last = _with_faults(dag, durations, faults or Faults())
+    start, port = _ports(dag, links)
+    first, after = dag.followers
+    begin, end = np.full(n, -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+    count = int(port.max(initial=-1)) + 1
+    where = np.repeat(np.arange(n, dtype=np.int64), np.diff(start))
+    given = [first, after, durations, last, start, port, where]
+    nodes = [np.zeros(n, dtype=np.int64) for _ in range(5)]
+    slots = [np.full(len(port), -1, dtype=np.int64) for _ in range(2)]
+    per_link = [np.full(count, -1, dtype=np.int64), *np.zeros((3, count), dtype=np.int64)]
+    changed = [np.diff(dag.start), begin, end, *nodes, *slots, *per_link]
+    loops.run(_play, given, changed)
+    return Outcome(dag, begin, end)
+
+
+def _with_faults(dag: Dag, durations: np.ndarray, faults: Faults) -> tuple[np.ndarray, np.ndarray]:
+    """(durations with NEVER, the last moment at which each node may begin or end)."""
+    last = np.full(len(dag), _FOREVER, dtype=np.int64)
+    durations = durations.copy()
+    for index, op in faults.stuck:
+        durations[[nodes[op] for nodes in dag.node_of[index]]] = NEVER
+    if faults.stops:
+        for index, moment in faults.stops.items():
+            last[dag.owner == index] = moment
+        meets = np.flatnonzero(dag.kind == MEET)
+        owners = np.repeat(np.arange(len(dag)), np.diff(dag.start))
+        edges = np.flatnonzero(np.isin(owners, meets))
+        np.minimum.at(last, owners[edges], last[dag.before[edges]])
+    return durations, last
+
+
+def _ports(dag: Dag, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
+    """The links of every node: (int64 [n + 1] slices of, int64 [total])."""
+    if links is None:
+        return np.zeros(len(dag) + 1, dtype=np.int64), np.empty(0, dtype=np.int64)
+    counts = np.zeros(len(dag), dtype=np.int64)
+    meets = np.flatnonzero(dag.kind == MEET)  # iteration after iteration, all rendezvous each
+    counts[meets] = np.diff(links.start)[dag.op[meets]]
+    iterations = len(meets) // max(1, len(links.start) - 1)
+    return np.concatenate(([0], np.cumsum(counts))), np.tile(links.of, iterations)
+
+
+def _play(  # type: ignore[no-untyped-def]
+    first, after, durations, last, start, port, where, waiting, begin, end, stack,
+    due, left, rate, since, following, leading, head, users, dirty, queue,
+):  # fmt: skip
+    """The loop.  ``stack`` holds what begins now (node) and what ends now (-1 - node)."""
+    heap = [(0, -1)]  # (when, node); an entry whose time is not ``due`` any more is skipped
+    heap.pop()
+    now = top = dirties = 0
+    for node in range(len(waiting)):
+        if waiting[node] == 0:
+            stack[top] = node
+            top += 1
+    while True:
+        while top:
+            top -= 1
+            entry = stack[top]
+            node = entry if entry >= 0 else -1 - entry
+            if now > last[node]:
+                continue
+            if entry >= 0:
+                begin[node] = now
+                if durations[node] == 0:
+                    stack[top] = -1 - node
+                    top += 1
+                elif durations[node] > 0 and start[node] == start[node + 1]:
+                    due[node] = now + durations[node]
+                    heapq.heappush(heap, (due[node], node))
+            else:
+                end[node] = now
+                for edge in range(first[node], first[node + 1]):
+                    waiting[after[edge]] -= 1
+                    if waiting[after[edge]] == 0:
+                        stack[top] = after[edge]
+                        top += 1
+            if start[node] < start[node + 1] and durations[node] > 0:
+                left[node], rate[node], since[node] = durations[node] * SHARES, 0, now
+                dirties = _move(node, entry >= 0, start, port, following, leading, head, users,
+                                dirty, queue, dirties)  # fmt: skip
+        if dirties and not (heap and heap[0][0] == now):  # this moment is over
+            _share(now, heap, start, port, where, due, left, rate, since, following, head, users,
+                   dirty, queue, dirties)  # fmt: skip
+            dirties = 0
+        if not heap:
+            break
+        now, node = heapq.heappop(heap)
+        if due[node] == now:
+            due[node] = -1
+            stack[top] = -1 - node
+            top += 1
+
+
+def _move(  # type: ignore[no-untyped-def]
+    node, joins, start, port, following, leading, head, users, dirty, queue, dirties
+):
+    """Put a transfer on its links' lists, or take it off; returns how many links are dirty."""
+    for slot in range(start[node], start[node + 1]):
+        link = port[slot]
+        if joins:
+            following[slot], leading[slot] = head[link], -1
+            if head[link] >= 0:
+                leading[head[link]] = slot
+            head[link] = slot
+            users[link] += 1
+        else:
+            if following[slot] >= 0:
+                leading[following[slot]] = leading[slot]
+            if leading[slot] >= 0:
+                following[leading[slot]] = following[slot]
+            else:
+                head[link] = following[slot]
+            users[link] -= 1
+        if not dirty[link]:
+            dirty[link], queue[dirties] = 1, link
+            dirties += 1
+    return dirties
+
+
+def _share(  # type: ignore[no-untyped-def]
+    now, heap, start, port, where, due, left, rate, since, following, head, users, dirty, queue,
+    dirties,
+):  # fmt: skip
+    """New speeds, and ends, for whatever is on a link on which somebody came or went."""
+    for place in range(dirties):
+        dirty[queue[place]] = 0
+        slot = head[queue[place]]
+        while slot >= 0:
+            node = where[slot]
+            most = 1
+            for other in range(start[node], start[node + 1]):
+                most = max(most, users[port[other]])
+            speed = SHARES // most
+            if rate[node] != speed:
+                left[node] -= (now - since[node]) * rate[node]
+                rate[node], since[node] = speed, now
+                due[node] = now - (-left[node] // speed)
+                heapq.heappush(heap, (due[node], node))
+            slot = following[slot]

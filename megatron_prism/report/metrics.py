@@ -1,0 +1,373 @@
+"""Which numbers of a timeline do people read?  ``figures(timeline)`` -> Figures, JSON-ready.
+
+All renderers print these, so they cannot disagree.  Sums over ranks are means: a class of 256 ranks
+counts 256 times.  Figures that need what the programs do not say are ``Value(None, why)``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from megatron_prism.core.job_settings import short
+from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
+from megatron_prism.core.world import format_ranks
+from megatron_prism.replay.costs import ERRORS
+from megatron_prism.replay.timeline import Timeline
+
+__all__ = ["ClassFigures", "Figures", "Value", "figures", "name_class", "path_parts"]
+
+
+HOST_PART = "host: "  # what begins so is a host that issues work
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """What the critical path is made of: ns of all steps of one kind, and how many."""
+
+    phase: str
+    what: str
+    group: str
+    source: str
+    ns: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call of one group, per rank (the mean over the ranks that make it).
+
+    ranks   : that make it
+    calls   : per rank and iteration
+    bytes   : per rank and iteration, messages as nccl-tests counts them
+    moving  : ns from when everybody had come to the end
+    waiting : ns from when the rank was ready to when everybody had come
+    """
+
+    group: str
+    name: str
+    ranks: int
+    calls: float
+    bytes: float
+    moving: float
+    waiting: float
+    source: str
+
+
+def _begin(timeline: Timeline) -> int:
+    return timeline.ends[-2] if timeline.iterations > 1 else 0
+
+
+def critical_by_class(timeline: Timeline) -> dict[int, int]:
+    """Class -> ns of its computing, and of its host's issuing, on the critical path."""
+    begin = _begin(timeline)
+    found: dict[int, int] = defaultdict(int)
+    for owner, _, start, end, _ in timeline.critical_path():
+        found[owner] += end - max(start, begin)
+    return found
+
+
+def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
+    """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
+    graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
+    meet = graph.rendezvous
+    total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for owner, number, start, end, host in timeline.critical_path():
+        if owner >= 0:
+            program, at = graph.program_list[owner], number
+            source = (prices.host_source if host else prices.compute_source)[owner][number]
+        else:
+            first = int(meet.start[number])
+            program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
+            source = prices.meeting_source[number]
+        row = program.ops[at]
+        key = (
+            PHASE_NAMES[row["phase"]] or "outside",
+            HOST_PART + NAMES[row["name"]] if host else NAMES[row["name"]],
+            program.strings[row["group"]],
+            prices.sources[source],
+        )
+        total[key][0] += end - max(start, begin)
+        total[key][1] += 1
+    parts = [PathPart(*key, ns, count) for key, (ns, count) in total.items() if ns]
+    return tuple(sorted(parts, key=lambda part: -part.ns))
+
+
+def calls_of(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
+    """(calls by group and name, mean ns of communication per rank by source)."""
+    graph, prices = timeline.graph, timeline.prices
+    size = graph.programs.world.size
+    sums: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(5))
+    sources: dict[tuple[str, str], set[str]] = defaultdict(set)
+    busy: dict[str, float] = defaultdict(float)
+    for index, program in enumerate(graph.program_list):
+        count, spans = graph.classes.counts[index], timeline.spans(index)
+        spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
+        message = np.maximum(program.bytes_in, program.bytes_out)
+        rows = program.ops[spans["op"]]
+        source = prices.meeting_source[graph.rendezvous.of[index][spans["op"]]]
+        for name, group in sorted(
+            set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
+        ):
+            mine = (rows["name"] == name) & (rows["group"] == group)
+            chosen, key = spans[mine], (program.strings[group], NAMES[name])
+            moving = chosen["end"] - chosen["start"]
+            waited = chosen["start"] - chosen["ready"]
+            sums[key] += count * np.array(
+                [1, len(chosen), message[chosen["op"]].sum(), moving.sum(), waited.sum()]
+            )
+            for code in np.unique(source[mine]).tolist():
+                sources[key].add(prices.sources[code])
+                busy[prices.sources[code]] += (
+                    float(moving[source[mine] == code].sum()) * count / size
+                )
+    calls = []
+    for (group, name), sum_ in sums.items():
+        count_, num_bytes, moving_, waiting = (sum_[1:] / sum_[0]).tolist()
+        said = "; ".join(sorted(sources[group, name]))
+        calls.append(Call(group, name, int(sum_[0]), count_, num_bytes, moving_, waiting, said))
+    return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
+
+
+_NO_PEAK = "the machine's file has no peak of the data sheet"
+_RANKS = 60  # characters of a list of ranks
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with its basis, or None with what is missing for it."""
+
+    value: float | None
+    basis: str
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
+
+    critical   : how much of the critical path its computing is, and its host's issuing
+    slack      : by how much all of its computing could be late without delaying the end
+    peak_bytes : of live memory; None if the slice recorded no allocations
+    """
+
+    index: int
+    name: str
+    ranks: str
+    count: int
+    total: int
+    compute: int
+    exposed: Mapping[str, int]
+    waiting: Mapping[str, int]
+    idle: int
+    critical: int
+    slack: int
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A provenance: the share of the critical path, and of all busy time, that rests on it."""
+
+    text: str
+    path_ns: int
+    busy_ns: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
+
+    low_ns, high_ns : of the iteration, if what is modelled on its critical path is as far off as
+    ``costs.ERRORS`` says; measured parts count as exact
+    host            : part of 1 of the critical path in which a host issues work; None if the
+    slices do not say how long that takes
+    host_unknown    : ranks whose slices do not say how long the host takes, where others do
+    host_spread     : relative standard deviation of what a rank's host takes for an iteration, the
+    largest of the slices'; None if none has two iterations
+    """
+
+    sizes: str
+    world: str
+    source: Mapping[str, str]
+    iteration_ns: int
+    low_ns: int
+    high_ns: int
+    iterations: int
+    computing: float
+    exposed: float
+    bubble: float
+    host: float | None
+    host_unknown: int
+    host_spread: float | None
+    tokens_per_s: Value
+    flops_per_gpu: Value
+    mfu: Value
+    classes: tuple[ClassFigures, ...]
+    path: tuple[PathPart, ...]
+    calls: tuple[Call, ...]
+    sources: tuple[Source, ...]
+
+    def mean(self, field: str) -> dict[str, float]:
+        """``exposed`` or ``waiting`` by group, the mean over all ranks in ns, largest first."""
+        total: dict[str, float] = defaultdict(float)
+        ranks = sum(one.count for one in self.classes) or 1
+        for one in self.classes:
+            for group, ns in getattr(one, field).items():
+                total[group] += ns * one.count / ranks
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def to_json(timeline: Timeline) -> dict[str, object]:
+    """``figures`` as plain values."""
+    return asdict(figures(timeline))
+
+
+def figures(timeline: Timeline) -> Figures:
+    """The numbers of ``timeline``."""
+    graph, iteration = timeline.graph, timeline.iteration_ns
+    size = graph.programs.world.size
+    path = path_parts(timeline)
+    classes = tuple(_classes(timeline))
+    calls, busy = calls_of(timeline)
+    prices = timeline.prices
+    columns = [(prices.compute, prices.compute_source)]
+    columns += [(ns, prices.host_source) for ns in (prices.lead, prices.host)]
+    for every, sources in columns:
+        for ns, source, count in zip(every, sources, graph.classes.counts, strict=False):
+            for code, text in enumerate(prices.sources):
+                busy[text] += float(ns[source == code].sum()) * count / size
+    on_path: dict[str, int] = defaultdict(int)
+    for part in path:
+        on_path[part.source] += part.ns
+    whole = (iteration or 1) * size
+    off = round(sum(ns * _error(text) for text, ns in on_path.items()))
+    return Figures(
+        sizes=str(graph.programs.world),
+        world=str(graph),
+        source={key: short(text) for key, text in graph.programs.source.items()},
+        iteration_ns=iteration,
+        low_ns=max(0, iteration - off),
+        high_ns=iteration + off,
+        iterations=timeline.iterations,
+        computing=sum(c.compute * c.count for c in classes) / whole,
+        exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
+        bubble=sum((sum(c.waiting.values()) + c.idle) * c.count for c in classes) / whole,
+        host=_host(timeline, path),
+        host_unknown=_host_unknown(timeline),
+        host_spread=_host_spread(timeline),
+        **_rates(timeline),
+        classes=classes,
+        path=path,
+        calls=calls,
+        sources=tuple(
+            Source(text, on_path[text], busy[text])
+            for text in timeline.prices.sources
+            if busy[text] or on_path[text]
+        ),
+    )
+
+
+def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
+    programs = timeline.graph.programs.programs
+    if not any(program.knows_host for program in programs):
+        return None
+    hosts = sum(part.ns for part in path if part.what.startswith(HOST_PART))
+    return hosts / (timeline.iteration_ns or 1)
+
+
+def _host_unknown(timeline: Timeline) -> int:
+    programs = timeline.graph.programs
+    known = np.array([one.knows_host for one in programs.programs])
+    return int((~known[programs.program_of]).sum()) if known.any() else 0
+
+
+def _host_spread(timeline: Timeline) -> float | None:
+    hosts = [one.hosts for one in timeline.graph.programs.programs if len(one.hosts) > 1]
+    return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
+
+
+def _error(source: str) -> float:
+    """By which part of 1 times of that provenance may be off; what-ifs are as good as theirs."""
+    return next((error for start, error in ERRORS.items() if start in source), 0.0)
+
+
+def name_class(timeline: Timeline, index: int) -> str:
+    """``stage 2``; ``stage 2, class 5`` where a stage has several; ``class 5`` across stages."""
+    world, classes = timeline.graph.programs.world, timeline.graph.classes
+    stages = np.asarray(world._along("pp", np.arange(world.size)))
+    mine = np.unique(stages[classes.of == index])
+    if world.pp == 1 or len(mine) != 1:
+        return f"class {index}"
+    alone = len(np.unique(classes.of[stages == mine[0]])) == 1
+    return f"stage {mine[0]}" if alone else f"stage {mine[0]}, class {index}"
+
+
+def _classes(timeline: Timeline) -> list[ClassFigures]:
+    graph, slack = timeline.graph, timeline.slack()
+    critical = critical_by_class(timeline)
+    found = []
+    for index, program in enumerate(graph.program_list):
+        account = timeline.account(index)
+        ranks = format_ranks(graph.classes.ranks(index).tolist())
+        live = program.live_bytes()
+        found.append(
+            ClassFigures(
+                index=index,
+                name=name_class(timeline, index),
+                ranks=ranks if len(ranks) <= _RANKS else ranks[: _RANKS - 2] + " …",
+                count=graph.classes.counts[index],
+                total=account.total,
+                compute=account.compute,
+                exposed=dict(account.exposed),
+                waiting=dict(account.waiting),
+                idle=account.idle,
+                critical=critical[index],
+                slack=slack[index],
+                peak_bytes=int(live.max()) if live.size else None,
+            )
+        )
+    return found
+
+
+def _no_mfu(model: bool, peak: bool) -> str:
+    """Why there is none."""
+    if model and peak:
+        return "the slices are of a CPU"
+    return "the slices do not say the model's flops" if peak else _NO_PEAK
+
+
+def _rates(timeline: Timeline) -> dict[str, Value]:
+    """Tokens per second, flops per second and GPU, and MFU, as far as the programs say."""
+    graph, source = timeline.graph, timeline.graph.programs.source
+    seconds, size = timeline.iteration_ns / 1e9, graph.programs.world.size
+    if not seconds:
+        nothing = Value(None, "nothing takes time")
+        return {"tokens_per_s": nothing, "flops_per_gpu": nothing, "mfu": nothing}
+
+    def given(key: str) -> int | None:
+        text = source.get(key, "")
+        return int(text) if text.isdigit() else None
+
+    tokens = given("tokens_per_iteration")
+    flops = sum(
+        int(np.maximum(program.ops["flops"], 0).sum()) * count
+        for program, count in zip(graph.program_list, graph.classes.counts, strict=True)
+    )
+    model, peak = given("model_flops_per_iteration"), timeline.prices.peak
+    return {
+        "tokens_per_s": Value(tokens / seconds, "tokens of the slices / iteration time")
+        if tokens
+        else Value(None, "the slices do not say how many tokens an iteration has"),
+        "flops_per_gpu": Value(flops / seconds / size, "recorded kernels, recomputation included")
+        if flops
+        else Value(None, "the slices recorded no flops"),
+        "mfu": Value(
+            model / seconds / size / peak,
+            f"of {peak / 1e12:,.0f} TFLOP/s dense bf16; model flops as Megatron counts them",
+        )
+        if model and peak and source.get("tier") != "cpu"
+        else Value(None, _no_mfu(bool(model), bool(peak))),
+    }

@@ -1,0 +1,282 @@
+"""How does a browser show a timeline?  One self-contained page that asks the network for nothing.
+
+In : Timeline.  Out: HTML.  page.html is the frame, *.css and *.js are put into it, and page_data's
+value as JSON.  Labels come from programs and are hostile: the JSON cannot end its script element,
+the scripts only ever write text (never markup), and a content security policy lets nothing run
+that does not have the hash of our own scripts and style.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core.ops import CODE, PHASE_NAMES, label
+from megatron_prism.replay.timeline import Timeline
+from megatron_prism.report import text
+from megatron_prism.report.metrics import Figures, figures
+
+__all__ = ["live_memory", "merge", "page_data", "path_rows", "render", "step_codes"]
+
+
+MERGED = np.dtype(
+    [
+        ("first", "i4"),  # index of the first span that it stands for
+        ("count", "i4"),
+        ("ready", "i8"),
+        ("start", "i8"),
+        ("end", "i8"),
+    ]
+)
+
+
+def live_memory(timeline: Timeline, index: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ns int64 [n], live bytes int64 [n]) of class ``index``; empty if it recorded none.
+
+    An allocation takes place when the op after it starts (a call: when the rank is ready for it).
+    Thinned to the lowest and the highest of each of ``buckets`` slices of time.
+    """
+    program = timeline.graph.program_list[index]
+    live = program.live_bytes()
+    if not live.size:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    total, spans = timeline.iteration_ns, timeline.spans(index)
+    when = np.full(len(program) + 1, -1, dtype=np.int64)
+    compute = program.ops["name"][spans["op"]] == CODE["compute"]
+    when[spans["op"]] = np.where(compute, spans["start"], spans["ready"])
+    when[-1] = total
+    at = np.maximum.accumulate(when.clip(0, total))[program.allocations["before"]]
+    keep = np.zeros(live.size, dtype=bool)
+    slot = at * buckets // max(total, 1)
+    for order in (np.lexsort((live, slot)), np.lexsort((-live, slot))):
+        first = np.append(True, np.diff(slot[order]) != 0)
+        keep[order[first]] = True
+    there = int(np.count_nonzero(program.allocations["before"] == 0))
+    keep[: max(there - 1, 0)] = False  # what was there before the iteration is one number
+    keep[max(there - 1, 0)] = keep[-1] = True
+    return at[keep], live[keep]
+
+
+def step_codes(timeline: Timeline, index: int, spans: np.ndarray) -> np.ndarray:
+    """A number for every span that is equal for spans of one phase, microbatch and chunk."""
+    rows = timeline.graph.program_list[index].ops[spans["op"]]
+    codes = rows["phase"].astype(np.int64)
+    for name in ("microbatch", "chunk"):
+        column = rows[name].astype(np.int64)
+        codes = codes * (int(column.max(initial=0)) + 2) + column + 1
+    return np.asarray(codes)
+
+
+def merge(spans: np.ndarray, codes: np.ndarray, epsilon: int) -> np.ndarray:
+    """MERGED [n], by time; spans shorter than ``epsilon`` ns that share lane, step and slice of
+    that width become one.  With 0 nothing is merged."""
+    found = np.empty(len(spans), dtype=MERGED)
+    found["first"], found["count"] = np.arange(len(spans)), 1
+    for name in ("ready", "start", "end"):
+        found[name] = spans[name]
+    if not epsilon or not len(spans):
+        return found
+    tiny = spans["end"] - spans["ready"] < epsilon
+    small = np.flatnonzero(tiny)
+    slot = spans["ready"][small] // epsilon
+    order = small[np.lexsort((spans["ready"][small], slot, codes[small], spans["lane"][small]))]
+    keys = np.stack([spans["lane"][order], codes[order], spans["ready"][order] // epsilon])
+    first = np.append(True, (np.diff(keys, axis=1) != 0).any(axis=0))[: len(order)]
+    begin = np.flatnonzero(first)
+    one = found[order[begin]]
+    if len(begin):
+        one["count"] = np.diff(np.append(begin, len(order)))
+        one["start"] = np.minimum.reduceat(spans["start"][order], begin)
+        one["end"] = np.maximum.reduceat(spans["end"][order], begin)
+    together = np.concatenate([found[~tiny], one])
+    return together[np.argsort(together["ready"], kind="stable")]
+
+
+def path_rows(timeline: Timeline) -> np.ndarray:
+    """int64 [n, 3]: (class, start, end) of the critical path; a call is shown where it was reached.
+
+    Steps that follow each other in one class are one row.
+    """
+    meet, begin = timeline.graph.rendezvous, timeline.ends[-2] if timeline.iterations > 1 else 0
+    rows: list[list[int]] = []
+    for owner, number, start, end, _ in timeline.critical_path():
+        if owner < 0:
+            members = [index for index, _ in meet.meeting(number)]
+            owner = rows[-1][0] if rows and rows[-1][0] in members else members[0]
+        start, end = max(start - begin, 0), end - begin
+        if rows and rows[-1][0] == owner and rows[-1][2] == start:
+            rows[-1][2] = end
+        elif end > start:
+            rows.append([owner, start, end])
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+ROWS = 64  # classes that are drawn
+TABLE = 256  # classes in tables
+SPANS = 90_000  # spans of a page, about 2 MB
+POINTS = 600  # of a memory curve
+_NOTE = 160
+
+
+def page_data(timeline: Timeline) -> dict[str, Any]:
+    """The whole page as one value."""
+    found = figures(timeline)
+    drawn = _drawn(found)
+    names = _Names(timeline)
+    spans = {index: timeline.spans(index) for index in drawn}
+    codes = {index: step_codes(timeline, index, spans[index]) for index in drawn}
+    epsilon, merged = 0, {i: merge(spans[i], codes[i], 0) for i in drawn}
+    while sum(map(len, merged.values())) > SPANS and epsilon <= timeline.iteration_ns // 64:
+        epsilon = 2 * epsilon or max(1, timeline.iteration_ns // 8192)
+        merged = {i: merge(spans[i], codes[i], epsilon) for i in drawn}
+    rows = [
+        {
+            "name": found.classes[index].name,
+            "memory": [c.tolist() for c in live_memory(timeline, index, POINTS)],
+            "lanes": names.lanes(index, spans[index], merged[index]),
+        }
+        for index in drawn
+    ]
+    return {
+        "figures": _figures(found),
+        "lanes": list(timeline.lanes),
+        "rows": rows,
+        "kinds": list(names.kinds),
+        "steps": list(names.steps),
+        "sources": list(timeline.prices.sources),
+        "path": _path(timeline, drawn),
+        "merged": epsilon,
+        "missing": len(found.classes) - len(drawn),
+    }
+
+
+def _drawn(found: Figures) -> list[int]:
+    """The classes that are drawn: those most on the critical path, in their order."""
+    ranked = sorted(found.classes, key=lambda one: (-one.critical, one.index))
+    return sorted(one.index for one in ranked[:ROWS])
+
+
+def _figures(found: Figures) -> dict[str, Any]:
+    value = asdict(found)
+    value["exposed_by_group"] = found.mean("exposed")
+    value["waiting_by_group"] = found.mean("waiting")
+    value["all_classes"] = len(found.classes)
+    value["classes"] = value["classes"][:TABLE]
+    return value
+
+
+def _path(timeline: Timeline, drawn: list[int]) -> list[list[int]]:
+    place = {index: row for row, index in enumerate(drawn)}
+    rows = path_rows(timeline)
+    owners = [place.get(owner, -1) for owner in rows[:, 0].tolist()]
+    return [owners, rows[:, 1].tolist(), (rows[:, 2] - rows[:, 1]).tolist()]
+
+
+class _Names:
+    """Interns what spans are called, over all classes."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.kinds: dict[tuple[Any, ...], int] = {}
+        self.steps: dict[str, int] = {}
+
+    def lanes(self, index: int, spans: np.ndarray, merged: np.ndarray) -> list[dict[str, Any]]:
+        """The columns of every lane of class ``index``."""
+        kinds, steps = self._names(index, spans[merged["first"]])
+        lanes = spans["lane"][merged["first"]]
+        found = []
+        for lane in np.unique(lanes).tolist():
+            mine = np.flatnonzero(lanes == lane)
+            one = merged[mine]
+            found.append(
+                {
+                    "lane": lane,
+                    "kind": kinds[mine].tolist(),
+                    "step": steps[mine].tolist(),
+                    "count": one["count"].tolist() if (one["count"] > 1).any() else [],
+                    "ready": np.diff(one["ready"], prepend=0).tolist(),
+                    "wait": (one["start"] - one["ready"]).tolist(),
+                    "run": (one["end"] - one["start"]).tolist(),
+                }
+            )
+        return found
+
+    def _names(self, index: int, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(kind, step) of every span, int64 [n]."""
+        program = self.timeline.graph.program_list[index]
+        prices, of = self.timeline.prices, self.timeline.graph.rendezvous.of[index]
+        rows = program.ops[spans["op"]]
+        size = np.maximum(program.bytes_in, program.bytes_out)[spans["op"]]
+        meeting = of[spans["op"]]
+        called = prices.meeting_source[meeting] if len(prices.meeting_source) else 0
+        source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])
+        columns = [rows[c].tolist() for c in ("name", "phase", "group", "site", "note")]
+        known: dict[tuple[int, ...], int] = {}
+        kinds, steps = [], []
+        keys = zip(*columns, size.tolist(), source.tolist(), strict=True)
+        for op, key in zip(spans["op"].tolist(), keys, strict=True):
+            if key not in known:
+                one = program[op]
+                kind = (
+                    one.name,
+                    one.phase,
+                    one.group,
+                    key[-2],
+                    one.site,
+                    one.note[:_NOTE],
+                    key[-1],
+                )
+                known[key] = self.kinds.setdefault(kind, len(self.kinds))
+            kinds.append(known[key])
+        parts = zip(columns[1], rows["microbatch"].tolist(), rows["chunk"].tolist(), strict=True)
+        words: dict[tuple[int, int, int], int] = {}
+        for part in parts:
+            if part not in words:
+                text = label(PHASE_NAMES[part[0]], part[1], part[2])
+                words[part] = self.steps.setdefault(text, len(self.steps))
+            steps.append(words[part])
+        return np.array(kinds, dtype=np.int64), np.array(steps, dtype=np.int64)
+
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("units.js", "diagram.js", "charts.js", "page.js")
+# what could end a script element, or a line of JavaScript
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def render(timeline: Timeline) -> str:
+    """The page."""
+    style = _read("page.css")
+    script = "".join(_read(name) for name in SCRIPTS)
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = json.dumps(page_data(timeline), separators=(",", ":"), allow_nan=False)
+    parts = {
+        "policy": html.escape(policy),
+        "title": html.escape(str(timeline.graph.programs.world)),
+        "style": style,
+        "text": html.escape(text.render(timeline)),
+        "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], data),
+        "script": script,
+    }
+    # in one pass: what is put in is not searched again
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+
+
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

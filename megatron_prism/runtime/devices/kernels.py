@@ -1,0 +1,291 @@
+"""Megatron's kernels for the rotary embedding of multi-latent attention, without a GPU.
+
+Its autograd functions stay as they are, and so do their allocations; only the four triton kernels
+that they launch are stood in for (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1 and @0.19.0).
+Called as ``kernel[grid](…)`` with the arguments of the real ones: on tensors with values the same
+sums, on shapes nothing but what the kernel would have read and written.  All work in place.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_prism.core.process_changes import ProcessChanges
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import Context, Grads
+    from megatron_prism.runtime.recorder.shapes_meter import Meter
+
+__all__ = ["KERNELS", "add_module", "add_modules", "fused", "transform"]
+
+
+meter: Meter | None = None
+
+
+def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
+    """One kernel ``name``: ``flops``, and ``tensors`` are what it reads and writes once."""
+    if meter is not None:
+        there = [t for t in tensors if t is not None]
+        traffic = sum(t.numel() * t.element_size() for t in there)
+        meter.add(name, int(flops), traffic, there)
+
+
+_MASKED = -10000.0  # as the kernels have it
+_WARP, _THREADS = 32, 128
+
+
+def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+    """Probabilities of scores ``[…, queries, keys]`` in their type; ``mask`` is true where none."""
+    if scores.is_meta:
+        out = torch.empty_like(scores)
+        fused("masked_softmax", 0, scores, out)
+        return out
+    wide = scores.float() * float(scale)
+    if mask is not None:
+        wide = wide.masked_fill(mask, _MASKED)
+    return torch.softmax(wide, dim=-1).to(scores.dtype)
+
+
+def _causal(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    if scores.is_meta:
+        return _softmax(scores, None, scale)
+    ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return _softmax(scores, ones.triu(1), scale)
+
+
+def _plain(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return _softmax(scores, None, scale)
+
+
+def _backward(grad: torch.Tensor, results: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    grad = grad.contiguous()
+    if grad.is_meta:
+        fused("masked_softmax_backward", 0, grad, results, grad)
+        return grad
+    wide, found = grad.float(), results.float()
+    inner = (wide * found).sum(-1, keepdim=True)
+    return grad.copy_(found * (wide - inner) * float(scale))
+
+
+def _batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
+    """How many rows a block of 128 threads takes: two a warp where a row is short."""
+    power = 1 << max(0, keys - 1).bit_length()
+    return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
+
+
+_MODULES: dict[str, dict[str, Callable[..., object]]] = {
+    "scaled_upper_triang_masked_softmax_cuda": {"forward": _causal},
+    "scaled_masked_softmax_cuda": {
+        "forward": _softmax,
+        "get_batch_per_block": _batches_per_block,
+    },
+    "scaled_softmax_cuda": {"forward": _plain},
+}
+
+
+def add_modules(changes: ProcessChanges) -> str:
+    """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
+    for name, functions in _MODULES.items():
+        module = types.ModuleType(name, "A stand-in of megatron_prism.")
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(functions, backward=_backward)
+        changes.set_item(sys.modules, name, module)
+    return "apex's masked softmax: a softmax, which keeps its result alone"
+
+
+class _Transform(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return _transformed(x, scale)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+        return _transformed(grad, ctx.scale), None
+
+
+def transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """``scale`` times ``x`` times the Hadamard matrix of its last dimension."""
+    return _Transform.apply(x, scale)
+
+
+def _transformed(x: torch.Tensor, scale: float) -> torch.Tensor:
+    size, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.is_meta:
+        fused("hadamard", x.numel() * max(size - 1, 1).bit_length(), x, out)
+        return out
+    full = 1 << max(size - 1, 0).bit_length()
+    rows = torch.nn.functional.pad(x.float(), (0, full - size)).reshape(-1, full)
+    step = 1
+    while step < full:
+        pairs = rows.view(-1, full // (2 * step), 2, step)
+        rows = torch.stack([pairs.sum(2), pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, full)
+        step *= 2
+    return out.copy_((rows[:, :size] * scale).view_as(x))
+
+
+NAME = "fused_weight_gradient_mlp_cuda"
+
+
+def _accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """inputs ``[tokens, in]``, grad ``[tokens, out]``, main_grad ``[out, in]`` of its own type."""
+    if main_grad.is_meta:
+        fused("gemm_wgrad", 2 * grad.numel() * inputs.shape[1], grad, inputs, main_grad)
+    else:
+        main_grad.add_((grad.t() @ inputs).to(main_grad.dtype))
+
+
+def add_module(changes: ProcessChanges) -> str:
+    """Put it into ``sys.modules``; says what it is.  A real one would want a device."""
+    module = types.ModuleType(NAME, "A stand-in of megatron_prism.")
+    module.__spec__ = importlib.machinery.ModuleSpec(NAME, None)
+    module.wgrad_gemm_accum_fp32 = _accumulate  # type: ignore[attr-defined]
+    module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
+    changes.set_item(sys.modules, NAME, module)
+    return "apex's fused weight gradient: a product that is added"
+
+
+class _Kernel:
+    """``kernel[grid](tensors…, numbers…)``."""
+
+    def __init__(self, name: str, run: Callable[..., None]) -> None:
+        self.name, self.run = name, run
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self
+
+    def __call__(self, *args: object) -> None:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if tensors[0].is_meta:
+            fused(self.name, 0, *tensors)
+        else:
+            with torch.no_grad():
+                self.run(*args)
+
+
+def _tokens(
+    total: int, batch: int | None, starts: torch.Tensor | None, cp_rank: int, cp_size: int
+) -> torch.Tensor:
+    """int64 [total]: the place in its sequence of each row; of packed sequences under context
+    parallelism a rank holds an early and a late part of each."""
+    rows = torch.arange(total)
+    if starts is None:
+        assert batch is not None
+        return rows // batch
+    found = torch.empty(total, dtype=torch.int64)
+    bounds = [int(start) // cp_size for start in starts.tolist()]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        length = last - first
+        place = torch.arange(length)
+        if cp_size > 1:
+            late = place - length // 2 + (2 * cp_size - cp_rank - 1) * length // 2
+            place = torch.where(place < length // 2, place + cp_rank * length // 2, late)
+        found[first:last] = place
+    return found
+
+
+def _halves(table: torch.Tensor, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    """Left and right half of the rows of cos or sin, [total, 1, width / 2] each."""
+    rows = table.reshape(-1, width)[tokens.to(table.device)].unsqueeze(1)
+    return rows[..., : width // 2], rows[..., width // 2 :]
+
+
+def _turned(
+    pairs: torch.Tensor, cos: tuple[torch.Tensor, ...], sin: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Interleaved pairs, rotated, as two halves."""
+    one, other = pairs[..., 0::2], pairs[..., 1::2]
+    return torch.cat([one * cos[0] - other * sin[0], other * cos[1] + one * sin[1]], dim=-1)
+
+
+def _turned_back(
+    halves: torch.Tensor, cos: tuple[torch.Tensor, ...], sin: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """The gradient: two halves as interleaved pairs."""
+    left, right = halves.chunk(2, dim=-1)
+    one, other = left * cos[0] + right * sin[1], right * cos[1] - left * sin[0]
+    return torch.stack([one, other], dim=-1).flatten(-2)
+
+
+def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
+    """The kernel of the query, which turns the last part of each head in place: there or back."""
+
+    def run(
+        q: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        head: int,
+        width: int,
+        heads: int,
+        batch: int | None,
+        count: int | None,
+        starts: torch.Tensor | None,
+        *more: int,
+    ) -> None:
+        tokens = _tokens(len(q), batch, starts, *more[-2:])
+        turned = _halves(cos, tokens, width), _halves(sin, tokens, width)
+        q[..., head:] = turn(q[..., head:], *turned)
+
+    return run
+
+
+def _forward_kv(
+    kv: torch.Tensor,
+    shared: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    k_dim: int,
+    v_dim: int,
+    heads: int,
+    batch: int | None,
+    count: int | None,
+    starts: torch.Tensor | None,
+    *more: int,
+) -> None:
+    tokens = _tokens(len(kv), batch, starts, *more[-2:])
+    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
+    key[..., :k_dim], value[...] = kv[..., :k_dim], kv[..., k_dim:]
+    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), *table)
+
+
+def _backward_kv(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    d_kv: torch.Tensor,
+    d_shared: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    width: int,
+    k_dim: int,
+    v_dim: int,
+    heads: int,
+    batch: int | None,
+    count: int | None,
+    starts: torch.Tensor | None,
+    *more: int,
+) -> None:
+    tokens = _tokens(len(dk), batch, starts, *more[-2:])
+    table = _halves(cos, tokens, width), _halves(sin, tokens, width)
+    d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
+    summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
+    d_shared[...] = _turned_back(summed, *table).reshape(d_shared.shape)
+
+
+KERNELS = {
+    f"rotary_{name}_kernel": _Kernel(f"rotary_{name}_kernel", run)
+    for name, run in (
+        ("fwd_q", _query(_turned)),
+        ("bwd_q", _query(_turned_back)),
+        ("fwd_kv", _forward_kv),
+        ("bwd_kv", _backward_kv),
+    )
+}
