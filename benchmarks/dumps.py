@@ -124,9 +124,8 @@ def write(folder: Path, size: int, fault: str) -> int:
 
 ALONE = """
 import json, sys
-from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dump_reader as flight_recorder
-print(json.dumps(hang.of_dumps(flight_recorder.read(sys.argv[1])).to_json()))
+from megatron_prism.hang import analyze, dumps
+print(json.dumps(analyze.of_dumps(dumps.read_in_process(sys.argv[1])).to_json()))
 """
 
 

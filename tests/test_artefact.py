@@ -90,7 +90,7 @@ def test_json_refuses_what_json_has_no_word_for(tmp_path):
 def killed_while_writing(path, number):
     code = f"""
         import sys, time
-        from megatron_prism.core.artefact import ArtefactFolder
+        from megatron_prism.core.files import ArtefactFolder
         with ArtefactFolder({str(path)!r}) as folder:
             folder.write_text("report.txt", "half")
             print("ready", flush=True)

@@ -395,16 +395,15 @@ def test_an_error_in_a_worker_is_not_its_end(tmp_path):
 
 FOREVER = """
 import itertools, os, signal, sys
-from megatron_prism.hang import dump_reader as flight_recorder
-from megatron_prism.hang import dump_workers as flight_workers
+from megatron_prism.hang import dumps
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if __name__ == "__main__":
-    files = flight_recorder.files(__import__("pathlib").Path(sys.argv[1]))
+    files = dumps.dump_files(__import__("pathlib").Path(sys.argv[1]))
     many = dict(zip(range(100_000), itertools.cycle(files.values())))
-    flight_recorder.files = lambda folder: many
-    flight_recorder._is_of = lambda dump: None  # they are of other ranks
+    dumps.dump_files = lambda folder: many
+    dumps._is_of = lambda dump: None  # they are of other ranks
     print("go", flush=True)
-    flight_workers.read(sys.argv[1], processes=2)
+    dumps.read(sys.argv[1], processes=2)
 """
 
 

@@ -179,7 +179,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 here = tiers.prepare(sys.argv[1], ProcessChanges())
 from megatron.core.tensor_parallel import data
-from megatron_prism.emulate.patches import received as seams_received
+from megatron_prism.emulate.patches import pipeline
 from megatron_prism.emulate.patch import Context
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
@@ -187,7 +187,7 @@ local = int(sys.argv[2])
 session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
 group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
 context = Context(lambda: None, None, here.name == "meta", (local,), local)
-seams_received._own_broadcasts(data, context)
+pipeline._own_broadcasts(data, context)
 batch = {"image": torch.rand(2, 3, 4), "mask": torch.ones(2, 5)}
 found = data.broadcast_data(["image", "mask"], batch, torch.float32, tp_group=group)
 assert [tuple(t.shape) for t in found.values()] == [(2, 3, 4), (2, 5)]

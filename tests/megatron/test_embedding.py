@@ -13,14 +13,14 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import embedding as seams_embedding
+from megatron_prism.emulate.patches import vocabulary
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 context = patch.Context(lambda: world, TrainingMonitor(), False, (1,), 1)
-patch.apply(seams_embedding.PATCHES, context)
+patch.apply(vocabulary.PATCHES, context)
 session.start(world)
 
 from megatron.core import ModelParallelConfig, parallel_state

@@ -13,14 +13,13 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import loss as seams_loss
-from megatron_prism.emulate.patches import moe as seams_moe
+from megatron_prism.emulate.patches import moe, vocabulary
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
-chosen = seams_loss.PATCHES + seams_moe.PATCHES
+chosen = vocabulary.PATCHES + moe.PATCHES
 patch.apply(chosen, patch.Context(lambda: world, TrainingMonitor(), False, (5,), 5))
 session.start(world)
 from megatron.core import parallel_state

@@ -103,7 +103,7 @@ print(json.dumps({{
 """
 FAILS = """
 before = found()
-from megatron_prism.emulate.recipe_training import RankJob
+from megatron_prism.emulate.recipe_rank import RankJob
 
 def broken(job, number):
     with job.monitor.phase("forward"):

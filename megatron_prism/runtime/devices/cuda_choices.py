@@ -20,7 +20,6 @@ import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import kernels
-from megatron_prism.runtime.devices.kernels import fused, meter
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
@@ -53,16 +52,16 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
             return one(*args, **kwargs)
 
     def one(*args: P.args, **kwargs: P.kwargs) -> R:
-        if meter is None:
+        if kernels.meter is None:
             return function(*args, **kwargs)
-        with meter.held() as kernels:
+        with kernels.meter.held() as held:
             out = function(*args, **kwargs)
-            if len(kernels) > 1 and not any(flops for _, flops, _, _ in kernels):
-                kernels.clear()
+            if len(held) > 1 and not any(flops for _, flops, _, _ in held):
+                held.clear()
                 results = out if isinstance(out, tuple | list) else (out,)
                 tensors = [t for t in (*args, *kwargs.values(), *results)
                            if isinstance(t, torch.Tensor)]  # fmt: skip
-                fused(function.__name__, 0, *tensors)
+                kernels.fused(function.__name__, 0, *tensors)
         return out
 
     return run
