@@ -38,6 +38,7 @@ setup(
         "megatron_prism.memory": ["device_memory/*.json"],
         "megatron_prism.predict": ["variability/*.json"],
         "megatron_prism.replay.costs": ["*/*.json"],
+        "megatron_prism.runtime.pacing": ["*.cu"],
         "megatron_prism.report": ["*.html", "*.css", "*.js"],
     },
     # Lower bounds are what we run in CI, upper bounds the first release we have not seen;

@@ -36,9 +36,8 @@ def nccl() -> Any:
 def paced() -> Any:
     from megatron_prism.replay.answer_times import Releases
     from megatron_prism.runtime import world as session
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher, Streams
     from megatron_prism.runtime.pacing.pacer import Call, Pacer
-    from megatron_prism.runtime.pacing.streams import Streams
     from megatron_prism.runtime.values import Values
 
     device = torch.device("cuda", 0)

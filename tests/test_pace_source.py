@@ -16,14 +16,22 @@ import pytest
 import torch
 
 from megatron_prism.replay.answer_times import Releases
-from megatron_prism.runtime.pacing.kernel_moves import ADDED, CHUNK_NS, COPY_NS, SUM_NS
-from megatron_prism.runtime.pacing.kernel_source import CLOCK, LAUNCH, RING, SOURCE, TABLE
+from megatron_prism.runtime.pacing.kernel_source import (
+    ADDED,
+    CHUNK_NS,
+    CLOCK,
+    COPY_NS,
+    LAUNCH,
+    RING,
+    SUM_NS,
+    TABLE,
+    cuda_source,
+)
 from megatron_prism.runtime.pacing.moves import KINDS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 TIMEOUT = 1_000_000  # ns
-LIMITS = {"ring": RING, "launch": LAUNCH, "timeout": TIMEOUT, "patience": TIMEOUT}
 PRELUDE = r"""
 #include <cmath>
 #include <cstring>
@@ -79,7 +87,7 @@ class Call(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """The kernels as functions; one thread does the work of a warp."""
-    source = SOURCE % LIMITS
+    source = cuda_source(TIMEOUT, TIMEOUT)
     source = re.sub(r'asm volatile\("mov.u64 .*?\);', "t = ticks += 10;", source)
     source = re.sub(r'asm\("cvt.rn.bf16.*?\);', "h = nearest(f);", source)
     source = re.sub(r'asm\("cvt.rn.f16.*?\);', "h = half(f);", source)
@@ -97,7 +105,7 @@ class Device:
     """One local rank's device; ``shared``: arrays of another that it shares."""
 
     def __init__(self, library, table, process, shared=None):
-        from megatron_prism.runtime.pacing.kernel import _columns
+        from megatron_prism.runtime.pacing.device import _columns
 
         self.library, self.launches = library, [[j] for j in table.of[table.member == process]]
         self.columns = _columns(table, self.launches, process)
@@ -278,7 +286,7 @@ def test_the_source_compiles_for_a_gpu(tmp_path):
     """NVRTC needs no GPU, and a kernel that does not compile would end every paced run."""
     pytest.importorskip("nvidia", reason="torch's CUDA libraries are not installed")
     nvrtc = _nvrtc()
-    source = SOURCE % LIMITS
+    source = cuda_source(TIMEOUT, TIMEOUT)
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     made = nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"prism.cu", 0, None, None

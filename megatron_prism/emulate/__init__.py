@@ -1,9 +1,13 @@
-"""The Megatron side: flags, seams and the two ways to start.
+"""The Megatron side: a job becomes an emulated one.
 
-Read in this order: ``flags`` (what the user asked), ``launch`` (how a job becomes an emulated one),
-``hooks`` (how a module is changed right after its import), ``seams`` (what is changed in Megatron
-and why), ``monitor`` (did it train?), ``ending`` (may this process exit 0?), ``job`` (the main job
-without a Megatron checkout).  Apart from these: ``stock_capture``, ``slice_source`` and ``pace*``
-(slices of a job, and peers that take their time), ``model_flops`` (what MFU is a share of),
-``links`` (NVLinks of a rank alone), ``calibrate*`` (what calls cost here).
+options.py  launch.py  session.py     what was asked for; how it starts; what it changes
+import_hooks.py  patch.py  patches/   what is changed in Megatron, where and why
+monitor.py  summary.py  exit_status.py  did it train, what does it say, may it exit with 0?
+capture.py  job_arguments.py          slices of a job, and which job they are of
+pace.py  nvlink_keepalive.py          virtual ranks that take their time
+fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
+device_memory.py                      memory by phase, NCCL's memory held in reserve
+recipe_job.py  recipe_rank.py  recipe_model.py  a recipe's job without a script
+schedule*.py                          schedules from Megatron's scheduler, without a model
+calibrate*.py                         what calls cost on this machine
 """

@@ -237,11 +237,10 @@ class Pace(TrainingListener):
         processes, if several."""
         import torch
 
-        from megatron_prism.runtime.pacing.kernel import Launcher
+        from megatron_prism.runtime.pacing.device import Launcher, Streams
         from megatron_prism.runtime.pacing.kernel_source import RING
         from megatron_prism.runtime.pacing.pacer import Pacer
         from megatron_prism.runtime.pacing.shared_memory import Shared, layout, meet
-        from megatron_prism.runtime.pacing.streams import Streams
 
         calls, launches = expected(
             self.program, self.table, self.options.process, self.sizes, self._calibration

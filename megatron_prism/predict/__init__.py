@@ -1,16 +1,14 @@
-"""How long does an iteration take, and a whole run?  Distributions, not numbers, after PRISM
-(arXiv 2510.15596): serial parts add, parallel parts take the maximum, one draw per call for all
-that take part, one network regime per iteration.
+"""Distributions of the iteration time and of a whole run, after PRISM (arXiv 2510.15596): serial
+parts add, parallel parts take the maximum, one draw per call for all that take part, one network
+regime per iteration.
 
-    quantiles.py   quantiles of draws, with intervals that cover
-    calls.py       how much single calls vary, from a calibration's samples
-    paths.py       a replica's longest path for many draws at once
-    replicas.py    which ranks are one copy of the model
-    sampler.py     draws of iterations of the whole world
-    predict.py     quantiles, what moves them, where a slow GPU hurts
-    whatifs.py     single kinds of calls, placements, hot nodes, scale
-    compare.py     which of several layouts is faster, and how surely
-    whole_run.py   will N iterations finish by then, failures and restarts included?
+    distributions.py  quantiles with intervals that cover, fitted distributions
+    variability.py    how much calls, computing and hosts vary: published, or measured here
+    sampler.py        draws of iterations of the whole world
+    predict.py        quantiles, what moves them, where a slow GPU hurts
+    whatifs.py        single kinds of calls, placements, hot nodes, scale
+    compare.py        which of several layouts is faster, and how surely
+    campaign.py       will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.predict.campaign import Plan, RunPrediction, predict_run

@@ -1,6 +1,11 @@
-"""When does everything happen?  ``issue`` reads what a rank does before what, ``dag`` joins ranks,
-``maxplus`` computes times, ``events`` does so with shared ``links`` and faults, ``timeline`` says
-what the times mean.  ``whatif``, ``scale`` and ``reschedule`` change programs and prices, and
-``scenario`` puts them together.  ``release`` says when virtual ranks answer local ones
-(``transfer`` is its loop).
+"""When everything happens: programs and prices -> a timeline.
+
+priced_graph.py  load, check, price and replay: the one way from programs to times
+dependencies.py  what happens before what, in a rank and between ranks
+timeline.py      times of all ops, critical path, idle time by cause
+overlap.py       iterations whose calls and computing slow each other down
+network.py       calls that share links, and faults
+whatif.py        other microbatch counts, replicas, slow ranks
+answer_times.py  when virtual ranks answer local ones
+loops.py         the loops, compiled where numba is installed
 """

@@ -1,16 +1,13 @@
-"""What do people see of a timeline?  One renderer a file, each a function (timeline) -> text.
+"""Results as text, HTML pages and traces; no analysis, and nothing is measured or simulated here.
 
-    figures.py     the numbers that all renderers print, computed once, as one value
-    parts.py       what the critical path and the communication are made of
-    curves.py      live memory over time; spans of a class, tiny ones merged
-    text.py        a page for the terminal
-    perfetto.py    a Chrome trace for ui.perfetto.dev, one process per class
-    html.py        one self-contained page: diagram, tables, provenance (page.html, *.css, *.js)
-    page_data.py   the JSON that the page draws
-    distribution.py  what prism predict found; comparison.py: several layouts side by side
-    hang.py        a verdict on a hang as Markdown and as a page
+    metrics.py       the numbers that all renderers print, as one value
+    text.py          a timeline for the terminal
+    page.py          a timeline as one self-contained page (page.html, *.css, *.js)
+    distribution.py  a prediction, or several layouts side by side, as a page
+    hang.py          a verdict on a hang as Markdown and as a page
+    chrome_trace.py  a timeline or a verdict for ui.perfetto.dev
 
-Renderers neither measure nor simulate: what is in no program and no price is printed as unknown.
+What is in no program and no price is printed as unknown.
 """
 
 from __future__ import annotations

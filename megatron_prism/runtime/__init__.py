@@ -1,11 +1,15 @@
-"""The virtual world: ``torch.distributed`` with absent ranks.
+"""The virtual world on the torch side: ``torch.distributed`` with absent ranks; no Megatron.
 
-Read in this order: ``session`` (start and stop a world), ``backend`` (the process group),
-``answers`` (one local member), ``hybrid`` (several), ``values`` (what peers hold), ``parts`` (what
-they give where mirrors would be wrong), ``patches`` (object collectives and group creation),
-``tally`` (how much was communicated), ``work`` (handles).
-When they answer: ``pacing`` (which stream, which call; ``batch``, ``streams``, ``driver``),
-``moves`` (what one kernel can answer), ``pace_kernel``, ``pace_source`` (the device waits) and
-``pace_moves`` (and moves), ``pace_shared`` (several local ranks), ``pace_report``.  Whether they
-would make the call at all: ``rendezvous``.
+world.py           starts and stops a virtual world, counts its traffic
+process_group.py   the backend that answers every collective
+torch_patches.py   object collectives, group creation, positions in batched calls
+answers.py         what a collective gives one local rank; mixed_groups.py: several local ranks
+values.py          what tensors of virtual peers hold; partial_sums.py: where mirrors are wrong
+control_values.py  values that steer the program, recorded and replayed
+call_check.py      would the peers make this call at all?
+listeners.py       interfaces of what follows the training and the calls
+recorder/          a running rank -> a program
+pacing/            virtual peers that take their time
+devices/           tiers: CUDA, CPU, and shapes without data (meta)
+te/                Transformer Engine's modules as shapes and bytes
 """

@@ -28,7 +28,7 @@ from megatron_prism.runtime.values import Exchange, is_ring
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Answer, Args
-    from megatron_prism.runtime.pacing.streams import End
+    from megatron_prism.runtime.pacing.device import End
     from megatron_prism.runtime.world import VirtualWorld
 
 __all__ = ["Done", "PrismGroup", "arguments", "message_size", "size_of"]

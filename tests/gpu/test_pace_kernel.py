@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_prism.replay.answer_times import Releases
-from megatron_prism.runtime.pacing.kernel_moves import ADDED
+from megatron_prism.runtime.pacing.device import Streams
+from megatron_prism.runtime.pacing.kernel_source import ADDED
 from megatron_prism.runtime.pacing.moves import COPY, KINDS, Move
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
-from megatron_prism.runtime.pacing.streams import Streams
 from megatron_prism.runtime.process_group import Done
 
 pytestmark = [
@@ -48,7 +48,7 @@ def table_of(seed, count=40):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.pacing.kernel_source import LAUNCH, RING
 
     table = table_of(seed)
@@ -89,7 +89,7 @@ def test_ends_are_those_of_the_table(seed):
 
 def alone(own):
     """A launcher of one interaction that takes ``own`` ns."""
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     table = Releases(

@@ -78,7 +78,7 @@ def check(table, stamps, shared):
 
 
 def test_two_ranks_on_one_device():
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.pacing.kernel_source import RING
 
     table, store = table_of_two(), Store()
@@ -115,7 +115,7 @@ def test_two_ranks_on_one_device():
 
 def one_of_two(process, port):
     """What each of two processes does."""
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.pacing.kernel_source import RING
 
     device = torch.device("cuda", process % torch.cuda.device_count())

@@ -8,8 +8,8 @@ import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.replay.answer_times import Releases
+from megatron_prism.runtime.pacing.device import Streams
 from megatron_prism.runtime.pacing.pacer import Call, Pacer
-from megatron_prism.runtime.pacing.streams import Streams
 from megatron_prism.runtime.process_group import Done
 from megatron_prism.runtime.recorder import events
 from megatron_prism.runtime.recorder.recorder import PacedRecorder
@@ -24,7 +24,7 @@ GROUP = SimpleNamespace(desc="TP", _mixed=None, rank=lambda: 0, size=lambda: 2)
 
 @pytest.fixture
 def recorder():
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     table = Releases(

@@ -1,9 +1,14 @@
-"""How long does each op take, and who says so?
+"""How long each op takes, and who says so.
 
-``Prices`` are what replay needs; ``price`` makes them from a graph, a collective model and the
-segments' own measurements; ``host`` says how long the host takes to issue it, ``op_table`` and
-``compute`` price segments that never ran.  ``communicators`` and ``connected`` are about NCCL's
-device memory.  Every price has a provenance; an op without any basis is refused.
+    prices.py           a price for every op of a graph, with its provenance
+    collectives.py      calls: calibrations, and a model of NCCL
+    kernels.py          segments that never ran on a GPU: measured kernels, rooflines
+    host.py             how long the host takes to issue an op
+    overlap_factors.py  how much calls and computing slow each other down
+    machine.py          rates and links of machines (machines/*.json)
+    nccl_tests.py       a calibration from the output of nccl-tests
+
+An op without any basis is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The two kernels that make a device wait until a virtual peer would have answered, in CUDA C++.
+"""CUDA source of the two kernels that make a device wait until a virtual peer would have answered.
 
 ``prism_arrive`` writes down when a call's turn has come.  ``prism_call`` is the call itself: it
-works out when the call ends, tells the calls after it, moves what the call moves while it runs
-(``pace_moves``), and holds its stream (and as many blocks as NCCL would) until the end.  Times are
-of %globaltimer, ns (32 ns a tick on H200).
+works out when the call ends, tells the calls after it, moves what the call moves while it runs,
+and holds its stream (and as many blocks as NCCL would) until the end.  Times are of %globaltimer,
+ns (32 ns a tick on H200).
 
 A call waits from its arrival until its peers are there, then runs for its own time (``own``); what
 it moves is spread evenly over that time.  ``own`` is what a call takes its stream, from the end of
@@ -19,12 +19,23 @@ second measurement on the drift since the last is continued.
 
 from __future__ import annotations
 
-from megatron_prism.runtime.pacing.kernel_moves import MOVES
+from pathlib import Path
 
-__all__ = ["CLOCK", "LAUNCH", "RING", "SHARED", "SOURCE", "TABLE"]
+__all__ = [
+    "ADDED",
+    "CHUNK_NS",
+    "CLOCK",
+    "COPY_NS",
+    "LAUNCH",
+    "RING",
+    "SHARED",
+    "SUM_NS",
+    "TABLE",
+    "cuda_source",
+]
 
-# ns: what a kernel that holds a stream for a time takes beyond that, between others (1 x H200,
-# 2026-11-23: 1.8 to 2.1 behind copies; a kernel that does nothing takes 2.2)
+# ns that a kernel which holds a stream for a time takes beyond it, between others (H200: 1.8 to
+# 2.1 us behind copies; a kernel that does nothing takes 2.2)
 LAUNCH = 2_000
 RING = 4  # iterations whose ends are remembered
 # The fields of Table, in order: all addresses, but for the last two.
@@ -38,208 +49,28 @@ SHARED = ("end", "tag", "here", "seen", "gone")
 # struct Clock, as numpy has it.
 CLOCK = [("offset", "<i8"), ("at", "<i8"), ("rate", "<f8"), ("round_trip", "<i8")]
 
-_TABLES = r"""
-#define RING %(ring)d
-#define TIMEOUT %(timeout)dLL
-#define LAUNCH %(launch)dLL
-#define TILE 4
-#define PATIENCE %(patience)dLL
-typedef long long i64;
-struct Clock { i64 offset, at; double rate; i64 round_trip; };
-struct Table {
-  const int* part;       // launch -> slice of members
-  const int* member;     // interactions of each launch
-  const int* mine;       // and this rank's seat in each, an index of ``here``
-  const int* with;       // and slices of ``whom``
-  const int* whom;       // seats of other local ranks
-  const i64* own;        // per interaction
-  const int* start;      // per interaction: slice of terms
-  const int* cause;
-  const int* back;
-  const i64* weight;
-  volatile i64* end;     // [RING][interactions]
-  volatile int* tag;     // [RING][interactions]: iteration + 1 once ``end`` holds
-  volatile i64* here;    // [RING][seats]: when a local rank came to an interaction
-  volatile int* seen;    // [RING][seats]: iteration + 1 once ``here`` holds
-  volatile int* gone;    // iterations before this one are not waited for
-  volatile i64* came;    // [RING][launches]
-  i64* went;             // [RING][launches]: when the last block had moved its part
-  volatile i64* from;    // [RING][launches]: when the call begins to run
-  volatile i64* until;   // [RING][launches]: when it ends
-  volatile int* ready;   // [RING][launches]: iteration + 1 once both hold
-  int* stuck;            // the first launch that waited for longer than TIMEOUT, + 1
-  Clock* clocks;         // [2]
-  volatile int* clock;   // which of them holds
-  int interactions, launches, seats, shared;
-};
-struct Call {
-  Table* t;
-  char* to; const char* source; i64 size, period;  // as runtime/pacing/moves.py says
-  const char* read; i64 seen;                      // read besides
-  int launch, iteration, first, fresh, kind, scale;
-};
-static __device__ __forceinline__ i64 now() {
-  i64 t; asm volatile("mov.u64 %%0, %%globaltimer;" : "=l"(t)); return t;
-}
-static __device__ __forceinline__ void hold(i64 until) {
-  while (now() < until) __nanosleep(20);
-}
-// What to add to a time of this device to have it in everybody's time.
-static __device__ i64 shift(Table* t, i64 time) {
-  if (!t->shared) return 0;
-  Clock c = t->clocks[*t->clock];
-  return c.offset + (i64)((double)(time - c.at) * c.rate);
-}
-static __device__ __forceinline__ void fence(Table* t) {
-  if (t->shared) __threadfence_system(); else __threadfence();
-}
-// False: it did not come, or nobody waits for that iteration any more.  Who waited in vain says so
-// to all, so a rank that died costs one TIMEOUT an iteration.
-static __device__ bool there(const Call& c, volatile int* word, int then, i64 begin) {
-  Table* t = c.t;
-  while (*word != then + 1) {
-    if (now() - begin > TIMEOUT && *t->gone <= c.iteration) {
-      atomicCAS(t->stuck, 0, c.launch + 1); *t->gone = c.iteration + 1;
-    }
-    if (*t->gone > then) return false;
-    __nanosleep(100);
-  }
-  fence(t);
-  return true;
-}
-// Tell the other local ranks that this one came to every interaction of the launch.
-static __device__ void publish(const Call& c, i64 begin) {
-  Table* t = c.t;
-  if (!t->shared) return;
-  int base = (c.iteration %% RING) * t->seats;
-  begin += shift(t, begin);
-  for (int m = t->part[c.launch]; m < t->part[c.launch + 1]; ++m)
-    t->here[base + t->mine[m]] = begin;
-  fence(t);
-  for (int m = t->part[c.launch]; m < t->part[c.launch + 1]; ++m)
-    t->seen[base + t->mine[m]] = c.iteration + 1;
-}
-"""
+ADDED = 16  # what is added to a kind of number whose chunks are added up
+# ns from the beginning of a tile until it is written: copied or rewritten (H200: .8 to 1.8 us), and
+# added up (2, 4, 8 chunks of 4 MiB in all: .9, 1.3, 2.3 us; of 32 MiB: 1.8, 2.8, 4.4)
+COPY_NS, SUM_NS, CHUNK_NS = 1_800, 1_200, 400
 
-_CALLS = r"""
-// The first warp of block 0: when does each interaction of the launch end?
-static __device__ void settle(const Call& c, i64 begin) {
-  Table* t = c.t;
-  int lane = threadIdx.x, ring = c.iteration %% RING, n = t->interactions;
-  int slot = ring * t->launches + c.launch;
-  if (c.fresh && lane == 0) { t->came[slot] = begin; publish(c, begin); }
-  i64 arrived = c.fresh ? begin : t->came[slot];
-  arrived = __shfl_sync(0xffffffffu, arrived, 0);
-  i64 until = 0, own = 0, ours = shift(t, arrived);  // ends are in everybody's time
-  for (int m = t->part[c.launch]; m < t->part[c.launch + 1]; ++m) {
-    int j = t->member[m];
-    i64 best = arrived + ours + t->own[j];
-    for (int k = t->with[m] + lane; k < t->with[m + 1]; k += 32) {
-      int at = (c.iteration %% RING) * t->seats + t->whom[k];
-      if (!there(c, &t->seen[at], c.iteration, begin)) continue;
-      i64 other = t->here[at] + t->own[j];
-      if (other > best) best = other;
-    }
-    for (int k = t->start[j] + lane; k < t->start[j + 1]; k += 32) {
-      int then = c.iteration - t->back[k];
-      if (then < c.first) continue;
-      int at = (then %% RING) * n + t->cause[k];
-      if (!there(c, &t->tag[at], then, begin)) continue;
-      i64 other = t->end[at] + t->weight[k];
-      if (other > best) best = other;
-    }
-    for (int o = 16; o; o >>= 1) {
-      i64 other = __shfl_xor_sync(0xffffffffu, best, o);
-      if (other > best) best = other;
-    }
-    if (lane == 0) {
-      t->end[ring * n + j] = best;
-      fence(t);
-      t->tag[ring * n + j] = c.iteration + 1;
-    }
-    if (best - ours > until) { until = best - ours; own = t->own[j]; }
-  }
-  if (lane == 0) {
-    t->from[slot] = until - own;
-    t->until[slot] = until;
-    t->went[slot] = 0;
-    __threadfence();
-    t->ready[slot] = c.iteration + 1;
-  }
-}
-extern "C" __global__ void __launch_bounds__(512) prism_call(Call c) {
-  i64 begin = now() - LAUNCH;
-  Table* t = c.t;
-  int slot = (c.iteration %% RING) * t->launches + c.launch;
-  if (c.kind < 0) {  // only its turn has come
-    t->came[slot] = begin;
-    if (c.kind == -1) publish(c, begin);
-    return;
-  }
-  if (blockIdx.x == 0 && threadIdx.x < 32) settle(c, begin);
-  if (threadIdx.x == 0)
-    while (t->ready[slot] != c.iteration + 1 && now() - begin < TIMEOUT) __nanosleep(100);
-  __syncthreads();
-  __threadfence();
-  i64 from = t->from[slot], until = t->until[slot];
-  if (until - begin > TIMEOUT) from = until = begin;  // nonsense that must not hold the job
-  i64 odd = (i64)c.to | (i64)c.source | c.size | c.period;
-  if (c.kind >= ADDED) added(c, from, until, odd %% 16 == 0);
-  else if (odd %% 16 == 0) move<Word16>(c, from, until);
-  else if (odd %% 8 == 0) move<i64>(c, from, until);
-  else if (odd %% 4 == 0) move<int>(c, from, until);
-  else if (odd %% 2 == 0) move<short>(c, from, until);
-  else move<char>(c, from, until);
-  if (c.seen && (i64)c.read %% 16 == 0) look(c, from, until);
-  __syncthreads();
-  if (threadIdx.x == 0) atomicMax((unsigned long long*)&t->went[slot], (unsigned long long)now());
-  hold(until);
-}
-// Side 0 asks, the others answer in turn; ``number`` is of this measurement, from 1.
-// area: per side [asked, answered, its time then, offset, round trip, done]
-struct Ping { Table* t; volatile i64* area; int side, sides, number, rounds; };
-static __device__ bool comes(volatile i64* word, i64 wanted, i64 begin) {
-  while (*word != wanted) if (now() - begin > PATIENCE) return false;
-  __threadfence_system();
-  return true;
-}
-static __device__ void ask(const Ping& p, volatile i64* area, i64 begin) {
-  i64 best = 1LL << 62, offset = 0, from = (i64)p.number * p.rounds;
-  for (int r = 0; r < p.rounds; ++r) {
-    i64 sent = now();
-    area[0] = from + r;
-    if (!comes(&area[1], from + r, begin)) return;
-    i64 back = now();
-    if (back - sent < best) { best = back - sent; offset = sent + best / 2 - area[2]; }
-  }
-  area[3] = offset; area[4] = best;
-  __threadfence_system();
-  area[5] = p.number;
-}
-extern "C" __global__ void prism_ping(Ping p) {
-  i64 begin = now();
-  if (p.side == 0) {
-    for (int side = 1; side < p.sides; ++side) ask(p, p.area + 8 * side, begin);
-    return;
-  }
-  volatile i64* area = p.area + 8 * p.side;
-  i64 from = (i64)p.number * p.rounds;
-  for (int r = 0; r < p.rounds; ++r) {
-    if (!comes(&area[0], from + r, begin)) return;
-    area[2] = now();
-    __threadfence_system();
-    area[1] = from + r;
-  }
-  if (!comes(&area[5], p.number, begin)) return;
-  Table* t = p.t;
-  Clock old = t->clocks[*t->clock], found = {area[3], now(), 0.0, area[4]};
-  if (old.at) found.rate = (double)(found.offset - old.offset) / (double)(found.at - old.at);
-  if (fabs(found.rate) > 1e-4) found.rate = 0;  // no crystal is that wrong
-  int other = 1 - *t->clock;
-  t->clocks[other] = found;
-  __threadfence();
-  *t->clock = other;
-}
-"""
 
-SOURCE = _TABLES + MOVES + _CALLS
+def cuda_source(timeout_ns: int, patience_ns: int) -> str:
+    """Return the source for the CUDA compiler.
+
+    Args:
+        timeout_ns: after which a call that nobody joins gives up, ns.
+        patience_ns: for which a call waits for other local ranks, ns.
+    """
+    limits = {
+        "RING": f"{RING}",
+        "TIMEOUT": f"{timeout_ns}LL",
+        "LAUNCH": f"{LAUNCH}LL",
+        "PATIENCE": f"{patience_ns}LL",
+        "ADDED": f"{ADDED}",
+        "COPY": f"{COPY_NS}LL",
+        "SUM": f"{SUM_NS}LL",
+        "CHUNK": f"{CHUNK_NS}LL",
+    }
+    macros = "".join(f"#define {name} {value}\n" for name, value in limits.items())
+    return macros + Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")

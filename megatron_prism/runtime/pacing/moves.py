@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.runtime.answers import reduce_op_name
-from megatron_prism.runtime.pacing.kernel_moves import ADDED
+from megatron_prism.runtime.pacing.kernel_source import ADDED
 
 if TYPE_CHECKING:
     from torch.distributed import AllreduceOptions, ReduceScatterOptions

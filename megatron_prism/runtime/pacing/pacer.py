@@ -2,7 +2,7 @@
 
 In : what this rank is expected to call in an iteration (its program) and the releases of the world
 graph.  Every call then takes the stream that ProcessGroupNCCL would take, is answered there, and
-holds that stream until the moment that the table gives (``pace_kernel``).  The program's own events
+holds that stream until the moment that the table gives (``device``).  The program's own events
 and waits order the rest, so overlap is the job's own:
 
 * a synchronous call runs on the caller's stream (torch >= 2.8), an asynchronous one, and every
@@ -20,27 +20,77 @@ A call that the program does not expect ends pacing until the next iteration, is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime.batch import Batch
 from megatron_prism.runtime.listeners import CallListener
+from megatron_prism.runtime.pacing.device import End, Streams
 from megatron_prism.runtime.pacing.kernel_source import RING
 from megatron_prism.runtime.pacing.moves import Move, move_of
-from megatron_prism.runtime.pacing.streams import End, Streams
 from megatron_prism.runtime.process_group import Done
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
-    from megatron_prism.runtime.pacing.kernel import Launcher
+    from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Call", "Pacer"]
+__all__ = ["Batch", "Call", "Pacer"]
+
+
+class Batch:
+    """Answered one by one, ended by one launch, as of one ``pacing.Pacer``."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer, self._begin, self._host = pacer, perf_counter_ns(), 0
+        self._group: PrismGroup | None = None
+        self._launch, self._blocks = -1, 0
+        self._move: Move | None = None
+        self._answers: list[Callable[[], object]] = []
+        self._made: list[tuple[Done, Args]] = []
+
+    def add(
+        self, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> Done:
+        self._group, self._launch = group, call.launch
+        self._blocks += call.blocks
+        self._host += call.host
+        move = None
+        if call.op == "send" and self._move is None:
+            self._move = move = self._pacer.move(group, call.op, answer, args, kwargs)
+        if move is None:
+            self._answers.append(lambda: answer(group, *args, **kwargs))
+        made = Done(args[0], args[1] if call.op == "recv" else -1)
+        self._made.append((made, args))
+        return made
+
+    def issue(self) -> None:
+        """Answer on the group's stream and hold it."""
+        if self._launch < 0:
+            return
+        pacer, launch = self._pacer, self._launch
+        pacer.now_issued[launch] = perf_counter_ns()
+        streams, launcher = pacer.streams, pacer.launcher
+        lane = pacer.lane(id(self._group))
+        streams.follow(lane.stream, streams.current(), lane.begin)
+        if self._answers:
+            launcher.arrive(lane.stream, launch, pacer.iteration)
+            with streams.on(lane.stream):
+                for answer in self._answers:
+                    answer()
+        launcher.release(
+            lane.stream, launch, pacer.iteration, pacer.first, not self._answers, self._blocks,
+            self._move,
+        )  # fmt: skip
+        lane.end = end = End(streams, lane.stream)
+        for made, args in self._made:
+            made.after(end, args)
+        while perf_counter_ns() < self._begin + self._host:
+            pass
 
 
 @dataclass(frozen=True)
@@ -74,7 +124,7 @@ class Pacer(CallListener):
     """Follows one rank's program while it runs.
 
     calls    : what the program expects, in order of issue
-    launcher : ``pace_kernel.Launcher``
+    launcher : ``device.Launcher``
     cuda     : whether tensors of the job are on the device (tests have none)
     """
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import distributed as dist
 
     from megatron_prism.replay.answer_times import Releases
-    from megatron_prism.runtime.pacing.driver import Driver
+    from megatron_prism.runtime.pacing.device import Driver
 
 __all__ = ["Shared", "layout", "meet", "seats"]
 

@@ -1,9 +1,10 @@
-"""How does a running rank become a program?  ``recorder`` collects the ops, ``watch`` hears of
-streams, events and host waits, ``kernels`` weighs what runs between them, ``owners`` says whose
-memory comes and goes, ``busy`` tells kernels from the host's delays on a GPU, ``launches`` where
-the device can run through a segment and how much of it is products, ``clock`` times a host that is
-not recorded, ``recordings`` makes one program of several iterations; ``paced`` records a rank
-whose virtual peers take their time.
+"""Turn a running rank into a program; Megatron runs unchanged, nothing here knows a schedule.
 
-Megatron runs unchanged; nothing here knows a schedule.
+recorder.py      collects the ops, also of a rank whose virtual peers take their time
+fields.py        what an op says of a call
+events.py        streams, events and host waits that the job uses
+shapes_meter.py  flops and bytes of what runs between calls
+owners.py        whose memory comes and goes
+kernel_times.py  device times without the host's delays; where the device runs through
+measurements.py  one program of several iterations; iterations that are only timed
 """

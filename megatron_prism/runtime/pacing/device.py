@@ -1,6 +1,6 @@
 """How does a device wait until a virtual peer would have answered?  With one kernel a call.
 
-``release`` is the call: it ends when the table says (``pace_source``).  A call that several of
+``release`` is the call: it ends when the table says (``kernel_source``).  A call that several of
 torch's kernels answer is preceded by ``arrive``, which writes down when its turn has come.  Nothing
 here synchronises with the host.
 
@@ -11,30 +11,199 @@ allocator, so that a peak measured here is the job's own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron_prism.core.errors import PrismError, UnsupportedError
-from megatron_prism.runtime.pacing.driver import Driver
-from megatron_prism.runtime.pacing.kernel_source import CLOCK, LAUNCH, RING, SHARED, SOURCE, TABLE
+from megatron_prism.runtime.pacing.kernel_source import CLOCK, RING, SHARED, TABLE, cuda_source
 from megatron_prism.runtime.pacing.shared_memory import Shared, seats
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import ArrayLike
 
     from megatron_prism.replay.answer_times import Releases
     from megatron_prism.runtime.pacing.moves import Move
 
-__all__ = ["Launcher"]
+__all__ = ["Driver", "End", "Launcher", "NOT_READY", "Streams"]
 
-_LIMITS = {  # ns, but for the ring
-    "ring": RING, "launch": LAUNCH, "timeout": 60_000_000_000, "patience": 5_000_000_000
-}  # fmt: skip
+
+Function = Callable[..., int]  # answers a status
+
+_P, _U, _I, _N = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
+_CALLS = {
+    "cuLaunchKernelEx": [_P, _P, _P, _P],
+    "cuEventCreate": [_P, _U],
+    "cuEventRecord": [_P, _P],
+    "cuEventQuery": [_P],
+    "cuStreamWaitEvent": [_P, _P, _U],
+    "cuStreamSynchronize": [_P],
+    "cuMemAlloc_v2": [_P, _N],
+    "cuMemsetD8_v2": [_P, ctypes.c_ubyte, _N],
+    "cuMemcpyAsync": [_P, _P, _N, _P],
+    "cuMemcpyHtoD_v2": [_P, _P, _N],
+    "cuMemcpyDtoH_v2": [_P, _P, _N],
+    "cuMemHostRegister_v2": [_P, _N, _U],
+    "cuMemHostGetDevicePointer_v2": [_P, _P, _U],
+}
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_PORTABLE_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+class Driver:
+    """libcuda, loaded once; the current context is torch's.
+
+    ``launch``, ``record``, ``wait`` and ``query`` are the bare functions, which answer a status;
+    the methods raise PrismError unless that is 0.
+    """
+
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        self._functions: dict[str, Function] = {}
+        for name, types in _CALLS.items():
+            function = getattr(library, name)
+            function.argtypes = types
+            self._functions[name] = function
+        self.launch = self._functions["cuLaunchKernelEx"]
+        self.record = self._functions["cuEventRecord"]
+        self.wait = self._functions["cuStreamWaitEvent"]
+        self.query = self._functions["cuEventQuery"]
+
+    def _call(self, name: str, *args: object) -> None:
+        if status := self._functions[name](*args):
+            raise PrismError(f"the CUDA driver refused {name} (status {status})")
+
+    def event(self) -> int:
+        """A new event, without a time."""
+        handle = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(handle), _NO_TIMING)
+        return handle.value or 0
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for everything on ``stream``."""
+        self._call("cuStreamSynchronize", stream)
+
+    def allocate(self, num_bytes: int) -> int:
+        """Zeroed device memory that nobody else counts, until the process ends."""
+        address = ctypes.c_void_p()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
+        self._call("cuMemsetD8_v2", address, 0, num_bytes)
+        return address.value or 0
+
+    def words(self, num_bytes: int, device: torch.device | str) -> torch.Tensor:
+        """The same as a uint8 tensor on torch's ``device``."""
+        import torch
+
+        return torch.as_tensor(_Outside(self.allocate(num_bytes), num_bytes), device=device)
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        """Copy a contiguous ``array`` to the device; waits for it."""
+        self._call("cuMemcpyHtoD_v2", address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        """Fill a contiguous ``array`` from the device; waits for its default stream."""
+        self._call("cuMemcpyDtoH_v2", array.ctypes.data, address, array.nbytes)
+
+    def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
+        """On ``stream``; ``to`` or ``source`` may be of another device that this one reaches."""
+        self._call("cuMemcpyAsync", to, source, num_bytes, stream)
+
+    def map_host(self, address: int, num_bytes: int) -> int:
+        """The device's address of host memory, page-locked from now on."""
+        self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE_MAPPED)
+        found = ctypes.c_void_p()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), address, 0)
+        return found.value or 0
+
+
+class _Outside:
+    """Device memory that torch's allocator does not know, as torch reads it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class Streams:
+    """The streams of one device."""
+
+    def __init__(self, driver: Driver, device: torch.device) -> None:
+        self.driver = driver
+        self.free: list[int] = []  # events that nobody holds any more
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._ours: dict[int, torch.cuda.Stream] = {}
+        self._raw = torch._C._cuda_getCurrentRawStream
+        self.capturing = torch.cuda.is_current_stream_capturing
+
+    def current(self) -> int:
+        """torch's current stream."""
+        return self._raw(self._index)
+
+    def make(self) -> tuple[int, int]:
+        """(a new stream, an event to follow others with)."""
+        stream = torch.cuda.Stream(self._index)
+        self._ours[stream.cuda_stream] = stream
+        return stream.cuda_stream, self.driver.event()
+
+    def follow(self, stream: int, other: int, event: int) -> None:
+        """``stream`` goes on behind what ``other`` holds now."""
+        status = self.driver.record(event, other) or self.driver.wait(stream, event, 0)
+        if status:
+            raise PrismError(f"the CUDA driver refused to order two streams (status {status})")
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """``stream``, one of ``make``, is the current one inside."""
+        with torch.cuda.stream(self._ours[stream]):
+            yield
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for everything on ``stream``."""
+        self.driver.synchronize(stream)
+
+
+class End:
+    """When what is on ``stream`` now ends: an event that is used again once nobody holds this."""
+
+    __slots__ = ("_streams", "handle")
+
+    def __init__(self, streams: Streams, stream: int) -> None:
+        self._streams = streams
+        self.handle = streams.free.pop() if streams.free else streams.driver.event()
+        if status := streams.driver.record(self.handle, stream):
+            raise PrismError(f"the CUDA driver refused an event (status {status})")
+
+    def __del__(self) -> None:
+        # what waits for it already does not see the next recording
+        self._streams.free.append(self.handle)
+
+    def wait(self) -> None:
+        """The current stream goes on when that has ended."""
+        streams = self._streams
+        if status := streams.driver.wait(streams.current(), self.handle, 0):
+            raise PrismError(f"the CUDA driver refused to wait (status {status})")
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+        status = self._streams.driver.query(self.handle)
+        if status not in (0, NOT_READY):
+            raise PrismError(f"the CUDA driver refused to look at an event (status {status})")
+        return bool(status == 0)
+
+
+_TIMEOUT_NS, _PATIENCE_NS = 60_000_000_000, 5_000_000_000
 # What a block of NCCL holds (profiler, NCCL 2.28.9 on H200): no block of a matrix product fits
 # beside it on its SM.
 _SHARED_BYTES = 103_808
@@ -75,7 +244,8 @@ class Launcher:
         self.driver = Driver()
         mapped = shared.map(self.driver) if shared is not None else {}
         self._put(_columns(table, launches, shared.process if shared else 0), mapped)
-        kernel = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_call")
+        source = cuda_source(_TIMEOUT_NS, _PATIENCE_NS)
+        kernel = torch.cuda._compile_kernel(source, "prism_call")
         properties = torch.cuda.get_device_properties(device)
         most = getattr(properties, "shared_memory_per_block_optin", 49_152)
         self._shared = min(_SHARED_BYTES, most)
@@ -83,7 +253,7 @@ class Launcher:
         self._prepare(kernel.func)
         if shared is not None:
             self._area = mapped["area"]
-            self._ping = torch.cuda._compile_kernel(SOURCE % _LIMITS, "prism_ping")
+            self._ping = torch.cuda._compile_kernel(source, "prism_ping")
             self._beside = torch.cuda.Stream(device)
 
     def _put(self, columns: dict[str, np.ndarray], mapped: dict[str, int]) -> None:
