@@ -56,7 +56,7 @@ def large(size: int) -> None:
         programs, faults, culprits = hang_cases.draw(
             kind, World(size, tp=8, pp=16, cp=2, ep=8), seed=7
         )
-        state = stall.run(programs, faults)
+        state = stall.run_until_stalled(programs, faults)
         dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
         found = prism.diagnose(dumps)
         took = time.perf_counter() - begin
@@ -74,7 +74,7 @@ def history(first: int, last: int) -> None:
         )  # fmt: skip
         world = large if seed % 3 == 0 else small
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
-        state = stall.run(programs, faults)
+        state = stall.run_until_stalled(programs, faults)
         dumps, begin = dumps_of(state, timing=True), time.perf_counter()
         verdict = scored(prism.diagnose(dumps), culprits, state.finished)
         slowest = max(slowest, time.perf_counter() - begin)
@@ -102,7 +102,7 @@ def main() -> None:
         if world.size > most:
             continue
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
-        state = stall.run(programs, faults)
+        state = stall.run_until_stalled(programs, faults)
         full = prism.diagnose(dumps_of(state, timing=True))
         dumps = dumps_of(state, **ACTIVE)
         found = prism.diagnose(dumps)

@@ -34,10 +34,10 @@ def nccl() -> Any:
 
 
 def paced() -> Any:
-    from megatron_prism.replay.answer_times import Releases
+    from megatron_prism.replay.answer_times import AnswerTimes
     from megatron_prism.runtime import world as session
     from megatron_prism.runtime.pacing.device import Launcher, Streams
-    from megatron_prism.runtime.pacing.pacer import Call, Pacer
+    from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
     from megatron_prism.runtime.values import Values
 
     device = torch.device("cuda", 0)
@@ -45,11 +45,11 @@ def paced() -> Any:
     group = dist.new_group(list(range(4)), group_desc="TP")
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     ends = np.zeros(2, np.int64)
-    table = Releases((0,), one, one, one, ends[:1], 0, ends, none, none, none)
+    table = AnswerTimes((0,), one, one, one, ends[:1], 0, ends, none, none, none)
 
     class Always(Pacer):
-        def _expected(self, group: Any, op: str) -> Call:
-            return Call(op, "TP", 0, 4)
+        def _expected(self, group: Any, op: str) -> PacedCall:
+            return PacedCall(op, "TP", 0, 4)
 
     launcher = Launcher(table, [[0]], device)
     pacer = Always([], launcher, Streams(launcher.driver, device))

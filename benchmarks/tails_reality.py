@@ -31,7 +31,7 @@ import megatron_prism as prism
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.program import Programs
 from megatron_prism.predict import needed
-from megatron_prism.predict.variability import fitted, variability
+from megatron_prism.predict.variability import fitted, read_variability
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 
 BOUNDS = {"p50_percent": 2.0, "p95_percent": 4.3, "ks": 0.15}
@@ -62,7 +62,7 @@ def judge(
     file: Path | None = None,
 ) -> dict[str, Any]:
     """Errors in percent, the KS distance (of medians brought together too), and sample sizes."""
-    base = variability("public").without("gpu", "call", "network", "slow_gpu", "slow_network")
+    base = read_variability("public").without("gpu", "call", "network", "slow_gpu", "slow_network")
     spread = fitted(half(programs), base)
     if calibration is not None:  # its samples are those of ``file``
         calibration = dataclasses.replace(calibration, path="" if file is None else str(file))

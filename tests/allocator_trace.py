@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.memory.allocator import Machine, Settings
+from megatron_prism.memory.allocator import CachingAllocator, Settings
 
 __all__ = ["ACTIONS", "FORMAT", "Compared", "History", "load", "replay_history"]
 
@@ -68,7 +68,7 @@ def replay_history(events: Iterable[Event], settings: Settings | None = None) ->
 
     UsageError for a history that does not start with an empty allocator, or lost its beginning.
     """
-    machine = Machine(settings or Settings())
+    machine = CachingAllocator(settings or Settings())
     real = requests = 0
     recorded, modelled = [], []
     before = ""

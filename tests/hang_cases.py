@@ -9,7 +9,7 @@ from megatron_prism.core.files import no_collector
 from megatron_prism.core.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall
-from megatron_prism.graph.stall import Fault
+from megatron_prism.graph.stall import RankFault
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import dumps, export
 from megatron_prism.hang.dumps import DumpSet
@@ -99,26 +99,26 @@ def extra(rng, programs, rank):
 
 def host_stuck(rng, programs, rank):
     ops = list(programs.of(rank))
-    return programs, {rank: Fault(host=rng.randrange(index_of(ops, "broadcast", TP)))}
+    return programs, {rank: RankFault(host=rng.randrange(index_of(ops, "broadcast", TP)))}
 
 
 def gil(rng, programs, rank):
     """Stuck with something outstanding: the host stops at a place where others wait too."""
-    return programs, {rank: Fault(host=rng.randrange(len(programs.of(rank)) - 2))}
+    return programs, {rank: RankFault(host=rng.randrange(len(programs.of(rank)) - 2))}
 
 
 def killed(rng, programs, rank):
-    return programs, {rank: Fault(host=rng.randrange(len(programs.of(rank)) - 2), silent=True)}
+    return programs, {rank: RankFault(host=rng.randrange(len(programs.of(rank)) - 2), silent=True)}
 
 
 def gpu_error(rng, programs, rank):
     at = index_of(list(programs.of(rank)), "all_reduce", TP)
-    return programs, {rank: Fault(blind=at, host=rng.randrange(at + 4, at + 7))}
+    return programs, {rank: RankFault(blind=at, host=rng.randrange(at + 4, at + 7))}
 
 
 def gpu_hang(rng, programs, rank):
     at = index_of(list(programs.of(rank)), "compute", "", rng.randrange(2))
-    return programs, {rank: Fault(device=at)}
+    return programs, {rank: RankFault(device=at)}
 
 
 KINDS = {f.__name__: f for f in (drop, shape, dtype, operation, swap, inversion, lost,
@@ -135,9 +135,9 @@ def draw(kind, world, seed):
 
 def judged(folder, programs, faults=None, **how):
     """(whether everything ended, the verdict from dumps written to ``folder``)."""
-    state = stall.run(programs, faults)
+    state = stall.run_until_stalled(programs, faults)
     export.write(state, folder, **how)
-    return state.finished, hang.of_dumps(dumps.read_in_process(folder))
+    return state.finished, hang.diagnose_dumps(dumps.read_in_process(folder))
 
 
 def dumps_of(state, **how):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
-from megatron_prism.memory.allocator import Machine, Settings, replay
+from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
 
 MIB = 1 << 20
 SIZES = (
@@ -109,9 +109,9 @@ def places(made):
 @given(histories(), st.booleans())
 def test_the_slow_simulation_agrees(history, expandable):
     events, live = history
-    made = replay(events, Settings(expandable))
+    made = replay_requests(events, Settings(expandable))
     assert (made.peak_reserved, made.peak_allocated) == naive(events, expandable)
-    again = replay(events, Settings(expandable))  # the same every time
+    again = replay_requests(events, Settings(expandable))  # the same every time
     assert places(again) == places(made)
     asked = sum(live.values())
     assert made.reserved >= made.allocated >= asked
@@ -121,7 +121,7 @@ def test_the_slow_simulation_agrees(history, expandable):
 @given(histories(), st.booleans())
 def test_blocks_tile_their_segments_and_merge_when_all_is_free(history, expandable):
     events, live = history
-    made = replay(events, Settings(expandable))
+    made = replay_requests(events, Settings(expandable))
     total = 0
     for block in made.first:
         assert block.before is None
@@ -136,7 +136,7 @@ def test_blocks_tile_their_segments_and_merge_when_all_is_free(history, expandab
     held = [b for blocks in made.live.values() for b in blocks]
     assert len({b.address for b in held}) == len(held)
     assert not any(b.free for b in held)
-    empty = replay([*events, *((s, -n) for s, n in live.items())], Settings(expandable))
+    empty = replay_requests([*events, *((s, -n) for s, n in live.items())], Settings(expandable))
     assert empty.allocated == 0
     assert all(b.free and b.after is None for b in empty.first)
     assert empty.reserved == made.reserved  # nothing is given back
@@ -148,17 +148,19 @@ def test_blocks_tile_their_segments_and_merge_when_all_is_free(history, expandab
      (10 * MIB - 511, 10 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB)],
 )  # fmt: skip
 def test_one_tensor(size, reserved):
-    assert replay([(0, size)]).peak_reserved == reserved
+    assert replay_requests([(0, size)]).peak_reserved == reserved
 
 
 @pytest.mark.parametrize(("rest", "splits"), [(MIB, False), (MIB + 512, True)])
 def test_a_large_block_is_split_if_more_than_1_mib_is_left(rest, splits):
-    made = replay([(0, 20 * MIB), (0, -20 * MIB), (1, 20 * MIB - rest)])
+    made = replay_requests([(0, 20 * MIB), (0, -20 * MIB), (1, 20 * MIB - rest)])
     assert made.allocated == (20 * MIB - rest if splits else 20 * MIB)
 
 
 def test_best_fit_takes_the_smallest_block_that_fits():
-    made = replay([(0, 40 * MIB), (1, 30 * MIB), (0, -40 * MIB), (1, -30 * MIB), (2, 29 * MIB)])
+    made = replay_requests(
+        [(0, 40 * MIB), (1, 30 * MIB), (0, -40 * MIB), (1, -30 * MIB), (2, 29 * MIB)]
+    )
     assert made.live[2][0].address == made.first[1].address
     assert made.peak_reserved == 70 * MIB
 
@@ -166,15 +168,15 @@ def test_best_fit_takes_the_smallest_block_that_fits():
 def test_expandable_segments_do_not_fragment():
     """n MiB freed and n + 4 asked for: a second segment, or only the pages that are missing."""
     events = [(0, 40 * MIB), (0, -40 * MIB), (1, 60 * MIB)]
-    assert replay(events).peak_reserved == 100 * MIB
-    assert replay(events, Settings(expandable=True)).peak_reserved == 60 * MIB
+    assert replay_requests(events).peak_reserved == 100 * MIB
+    assert replay_requests(events, Settings(expandable=True)).peak_reserved == 60 * MIB
 
 
 def test_a_storage_that_grows_and_shrinks():
-    made = replay([(0, 512), (0, 512), (0, -100), (0, -924)])
+    made = replay_requests([(0, 512), (0, 512), (0, -100), (0, -924)])
     assert (made.allocated, made.peak_allocated) == (0, 1024)
     with pytest.raises(UsageError, match="storage 7 gives back 5 bytes and has 0"):
-        replay([(7, -5)])
+        replay_requests([(7, -5)])
 
 
 @pytest.mark.parametrize(
@@ -232,17 +234,17 @@ def test_large_blocks_are_kept_for_large_requests():
     request of 90 MiB gets it whole, one of 70 MiB does not (more than 20 MiB would be wasted)."""
     free = [(0, 100 * MIB), (0, -100 * MIB)]
     keep = Settings.parse("max_split_size_mb:64")
-    assert replay([*free, (1, 40 * MIB)]).peak_reserved == 100 * MIB
-    assert replay([*free, (1, 40 * MIB)], keep).peak_reserved == 140 * MIB
-    whole = replay([*free, (1, 90 * MIB)], keep)
+    assert replay_requests([*free, (1, 40 * MIB)]).peak_reserved == 100 * MIB
+    assert replay_requests([*free, (1, 40 * MIB)], keep).peak_reserved == 140 * MIB
+    whole = replay_requests([*free, (1, 90 * MIB)], keep)
     assert (whole.peak_reserved, whole.allocated) == (100 * MIB, 100 * MIB)
-    assert replay([*free, (1, 70 * MIB)], keep).peak_reserved == 170 * MIB
+    assert replay_requests([*free, (1, 70 * MIB)], keep).peak_reserved == 170 * MIB
     wide = Settings.parse("max_split_size_mb:64,max_non_split_rounding_mb:64")
-    assert replay([*free, (1, 70 * MIB)], wide).peak_reserved == 100 * MIB
+    assert replay_requests([*free, (1, 70 * MIB)], wide).peak_reserved == 100 * MIB
 
 
 def test_every_stream_has_its_own_pools():
-    machine = Machine(Settings())
+    machine = CachingAllocator(Settings())
     machine.malloc(0, 40 * MIB, stream=0)
     machine.free(0)
     machine.malloc(1, 40 * MIB, stream=1)
@@ -255,20 +257,22 @@ def test_every_stream_has_its_own_pools():
 def test_a_limit_gives_free_segments_back_before_memory_has_run_out(expandable):
     settings_ = Settings(expandable)
     events = [(0, 40 * MIB), (1, 1), (0, -40 * MIB), (2, 60 * MIB)]
-    assert replay(events, settings_, limit=62 * MIB).full is None
-    made = replay([*events, (3, 30 * MIB)], settings_, limit=91 * MIB)
+    assert replay_requests(events, settings_, limit=62 * MIB).full is None
+    made = replay_requests([*events, (3, 30 * MIB)], settings_, limit=91 * MIB)
     assert (made.full.event, made.full.size) == (4, 30 * MIB)
     assert made.full.allocated == 60 * MIB + 512
-    enough = replay([*events, (3, 30 * MIB)], settings_, limit=made.full.reserved + 40 * MIB)
+    enough = replay_requests(
+        [*events, (3, 30 * MIB)], settings_, limit=made.full.reserved + 40 * MIB
+    )
     assert enough.full is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(histories(), st.booleans(), st.integers(0, 200))
 def test_reserved_never_exceeds_the_limit(history, expandable, limit):
-    made = replay(history[0], Settings(expandable), limit=limit * MIB)
+    made = replay_requests(history[0], Settings(expandable), limit=limit * MIB)
     assert made.peak_reserved <= limit * MIB
-    free = replay(history[0], Settings(expandable))
+    free = replay_requests(history[0], Settings(expandable))
     if made.full is None:
         assert made.peak_allocated == free.peak_allocated
     else:
@@ -282,26 +286,28 @@ def test_what_another_stream_uses_comes_back_when_the_device_is_past_it():
 
     def peak(*between, last=10, **more):
         first = [(0, size, 0, 0), (0, 0, 1, 1), (0, -size, 0, 5), *between]
-        return replay([*first, (1, size, 0, last)], **more).peak_reserved
+        return replay_requests([*first, (1, size, 0, last)], **more).peak_reserved
 
     assert peak() == 2 * size
     assert peak((WAITED, 0, 0, 6)) == size
     assert peak(ahead=5) == size
     assert peak(ahead=6) == 2 * size
     assert peak(ahead=0) == size
-    assert replay([(0, size, 0, 0), (0, -size, 0, 5), (1, size, 0, 5)]).peak_reserved == size
+    assert (
+        replay_requests([(0, size, 0, 0), (0, -size, 0, 5), (1, size, 0, 5)]).peak_reserved == size
+    )
     used_later = [(0, size, 0, 0), (0, 0, 1, 1), (1, size, 0, 2), (1, -size, 0, 3), (2, size, 0, 4)]
-    assert replay(used_later).peak_reserved == 2 * size  # storage 1 was on one stream only
+    assert replay_requests(used_later).peak_reserved == 2 * size  # storage 1 was on one stream only
     # before torch says that there is no room it waits for the other stream
     short = [(0, size, 0, 0), (0, 0, 1, 1), (0, -size, 0, 1), (1, size, 0, 2)]
-    assert replay(short).peak_reserved == 2 * size
-    assert replay(short, limit=size + 1).full is None
-    assert replay(short, limit=size + 1).peak_reserved == size
+    assert replay_requests(short).peak_reserved == 2 * size
+    assert replay_requests(short, limit=size + 1).full is None
+    assert replay_requests(short, limit=size + 1).peak_reserved == size
 
 
 def test_an_emptied_cache_gives_back_what_is_whole():
     size = 40 * MIB
     events = [(0, size, 0, 0), (0, -size, 0, 0), (EMPTIED, 0, 0, 0), (1, 2 * size, 0, 0)]
-    assert replay(events).peak_reserved == 2 * size
+    assert replay_requests(events).peak_reserved == 2 * size
     del events[2]
-    assert replay(events).peak_reserved == 3 * size
+    assert replay_requests(events).peak_reserved == 3 * size

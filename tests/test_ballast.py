@@ -9,15 +9,15 @@ import torch
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.emulate import device_memory
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.device_memory import Ballast, MemoryWatch
+from megatron_prism.emulate.device_memory import MemoryWatch, NcclReserve
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.summary import Reporter
-from megatron_prism.memory.nccl_buffers import Calibration
+from megatron_prism.memory.nccl_buffers import BufferCalibration
 from megatron_prism.runtime import world
-from megatron_prism.runtime.world import Tally
+from megatron_prism.runtime.world import TrafficCounter
 
 MIB = 1 << 20
-CALIBRATION = Calibration(
+CALIBRATION = BufferCalibration(
     process=500,
     once=7,
     alone={
@@ -46,7 +46,7 @@ def device(size):
 
 def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
     taken, take = device(10**9)
-    held, plain = Ballast(CALIBRATION, take), Tally()
+    held, plain = NcclReserve(CALIBRATION, take), TrafficCounter()
     for call in CALLS:
         with held.batch(), plain.batch():
             held.add(*call)
@@ -62,7 +62,7 @@ def test_a_communicator_is_paid_for_when_it_is_first_used_in_a_new_way():
 
 
 def test_a_summary_says_what_nccl_would_take(monkeypatch):
-    tally = Tally()
+    tally = TrafficCounter()
     for call in CALLS[:4]:
         tally.add(*call)
     monkeypatch.setattr(world, "current", lambda: types.SimpleNamespace(tally=tally))
@@ -80,7 +80,7 @@ def test_a_summary_says_what_nccl_would_take(monkeypatch):
 
 
 def test_every_size_of_call_is_remembered():
-    tally = Tally()
+    tally = TrafficCounter()
     for size in [4] * 1000 + [64 * MIB]:
         tally.add("dp", 8, "all_reduce", size)
     (one,) = device_memory.connected_by(tally)
@@ -92,7 +92,7 @@ def test_every_size_of_call_is_remembered():
 def test_messages_outside_a_batch_have_a_communicator_per_pair():
     alone = {**CALIBRATION.alone, ("out", 2): 30, ("in", 2): 50}
     taken, take = device(10**9)
-    held = Ballast(Calibration(process=500, alone=alone), take)
+    held = NcclReserve(BufferCalibration(process=500, alone=alone), take)
     held.add("pp", 4, "send", MIB, 1)
     held.add("pp", 4, "recv", MIB, 1)
     held.add("pp", 4, "recv", MIB, 1)
@@ -102,7 +102,7 @@ def test_messages_outside_a_batch_have_a_communicator_per_pair():
 
 def test_what_is_not_there_fails_at_the_call_that_would_connect():
     taken, take = device(7 + 3 + 10 + 20)
-    held = Ballast(CALIBRATION, take)
+    held = NcclReserve(CALIBRATION, take)
     for call in CALLS[:3]:
         held.add(*call)
     with pytest.raises(torch.OutOfMemoryError, match="10 B are not there"):
@@ -111,7 +111,7 @@ def test_what_is_not_there_fails_at_the_call_that_would_connect():
 
 
 def test_what_was_not_measured_is_refused():
-    held = Ballast(Calibration(alone={("init", 1): 1, ("init", 2): 3}), print)
+    held = NcclReserve(BufferCalibration(alone={("init", 1): 1, ("init", 2): 3}), print)
     with pytest.raises(UsageError, match="does not know all_gather among 8 ranks of tp") as error:
         held.add("tp", 8, "all_gather", 4)
     assert "device_memory.py" in error.value.fix

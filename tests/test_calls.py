@@ -194,10 +194,10 @@ def behind(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate_rank, "_PRODUCT", 8)
     monkeypatch.setattr(calibrate_rank, "_COPIED", 8)
     monkeypatch.setattr(calibrate_rank, "_HEAT_S", 0.0)
-    monkeypatch.setattr(calibrate_rank.Behind, "_compute", compute)
+    monkeypatch.setattr(calibrate_rank.CallTimer, "_compute", compute)
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    made = calibrate_rank.Behind()
+    made = calibrate_rank.CallTimer()
     made._to = made._to.as_subclass(Copied)
     yield made, clock
     torch.distributed.destroy_process_group()

@@ -7,7 +7,12 @@ import pytest
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.nccl_buffers import Calibration, Communicator, connection_bytes, used_by
+from megatron_prism.memory.nccl_buffers import (
+    BufferCalibration,
+    Communicator,
+    connection_bytes,
+    used_by,
+)
 
 MIB = 1 << 20
 STEPS = {"init": 3, "all_reduce_1KiB": 10, "all_reduce_64MiB": 20, "all_gather_16MiB": 0}
@@ -63,11 +68,11 @@ def test_what_a_communicator_takes(calibration):
 
 
 def test_unknown_is_none_and_says_what_is_missing():
-    nothing = Calibration()
+    nothing = BufferCalibration()
     assert nothing.bytes_of(Communicator("g", 2)) is None
     assert nothing.nccl([]) is None
     assert nothing.provenance().startswith("unknown")
-    few = Calibration(process=5, alone={("init", 1): 3, ("init", 2): 4}, source="x")
+    few = BufferCalibration(process=5, alone={("init", 1): 3, ("init", 2): 4}, source="x")
     assert few.bytes_of(Communicator("g", 2, frozenset({"ring"}))) is None
     assert few.nccl([Communicator("g", 2, frozenset({"ring"}))]) is None
     shipped = nccl_buffers.fitting("NVIDIA H200")

@@ -13,7 +13,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict.distributions import Distribution, distance, fit, largest, probabilities
-from megatron_prism.predict.variability import Variability, fitted, variability
+from megatron_prism.predict.variability import Variability, fitted, read_variability
 
 NORMAL = statistics.NormalDist()
 X = np.array([0.05, 0.3, 1.0, 2.0, 5.0, 12.0])
@@ -127,15 +127,15 @@ def sampled(ranks, iterations, segments=200, step=0.04, noise=0.1, gpu=0.0):
 def test_spreads_are_found_in_slices(tmp_path):
     every = Programs.one_per_rank(sampled(8, 25), World(8))
     path = program.save(every, tmp_path / "w.prism")
-    found = fitted(program.load(path), variability("public"))
+    found = fitted(program.load(path), read_variability("public"))
     assert found.step == pytest.approx(0.04, rel=0.25)
     assert found.segment == pytest.approx(0.1, rel=0.1)
     assert found.gpu == 0.0  # each has its own times
     assert "8 ranks" in found.source
     part = Programs(World(64), tuple(sampled(8, 25, gpu=0.2)), np.arange(64) // 8)
-    assert fitted(part, variability("public")).gpu == pytest.approx(0.2, rel=0.6)
+    assert fitted(part, read_variability("public")).gpu == pytest.approx(0.2, rel=0.6)
     one = Programs(World(2), tuple(sampled(1, 25)), np.zeros(2))
-    assert fitted(one, variability("public")).gpu == variability("public").gpu
+    assert fitted(one, read_variability("public")).gpu == read_variability("public").gpu
 
 
 def test_samples_of_another_program_are_refused(tmp_path):
@@ -148,8 +148,8 @@ def test_samples_of_another_program_are_refused(tmp_path):
 def test_slices_without_samples_or_with_bad_ones():
     bare = Programs(World(1), (Program.from_ops(0, [Op("compute", ns=1)]),), np.zeros(1))
     with pytest.raises(PrismError, match="hold no repeated times"):
-        fitted(bare, variability("public"))
+        fitted(bare, read_variability("public"))
     one = sampled(1, 5)[0]
     bad = dataclasses.replace(one, samples=-one.samples)
     with pytest.raises(PrismError, match="or a negative one"):
-        fitted(Programs(World(1), (bad,), np.zeros(1)), variability("public"))
+        fitted(Programs(World(1), (bad,), np.zeros(1)), read_variability("public"))

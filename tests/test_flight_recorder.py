@@ -36,7 +36,7 @@ from megatron_prism.hang.dumps import (
 )
 
 WORLD = WORLDS[0]
-STATE = stall.run(healthy(WORLD), {5: stall.Fault(host=6)})
+STATE = stall.run_until_stalled(healthy(WORLD), {5: stall.RankFault(host=6)})
 VALUE = export.dump_of(STATE, 4)
 VERSIONS = [f"2.{minor}" for minor in range(11)]
 
@@ -58,7 +58,7 @@ def written(folder, **how):
 def test_every_version_says_the_same(version, as_json, tmp_path):
     found = read_in_process(written(tmp_path, version=version, as_json=as_json))
     assert {dump.version for dump in found.dumps.values()} == {version}
-    assert named(hang.of_dumps(found)) == {5}
+    assert named(hang.diagnose_dumps(found)) == {5}
 
 
 @pytest.mark.parametrize("prefix", ["_dump_", "nccl_trace_rank_", "comm_lib_trace_rank_", "h1-"])
@@ -99,7 +99,7 @@ def test_a_truncated_dump_is_a_missing_one(tmp_path):
     (folder / "_dump_5").write_bytes((folder / "_dump_5").read_bytes()[:100])
     found = read_in_process(folder)
     assert list(found.unreadable) == [5]
-    verdict = hang.of_dumps(found)
+    verdict = hang.diagnose_dumps(found)
     assert (named(verdict), verdict.verdict) == ({5}, "missing dump")
     assert any("_dump_5" in line for line in verdict.missing)
 
@@ -109,7 +109,7 @@ def test_groups_absent_from_pg_config_are_known_from_calls():
     for value in values.values():
         value["pg_config"] = {}
     dumps = {r: parse(pickle.dumps(v), r) for r, v in values.items()}
-    found = hang.of_dumps(DumpSet(dumps))
+    found = hang.diagnose_dumps(DumpSet(dumps))
     assert named(found) <= {5}
     assert any("known from its calls" in line for line in found.missing)
 
@@ -264,7 +264,7 @@ def survive(seed):
             dumps[rank] = parse(data, rank)
         except DumpError as error:
             broken[rank] = error.message
-    found = hang.of_dumps(DumpSet(dumps, broken))
+    found = hang.diagnose_dumps(DumpSet(dumps, broken))
     json.dumps(found.to_json(), allow_nan=False)
     assert str(found)
     assert found.exit_code in (0, 1, 3)
@@ -325,7 +325,7 @@ def test_several_processes_read_the_same(how, tmp_path):
     one, more = read_in_process(folder), several(folder)
     assert one == more
     assert list(one.unreadable) == [7]
-    assert hang.of_dumps(one) == hang.of_dumps(more)
+    assert hang.diagnose_dumps(one) == hang.diagnose_dumps(more)
     types = {tuple(map(type, e)) for found in (one, more) for d in found.dumps.values()
              for e in d.entries}  # fmt: skip
     assert len(types) == 1, "True is not 1"

@@ -25,7 +25,7 @@ from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import export, fault_plan, from_programs, hypotheses
 from megatron_prism.hang import fault_planting as faults
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.from_programs import of_graph
+from megatron_prism.hang.from_programs import diagnose_graph
 
 WORLD = hang_cases.WORLDS[0]
 TRACES = pathlib.Path(os.environ.get("PRISM_FR_TRACES", "/nonexistent"))
@@ -101,7 +101,7 @@ def test_the_odd_one_does_not_depend_on_who_was_read_first(tmp_path):
 
 
 def test_two_hosts_stuck_at_once(tmp_path):
-    faults = {5: quiescence.Fault(host=6), 10: quiescence.Fault(host=3)}
+    faults = {5: quiescence.RankFault(host=6), 10: quiescence.RankFault(host=3)}
     _, found = judged(tmp_path / "d", healthy(WORLD), faults, active_only=True, stacks=False)
     assert named(found) == {5, 10}
 
@@ -131,10 +131,10 @@ def test_labelled_dumps_of_real_jobs(name, culprits, verdict, capsys):
 # -- from dumps and programs ----------------------------------------------------------------------
 def explained(kind, seed):
     programs, faults, culprits = hang_cases.draw(kind, WORLD, seed)
-    state = quiescence.run(programs, faults)
+    state = quiescence.run_until_stalled(programs, faults)
     values = export.dumps_of(state, active_only=True, stacks=False)
     dumps = DumpSet({r: of_value(v, r) for r, v in values})
-    found = hang.of_dumps(dumps)
+    found = hang.diagnose_dumps(dumps)
     assert found.culprits == ()
     return hypotheses.explain(dumps, found, healthy(WORLD)), culprits
 
@@ -189,9 +189,9 @@ program ranks=2,3
 """
     programs = parse(text)
     planted = faults.plant(programs, [fault_plan.parse("dtype@rank=3,group=A")])
-    found = from_programs.of_standstill(quiescence.run(planted.programs))
+    found = from_programs.diagnose_stall(quiescence.run_until_stalled(planted.programs))
     assert found.culprits == ()
-    found = from_programs.of_standstill(quiescence.run(planted.programs), programs)
+    found = from_programs.diagnose_stall(quiescence.run_until_stalled(planted.programs), programs)
     assert (named(found), found.culprits[0].kind, found.op) == ({3}, "dtype", "reduce_scatter")
 
 
@@ -201,20 +201,20 @@ def test_programs_that_do_not_fit(name):
     programs = healthy(WORLD)
     ops = list(programs.of(5))
     FAULTS[name][0](ops)
-    found = of_graph(world_graph.build(with_rank(programs, 5, ops)))
+    found = diagnose_graph(world_graph.build(with_rank(programs, 5, ops)))
     assert (found.verdict, named(found)) == ("mismatch", {5})
 
 
 def test_a_ring_over_two_groups_from_programs():
-    found = of_graph(world_graph.build(parse(RING)))
+    found = diagnose_graph(world_graph.build(parse(RING)))
     assert (found.verdict, named(found), found.group) == ("deadlock", {3}, "A")
     assert len(found.chain) == 2
-    assert of_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
+    assert diagnose_graph(world_graph.build(healthy(WORLD))).verdict == "healthy"
 
 
 # -- the command ----------------------------------------------------------------------------------
 def test_the_command_says_it_in_one_line_and_then_the_rest(tmp_path, capsys):
-    state = quiescence.run(healthy(WORLD), {5: quiescence.Fault(host=6)})
+    state = quiescence.run_until_stalled(healthy(WORLD), {5: quiescence.RankFault(host=6)})
     export.write(state, tmp_path / "d", active_only=True)
     assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -273,9 +273,9 @@ def test_score_of_200_single_faults(capsys):
         rng = random.Random(seed)
         kind, world = rng.choice(list(KINDS)), rng.choice(hang_cases.WORLDS)
         programs, faults, culprits = hang_cases.draw(kind, world, seed)
-        state = quiescence.run(programs, faults)
+        state = quiescence.run_until_stalled(programs, faults)
         for name, how in hows.items():
-            found = hang.of_dumps(hang_cases.dumps_of(state, **how))
+            found = hang.diagnose_dumps(hang_cases.dumps_of(state, **how))
             healthy = state.finished and found.verdict == "healthy"
             exact[name] += named(found) == culprits or healthy
             innocent[name] += bool(named(found) - culprits)
@@ -296,10 +296,10 @@ def test_nothing_of_a_batch_is_launched_before_all_of_it():
     for _ in range(2):
         text += "- all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4 batch=0\n"
     for fault in ({"host": 2}, {"device": 2}):
-        state = quiescence.run(parse(text), {1: quiescence.Fault(**fault)})
+        state = quiescence.run_until_stalled(parse(text), {1: quiescence.RankFault(**fault)})
         assert [bytes(done) for done in state.done] == [b"\1\0\0"] * 2
         assert state.issued == [3, 1 if "host" in fault else 3]
-    state = quiescence.run(parse(text), {1: quiescence.Fault(host=3)})
+    state = quiescence.run_until_stalled(parse(text), {1: quiescence.RankFault(host=3)})
     assert state.finished
 
 
@@ -320,13 +320,13 @@ program rank=1 ranks=1
 - compute ns=1
 """
     world = parse(text)
-    assert quiescence.run(world).finished
-    stuck = quiescence.run(world, {1: quiescence.Fault(host=1)})
+    assert quiescence.run_until_stalled(world).finished
+    stuck = quiescence.run_until_stalled(world, {1: quiescence.RankFault(host=1)})
     assert stuck.issued == [1, 1]  # rank 0 never comes to its all-reduce
-    stuck = quiescence.run(world, {1: quiescence.Fault(device=2)})
+    stuck = quiescence.run_until_stalled(world, {1: quiescence.RankFault(device=2)})
     assert stuck.issued == [3, 4]  # through the barrier; the all-reduces never meet
     assert stuck.done[0][0] == 1
     behind = parse(text.replace("- barrier TENSOR_MODEL_PARALLEL_GROUP\n", "- barrier "
                                 "TENSOR_MODEL_PARALLEL_GROUP handle=0\n"))  # fmt: skip
-    stuck = quiescence.run(behind, {1: quiescence.Fault(host=1)})
+    stuck = quiescence.run_until_stalled(behind, {1: quiescence.RankFault(host=1)})
     assert stuck.issued == [3, 1]  # an asynchronous one holds nobody

@@ -296,7 +296,7 @@ program rank=0 ranks=0-1
 def replayed(text, calibration=None):
     made = world_graph.build(parse(text))
     prices = costs.price(made, machine("h200"), calibration)
-    return timeline.replay(made, prices, 1)
+    return timeline.build_timeline(made, prices, 1)
 
 
 def test_the_device_waits_for_a_host_that_is_late():
@@ -627,18 +627,18 @@ def test_a_slow_moment_of_the_host_is_not_how_it_usually_is():
 
 
 def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
-    from megatron_prism.report.metrics import figures
+    from megatron_prism.report.metrics import timeline_metrics
     from megatron_prism.report.text import render
 
     found = replayed(WORLD)
     share = (100 * US + CALL_NS) / found.iteration_ns
-    assert figures(found).host == pytest.approx(share)
+    assert timeline_metrics(found).host == pytest.approx(share)
     assert f"host         {share:.1%} of the critical path: GPUs wait for Python" in render(found)
-    busy = {source.text: source.busy_ns for source in figures(found).sources}
+    busy = {source.text: source.busy_ns for source in timeline_metrics(found).sources}
     assert busy["measured: the host's time for segments (unknown)"] == 120 * US
     assert busy[f"assumed: {CALL_NS // 1000} us of the host for a call"] == 2 * CALL_NS
     plain = replayed(WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", ""))
-    assert figures(plain).host is None
+    assert timeline_metrics(plain).host is None
     assert "host never late" in render(plain)
     assert "a host varies" not in render(found)
     assert "delays in the segments" not in render(found)
@@ -656,14 +656,14 @@ program rank=2 ranks=2
     hosts = np.array([90_000, 110_000])
     varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
     made = world_graph.build(varied)
-    again = timeline.replay(made, costs.price(made, machine("h200")), 1)
+    again = timeline.build_timeline(made, costs.price(made, machine("h200")), 1)
     assert "a host varies by 14% from iteration to iteration" in render(again)
 
 
 def test_a_trace_shows_what_the_host_issues_when():
     from megatron_prism.report import chrome_trace
 
-    trace = json.loads(chrome_trace.render(replayed(WORLD)))["traceEvents"]
+    trace = json.loads(chrome_trace.render_timeline(replayed(WORLD)))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in trace if e.get("name") == "thread_name"}
     hosts = [e for e in trace if e.get("cat") == "host"]
     assert {names[e["tid"]] for e in hosts} == {"host"}
@@ -671,7 +671,7 @@ def test_a_trace_shows_what_the_host_issues_when():
     assert found == [("issues compute 0F", 0, 100), ("issues all_reduce 0F", 100, CALL_NS / US),
                      ("issues compute 0F", 120, 20), ("issues all_reduce 0F", 140, 20)]  # fmt: skip
     plain = WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", "")
-    assert '"host"' not in chrome_trace.render(replayed(plain))
+    assert '"host"' not in chrome_trace.render_timeline(replayed(plain))
 
 
 def hosted(ranks):
@@ -711,7 +711,7 @@ def test_a_hosts_spread_moves_the_iterations_that_it_decides(ranks):
 def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     from megatron_prism.core import program
     from megatron_prism.core.errors import ProgramError
-    from megatron_prism.predict.variability import fitted, variability
+    from megatron_prism.predict.variability import fitted, read_variability
 
     rng = np.random.default_rng(3)
     made = parse(hosted(2))
@@ -723,7 +723,7 @@ def test_host_times_of_iterations_are_kept_and_fitted(tmp_path):
     program.save(made, tmp_path / "x.prism")
     back = program.load(tmp_path / "x.prism")
     assert back.programs[0].hosts.tolist() == hosts.tolist()
-    found = fitted(back, variability("public"))
+    found = fitted(back, read_variability("public"))
     assert found.host == pytest.approx(0.04, rel=0.15)
     assert "host:" in found.source
     bad = dataclasses.replace(
@@ -753,10 +753,10 @@ def test_what_ifs_change_the_device_and_leave_the_host():
     h200, h100 = machine("h200"), machine("h100")
     known = Calibration(host={("all_reduce", False): 7_000}, source="x")
     here = costs.price(made, h200, known)
-    there = whatif.moved(made, h200, h100, known)
-    faster = whatif.faster(made, here, "2", "all_reduce")
-    late = world_graph.build(whatif.slow(parse(WORLD), [0, 1], 3))
-    slowed = whatif.slowed(late, costs.price(late, h200, known))
+    there = whatif.move_prices(made, h200, h100, known)
+    faster = whatif.scale_prices(made, here, "2", "all_reduce")
+    late = world_graph.build(whatif.with_slow_ranks(parse(WORLD), [0, 1], 3))
+    slowed = whatif.slow_down_prices(late, costs.price(late, h200, known))
     assert slowed.compute[0][0] == 3 * here.compute[0][0]
     for prices in (there, faster, slowed):
         for mine, given in ((prices.lead, here.lead), (prices.host, here.host)):

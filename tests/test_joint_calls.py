@@ -10,7 +10,7 @@ from megatron_prism.core.errors import DumpError
 from megatron_prism.graph import stall
 from megatron_prism.hang import export, mismatch
 from megatron_prism.hang.dumps import DumpSet, of_value, parse
-from megatron_prism.hang.state import State
+from megatron_prism.hang.state import JobState
 
 
 def one_by_one(state):
@@ -33,10 +33,10 @@ def one_by_one(state):
 def test_of_planted_faults(kind):
     for seed in range(2):
         programs, faults, _ = draw(kind, WORLDS[seed], seed)
-        values = export.dumps_of(stall.run(programs, faults))
+        values = export.dumps_of(stall.run_until_stalled(programs, faults))
         dumps = {rank: of_value(value, rank) for rank, value in values}
-        state = State(DumpSet(dumps))
-        assert mismatch.mismatches(state) == one_by_one(state)
+        state = JobState(DumpSet(dumps))
+        assert mismatch.find_mismatches(state) == one_by_one(state)
 
 
 @pytest.mark.slow
@@ -49,12 +49,12 @@ def test_of_damaged_dumps():
                 dumps[rank] = parse(data, rank)
             except DumpError:
                 continue
-        state = State(DumpSet(dumps))
-        found = mismatch.mismatches(state)
+        state = JobState(DumpSet(dumps))
+        found = mismatch.find_mismatches(state)
         assert found == one_by_one(state)
         seen += len(found)
     assert seen
 
 
 def test_of_nothing():
-    assert mismatch.mismatches(State(DumpSet({}))) == []
+    assert mismatch.find_mismatches(JobState(DumpSet({}))) == []

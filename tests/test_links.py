@@ -40,7 +40,7 @@ class Calls:
 
 
 def test_words_go_to_a_neighbour_until_the_end(devices):
-    kept = nvlink_keepalive.awake(0, Calls())
+    kept = nvlink_keepalive.keep_awake(0, Calls())
     assert until(lambda: len(devices) > 3)
     kept.stop()
     count = len(devices)
@@ -55,7 +55,7 @@ def test_words_go_to_a_neighbour_until_the_end(devices):
 def test_a_rank_that_makes_no_calls_sends_nothing(devices):
     calls = Calls()
     calls.still = True
-    kept = nvlink_keepalive.awake(0, calls)
+    kept = nvlink_keepalive.keep_awake(0, calls)
     time.sleep(0.05)
     assert devices == []  # it has not begun
     calls.still = False
@@ -72,9 +72,9 @@ def test_a_rank_that_makes_no_calls_sends_nothing(devices):
 
 def test_calls_of_a_group_of_one_keep_no_link_awake():
     """A rank without tensor parallelism broadcasts its batches in one, and adds up its loss."""
-    from megatron_prism.runtime.world import Tally
+    from megatron_prism.runtime.world import TrafficCounter
 
-    tally = Tally()
+    tally = TrafficCounter()
     for _ in range(5):
         tally.add("TENSOR_MODEL_PARALLEL_GROUP", 1, "broadcast", 1 << 20)
     assert tally.calls_to_others() == 0
@@ -87,7 +87,7 @@ def test_calls_of_a_group_of_one_keep_no_link_awake():
 def test_words_go_on_behind_calls_that_never_pause(devices, monkeypatch):
     """The device is still at it when its host is through; and then they end."""
     looks = iter([*range(60), *[60] * 40])
-    kept = nvlink_keepalive.awake(0, lambda: next(looks))  # which raises after a hundred looks
+    kept = nvlink_keepalive.keep_awake(0, lambda: next(looks))  # which raises after a hundred looks
     assert until(lambda: kept.why)
     assert kept.words == 60 + 15  # 35 of the last 50 looks are left after 15
 
@@ -99,7 +99,7 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
         devices.append(1)
 
     monkeypatch.setattr(nvlink_keepalive, "_sender", lambda a, b: send)
-    kept = nvlink_keepalive.awake(2, Calls())
+    kept = nvlink_keepalive.keep_awake(2, Calls())
     assert until(lambda: kept.why)
     assert (kept.words, kept.summary()["awake"]) == (2, False)
     assert "peer access was lost" in str(kept)
@@ -107,7 +107,7 @@ def test_a_neighbour_that_fails_is_said_and_the_rank_goes_on(devices, monkeypatc
 
 
 def test_without_a_neighbour_links_sleep(devices, monkeypatch):
-    alone = nvlink_keepalive.awake(1, Calls())
+    alone = nvlink_keepalive.keep_awake(1, Calls())
     assert "no other GPU of this host is visible" in str(alone)
     assert not alone.summary()["awake"]
     assert devices == []
@@ -116,12 +116,12 @@ def test_without_a_neighbour_links_sleep(devices, monkeypatch):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(nvlink_keepalive, "_sender", refused)
-    assert "libcuda.so.1" in nvlink_keepalive.awake(0, Calls()).why
+    assert "libcuda.so.1" in nvlink_keepalive.keep_awake(0, Calls()).why
     assert not [t for t in threading.enumerate() if t.name == "prism-links" and t.is_alive()]
 
 
 def test_several_local_ranks_keep_their_links_awake_themselves(devices):
-    kept = nvlink_keepalive.awake(0, Calls(), num_processes=2)
+    kept = nvlink_keepalive.keep_awake(0, Calls(), num_processes=2)
     assert kept.summary() == {
         "awake": True,
         "words": 0,

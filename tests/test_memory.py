@@ -58,7 +58,7 @@ def test_what_is_alive_at_the_peak():
     }  # fmt: skip
     assert sum(top.by_kind.values()) == top.num_bytes
     act = next(h for h in top.holdings if h.kind == "act")
-    assert act == peaks.Holding("act", "decoder.layers.*.mlp", "core/mlp.py:5", 96, 2)
+    assert act == peaks.HeldMemory("act", "decoder.layers.*.mlp", "core/mlp.py:5", 96, 2)
     assert [h.num_bytes for h in top.holdings] == sorted(
         (h.num_bytes for h in top.holdings), reverse=True
     )

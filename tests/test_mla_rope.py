@@ -129,7 +129,7 @@ def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
     sizes = [2, 1]
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: sizes[0])
     module = SimpleNamespace(FullyShardedDataParallel=Sharded)
-    here = patch.Context(lambda: None, TrainingMonitor(), False, (0,), 0)
+    here = patch.PatchContext(lambda: None, TrainingMonitor(), False, (0,), 0)
     seams_training._no_megatron_fsdp(module, here)
     with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
         Sharded()

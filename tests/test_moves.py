@@ -11,7 +11,7 @@ from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.runtime import answers
 from megatron_prism.runtime.pacing.kernel_source import ADDED
 from megatron_prism.runtime.pacing.moves import COPY, KINDS, move_of
-from megatron_prism.runtime.partial_sums import Rows
+from megatron_prism.runtime.partial_sums import PartialLookup
 from megatron_prism.runtime.values import Values
 
 N, P, K = 4, 2, 24
@@ -160,7 +160,7 @@ def test_sums_of_parts_are_left_to_the_answers():
     total = with_op(c10d.AllreduceOptions, dist.ReduceOp.SUM)
     largest = with_op(c10d.AllreduceOptions, dist.ReduceOp.MAX)
     scattered = with_op(c10d.ReduceScatterOptions, dist.ReduceOp.SUM)
-    with group._values.of_parts(Rows(some(5, 3), torch.arange(4))):
+    with group._values.of_parts(PartialLookup(some(5, 3), torch.arange(4))):
         assert move_of["allreduce"](group, [out], total) is None
         assert move_of["_reduce_scatter_base"](group, out, whole, scattered) is None
         assert move_of["allreduce"](group, [out], largest) is not None

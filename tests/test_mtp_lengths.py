@@ -109,7 +109,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     """Where all ranks are local they have said it themselves."""
     import torch
 
-    from megatron_prism.emulate.patch import Context
+    from megatron_prism.emulate.patch import PatchContext
     from megatron_prism.emulate.patches import moe
 
     class Optimizer:
@@ -120,7 +120,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     settings = SimpleNamespace(mtp_num_layers=1, mtp_detach_heads=heads)
     known = SimpleNamespace(_GLOBAL_ARGS=settings)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", known)
-    context = Context(lambda: None, None, False, local, local[0])
+    context = PatchContext(lambda: None, None, False, local, local[0])
     module = SimpleNamespace(MegatronOptimizer=Optimizer, __name__=Optimizer.__module__)
     moe._norm_of_heads(module, context)
     assert Optimizer().has_grad_norm_group("mtp") is answer

@@ -12,7 +12,14 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs import ERRORS, kernels
-from megatron_prism.replay.costs.kernels import MIXED, OPS, ROOFLINE, Kernel, compute_ns, parts_of
+from megatron_prism.replay.costs.kernels import (
+    MIXED,
+    OPS,
+    ROOFLINE,
+    MeasuredKernel,
+    compute_ns,
+    parts_of,
+)
 from megatron_prism.replay.costs.machine import machine, machines
 
 ROWS = Path(__file__).parents[1] / "benchmarks/results/h200_segments.json"
@@ -46,7 +53,7 @@ def table(tmp_path, stored):
 
 
 def ns(table, name, shapes, dtype="bfloat16", flops=0, num_bytes=0):
-    return table.ns(Kernel.parse(name, shapes, dtype, flops, num_bytes))
+    return table.ns(MeasuredKernel.parse(name, shapes, dtype, flops, num_bytes))
 
 
 @pytest.mark.parametrize(

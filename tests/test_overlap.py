@@ -16,7 +16,7 @@ from megatron_prism.graph import world_graph
 from megatron_prism.replay import costs, overlap, timeline
 from megatron_prism.replay.costs.collectives import read_calibration
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.costs.overlap_factors import METHOD, Overlap, read_rows
+from megatron_prism.replay.costs.overlap_factors import METHOD, OverlapFactors, read_rows
 from megatron_prism.replay.priced_graph import price
 
 MS = 1_000_000
@@ -42,8 +42,8 @@ def found(text, call_ms, compute, call):
     prices = costs.price(made, machine("h200"))
     prices = dataclasses.replace(prices, meetings=np.full(1, call_ms * MS))
     factors = read_rows([row(compute=compute, call=call)])
-    slower = overlap.replay(made, prices, factors, "4 x X", 1)
-    again = timeline.replay(made, slower.prices, 1)  # its prices are what it rests on
+    slower = overlap.replay_with_overlap(made, prices, factors, "4 x X", 1)
+    again = timeline.build_timeline(made, slower.prices, 1)  # its prices are what it rests on
     assert again.iteration_ns == slower.iteration_ns
     return slower.iteration_ns / MS, slower.prices
 
@@ -96,7 +96,7 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
     prices = costs.price(made, machine("h200"))
     prices = dataclasses.replace(prices, meetings=np.full(1, 500 * MS))
     factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
-    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.meetings[0] / MS == pytest.approx(call_ms, abs=1)
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
@@ -105,10 +105,10 @@ def test_computing_that_was_recorded_beside_calls_loses_no_more():
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
     factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
     plain = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 500 * MS))
-    alone = overlap.replay(made, plain, factors, "x", 1).prices
+    alone = overlap.replay_with_overlap(made, plain, factors, "x", 1).prices
     source = {**made.programs.source, "peers": "paced"}
     paced = world_graph.build(dataclasses.replace(made.programs, source=source))
-    beside = overlap.replay(paced, plain, factors, "x", 1).prices
+    beside = overlap.replay_with_overlap(paced, plain, factors, "x", 1).prices
     assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
     assert beside.meetings[0] == 1000 * MS  # calls are calibrated alone: they lose as before
 
@@ -124,7 +124,7 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
         costs.price(made, machine("h200")), meetings=np.full(1, call_ms * MS)
     )
     factors = read_rows([row(), row(kind="memory", call=factor)])
-    slower = overlap.replay(made, prices, factors, "x", 1)
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1)
     expected = call_ms + 1000 * (1 - 1 / factor)
     assert slower.prices.meetings[0] / MS == pytest.approx(expected, rel=2e-3)
     assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
@@ -137,7 +137,7 @@ def test_a_call_that_computing_nearly_covers(factor):
     made = world_graph.build(parse(late))
     prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
     factors = read_rows([row(), row(kind="memory", call=factor)])
-    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.meetings[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
 
 
@@ -148,7 +148,7 @@ def test_computing_on_several_streams_slows_a_call_once(factor):
     made = world_graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
     prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
     factors = read_rows([row(call=factor)])
-    slower = overlap.replay(made, prices, factors, "x", 1).prices
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.meetings[0] / MS == pytest.approx(100 * factor, rel=1e-3)
 
 
@@ -163,18 +163,18 @@ def test_it_is_said():
 def test_random_worlds_only_get_slower_and_not_without_factors(seed):
     made = world_graph.build(random_programs(seed))
     prices = prices_of(made)
-    assert overlap.replay(made, prices, {}, "x").prices is prices
+    assert overlap.replay_with_overlap(made, prices, {}, "x").prices is prices
     factors = {
-        "all_reduce": Overlap({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
-        "all_gather": Overlap({"gemm": ((1, 1.1, 1.4),)}),
+        "all_reduce": OverlapFactors({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
+        "all_gather": OverlapFactors({"gemm": ((1, 1.1, 1.4),)}),
     }
-    slower = overlap.replay(made, prices, factors, "x").prices
+    slower = overlap.replay_with_overlap(made, prices, factors, "x").prices
     assert (slower.meetings >= prices.meetings).all()
     for one, before in zip(slower.compute, prices.compute, strict=True):
         assert (one >= before).all()
         assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
-    ones = dict.fromkeys(factors, Overlap({"memory": ((1, 1.0, 1.0),)}))
-    same = overlap.replay(made, prices, ones, "x").prices
+    ones = dict.fromkeys(factors, OverlapFactors({"memory": ((1, 1.0, 1.0),)}))
+    same = overlap.replay_with_overlap(made, prices, ones, "x").prices
     assert (same.meetings == prices.meetings).all()
     assert same.used() == prices.used()
 
@@ -268,7 +268,7 @@ def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
         middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
     assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
     made = price(parse(BESIDE), machine="h200", calibration=tmp_path / "c.json", iterations=1)
-    again = timeline.replay(made.graph, made.prices, 1)  # prices that pacing and draws take
+    again = timeline.build_timeline(made.graph, made.prices, 1)  # prices that pacing and draws take
     for one in (made.timeline, again):
         assert one.iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.answer_times import Releases
+from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.kernel_source import (
     ADDED,
     CHUNK_NS,
@@ -142,7 +142,7 @@ def table_of(member, of, local, seed=3):
     member, of, cause, back = (np.array(a, np.int32) for a in (member, of, cause, back))
     own = rng.integers(1_000, 60_000, count)
     op, start, weight = np.arange(len(of)), np.array(start), np.array(weight, np.int64)
-    return Releases(local, member, op, of, own, 0, start, cause, back, weight)
+    return AnswerTimes(local, member, op, of, own, 0, start, cause, back, weight)
 
 
 def test_calls_end_when_the_table_says(library):

@@ -27,7 +27,7 @@ from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate import pace, summary
-from megatron_prism.emulate.nvlink_keepalive import Links
+from megatron_prism.emulate.nvlink_keepalive import KeepAlive
 from megatron_prism.emulate.pace import (
     capture_missing,
     check,
@@ -40,9 +40,9 @@ from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.runtime import process_group
 from megatron_prism.runtime.pacing import report as pace_report
 from megatron_prism.runtime.pacing import shared_memory
-from megatron_prism.runtime.pacing.pacer import Call, Pacer
+from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout, seats
-from megatron_prism.runtime.process_group import Done
+from megatron_prism.runtime.process_group import CompletedWork
 
 
 class Device:
@@ -128,7 +128,7 @@ def pacer_of(device, *calls):
 def answering(device, what="answer"):
     def answer(group, *args, **kwargs):
         device.log.append(f"{device.name(device.now)}: {what}")
-        return Done(args[0] if isinstance(args[0], list) else [args[0]])
+        return CompletedWork(args[0] if isinstance(args[0], list) else [args[0]])
 
     return answer
 
@@ -139,7 +139,9 @@ def opts(asynchronous):
 
 def test_a_synchronous_call_holds_the_callers_stream(device):
     pacer = pacer_of(
-        device, Call("all_reduce", "TP", 0, 3), Call("all_reduce", "TP", 1, 24, large=True)
+        device,
+        PacedCall("all_reduce", "TP", 0, 3),
+        PacedCall("all_reduce", "TP", 1, 24, large=True),
     )
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     pacer.record(TP, "all_reduce", answering(device), ([LARGE], opts(False)), {})
@@ -150,7 +152,7 @@ def test_a_synchronous_call_holds_the_callers_stream(device):
 
 
 def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
-    pacer = pacer_of(device, Call("all_gather", "TP", 0), Call("all_reduce", "TP", 1))
+    pacer = pacer_of(device, PacedCall("all_gather", "TP", 0), PacedCall("all_reduce", "TP", 1))
     work = pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
     assert device.log == ["s1 waits for main", "s1: answer", "s1: hold 0 in 0 x1"]
     assert work.is_completed()
@@ -162,7 +164,7 @@ def test_an_asynchronous_call_has_its_groups_stream_and_wait_orders(device):
 
 
 def test_events_are_used_again_once_nobody_holds_them(device):
-    pacer = pacer_of(device, *[Call("all_gather", "TP", i) for i in range(9)])
+    pacer = pacer_of(device, *[PacedCall("all_gather", "TP", i) for i in range(9)])
     held = [
         pacer.record(TP, "all_gather", answering(device), (SMALL, SMALL, opts(True)), {})
         for _ in range(3)
@@ -187,7 +189,7 @@ def test_the_kernel_gives_the_answers_that_it_can(device):
     )  # fmt: skip
     answer = answering(device)
     answer.__name__ = "_allgather_base"
-    pacer = pacer_of(device, *[Call("all_gather", "TP", i, 2) for i in range(3)])
+    pacer = pacer_of(device, *[PacedCall("all_gather", "TP", i, 2) for i in range(3)])
     whole = torch.zeros(16)
     pacer.record(group, "all_gather", answer, (whole, SMALL, opts(False)), {})
     work = pacer.record(group, "all_gather", answer, (whole, SMALL, opts(True)), {})
@@ -201,7 +203,7 @@ def test_the_kernel_gives_the_answers_that_it_can(device):
 
 
 def test_tensors_of_a_dropped_handle_stay_until_the_device_is_done(device):
-    pacer = pacer_of(device, *[Call("all_gather", "TP", i) for i in range(3)])
+    pacer = pacer_of(device, *[PacedCall("all_gather", "TP", i) for i in range(3)])
     tensors = [torch.zeros(4) for _ in range(3)]
     gone = [weakref.ref(tensor) for tensor in tensors]
     device.query = lambda event: 600  # not ready
@@ -221,7 +223,7 @@ def test_tensors_of_a_dropped_handle_stay_until_the_device_is_done(device):
 
 
 def test_a_device_that_does_not_answer_is_not_done(device, monkeypatch):
-    pacer = pacer_of(device, Call("all_gather", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_gather", "TP", 0))
     tensor = torch.zeros(4)
     gone = weakref.ref(tensor)
     answer = answering(device)
@@ -239,7 +241,7 @@ def test_a_device_that_does_not_answer_is_not_done(device, monkeypatch):
 
 
 def test_a_future_of_a_paced_call_is_ordered_too(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     work = pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
     assert work.get_future().wait() == [SMALL]
     assert device.log[-1] == "main waits for s1"
@@ -253,7 +255,7 @@ def test_the_kernel_reads_no_memory_of_the_host(device):
     )  # fmt: skip
     answer = answering(device)
     answer.__name__ = "send"
-    pacer = Pacer([Call("send", "PP", 0)] * 2, device, device, cuda=True)
+    pacer = Pacer([PacedCall("send", "PP", 0)] * 2, device, device, cuda=True)
     pacer.begin()
     pacer.record(group, "send", answer, ([SMALL], 1, 0), {})
     assert device.log[1:] == ["s1: answer", "s1: hold 0 in 0 x1"]
@@ -263,7 +265,7 @@ def test_the_kernel_reads_no_memory_of_the_host(device):
 
 
 def test_a_batch_of_messages_is_one_launch(device):
-    calls = [Call("send", "PP", 0, 8), Call("recv", "PP", 0, 8)]
+    calls = [PacedCall("send", "PP", 0, 8), PacedCall("recv", "PP", 0, 8)]
     pacer = pacer_of(device, *calls)
     with pacer.batch():
         send = pacer.record(PP, "send", answering(device, "send"), ([SMALL], 1, 0), {})
@@ -279,7 +281,7 @@ def test_a_batch_of_messages_is_one_launch(device):
 
 
 def test_messages_that_are_no_batch_have_a_stream_per_peer(device):
-    pacer = pacer_of(device, Call("send", "PP", 0), Call("recv", "PP", 1))
+    pacer = pacer_of(device, PacedCall("send", "PP", 0), PacedCall("recv", "PP", 1))
     pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
     pacer.record(PP, "recv", answering(device), ([SMALL], 3, 0), {})
     assert [line for line in device.log if "waits" in line] == [
@@ -289,30 +291,30 @@ def test_messages_that_are_no_batch_have_a_stream_per_peer(device):
 
 
 def test_a_barrier_holds_the_host(device):
-    pacer = pacer_of(device, Call("barrier", "TP", 0))
-    pacer.record(TP, "barrier", lambda group, o: Done(), (opts(True),), {})
+    pacer = pacer_of(device, PacedCall("barrier", "TP", 0))
+    pacer.record(TP, "barrier", lambda group, o: CompletedWork(), (opts(True),), {})
     assert device.log == ["main: hold 0 in 0 x1", "host waits for main"]
 
 
 def test_cuda_graphs_are_refused(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     device.is_capturing = True
     with pytest.raises(UnsupportedError, match="CUDA graph"):
         pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
-    pacer = pacer_of(device, Call("send", "PP", 0))
+    pacer = pacer_of(device, PacedCall("send", "PP", 0))
     with pytest.raises(UnsupportedError, match="CUDA graph"), pacer.batch():
         pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
     assert not device.log
 
 
 def test_calls_without_virtual_peers_are_left_alone(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", -1))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", -1))
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     assert device.log == ["main: answer"]
 
 
 def test_a_job_that_strays_is_answered_at_once_until_the_next_iteration(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0), Call("all_reduce", "TP", 1))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0), PacedCall("all_reduce", "TP", 1))
     pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
     assert not pacer.active
@@ -332,7 +334,7 @@ def test_a_job_that_strays_is_answered_at_once_until_the_next_iteration(device):
 
 
 def test_an_iteration_that_ends_early_is_said(device):
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     pacer.begin()
     pacer.end()
     assert pacer.tally.paced == 0
@@ -570,11 +572,11 @@ def test_a_rank_that_strays_is_told_to_the_others(device):
     device.shared = SimpleNamespace(gone=np.zeros(1, np.int32))
     device.shared.leave = lambda iteration: device.shared.gone.fill(iteration + 1)
     device.compare_clocks = lambda number: device.log.append(f"clocks {number}")
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     assert device.log == ["clocks 1"]
     pacer.record(PP, "send", answering(device), ([SMALL], 1, 0), {})
     assert device.shared.gone[0] == 1
-    other = pacer_of(device, Call("all_reduce", "TP", 0))
+    other = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     other.record(TP, "all_reduce", answering(device), ([SMALL], opts(False)), {})
     other.end()
     assert other.tally.paced == 0
@@ -583,7 +585,7 @@ def test_a_rank_that_strays_is_told_to_the_others(device):
 
 def test_real_members_are_no_part_of_coming_to_a_call(device):
     mixed = SimpleNamespace(desc="TP", _mixed=object(), world=SimpleNamespace(observers=()))
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0))
     answer = answering(device)
     answer.__name__ = "allreduce"
     pacer.record(mixed, "all_reduce", answer, ([SMALL], opts(False)), {})
@@ -635,7 +637,11 @@ class Stamped:
 
 
 def test_the_report_says_what_was_felt_and_what_was_predicted(device):
-    calls = [Call("all_reduce", "TP", 0), Call("send", "PP", 1), Call("recv", "PP", 1)]
+    calls = [
+        PacedCall("all_reduce", "TP", 0),
+        PacedCall("send", "PP", 1),
+        PacedCall("recv", "PP", 1),
+    ]
     pacer = Pacer(calls, device, device, cuda=False)
     pacer.launcher = Stamped()
     pacer.iteration, pacer.lags = 2, [(0, 500), (100_000, 500)]  # which is not over
@@ -656,7 +662,7 @@ def test_the_report_says_what_was_felt_and_what_was_predicted(device):
 def test_what_pacing_itself_takes_of_the_host_counts(device):
     """From the first line on: what NCCL would take is kept, not that and our own besides."""
     slow = 20_000_000
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0, host=slow))
+    pacer = pacer_of(device, PacedCall("all_reduce", "TP", 0, host=slow))
     expected_call = pacer._expected
 
     def slowly(group, op):
@@ -672,7 +678,9 @@ def test_what_pacing_itself_takes_of_the_host_counts(device):
 
 def test_the_host_is_kept_as_long_as_nccl_would(device):
     slow = 2_000_000
-    pacer = pacer_of(device, Call("all_reduce", "TP", 0, host=slow), Call("all_reduce", "TP", 1))
+    pacer = pacer_of(
+        device, PacedCall("all_reduce", "TP", 0, host=slow), PacedCall("all_reduce", "TP", 1)
+    )
     for wanted in (slow, 0):
         begin = time.perf_counter_ns()
         pacer.record(TP, "all_reduce", answering(device), ([SMALL], opts(True)), {})
@@ -692,7 +700,7 @@ def test_the_summary_says_it_in_words():
         "iterations_paced": 5, "iterations_strayed": 1, "folder": "slices", "strayed": ["why"],
         "late_calls": 2, "late_us": 1500.0, "iteration_us": 1_234_500.0, "calls_paced": 10,
         "predicted_iteration_us": 1_200_000.0, "host_bound": 6,
-        "links": {"said": str(Links(why="no other GPU of this host is visible"))},
+        "links": {"said": str(KeepAlive(why="no other GPU of this host is visible"))},
     }  # fmt: skip
     said = "\n".join(summary._paced(found))
     assert "5 iterations answered as the replay of slices says, 1 not; 2 calls late, 1.5 ms" in said
@@ -701,7 +709,7 @@ def test_the_summary_says_it_in_words():
     assert "host-bound" not in "\n".join(summary._paced({**found, "host_bound": 5}))
     assert "asleep, no other GPU of this host is visible" in said
     nothing = {"iterations_paced": 0, "iterations_strayed": 0, "folder": "s", "strayed": [],
-               "links": {"said": str(Links("words to GPU 1"))}}  # fmt: skip
+               "links": {"said": str(KeepAlive("words to GPU 1"))}}  # fmt: skip
     assert summary._paced(nothing)[1:] == [
         "  pacing    NVLinks kept awake by words to GPU 1, as in the job (assumed, not looked at)"
     ]

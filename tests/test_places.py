@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.patch import Context
+from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import outputs
 from megatron_prism.emulate.patches import training as seams_training
 
@@ -31,7 +31,7 @@ def module(monkeypatch):
 
 
 def context(local):
-    return Context(lambda: None, TrainingMonitor(), False, local, local[0])
+    return PatchContext(lambda: None, TrainingMonitor(), False, local, local[0])
 
 
 def test_a_job_is_real_when_no_rank_is_virtual(module):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.runtime.control_values import Recorder, Replayer
+from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
 
 GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)
 HEADER = {"world": "4 ranks"}
@@ -21,7 +21,7 @@ def counts(seed):
 
 @pytest.fixture
 def folder(tmp_path):
-    recorder = Recorder(tmp_path, 2, HEADER)
+    recorder = ValueRecorder(tmp_path, 2, HEADER)
     for seed in range(12):  # more than ten: order is by number, not by name
         recorder.observe(GROUP, "all_gather", (), (counts(seed),))
         recorder.route(3, counts(seed) > 50)
@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 
 def test_values_come_back_in_order(folder):
-    replayer = Replayer(folder, 2, HEADER)
+    replayer = ValueReplayer(folder, 2, HEADER)
     for seed in range(12):
         out, routing = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8, dtype=torch.bool)
         replayer.observe(GROUP, "all_gather", (), (out,))
@@ -43,7 +43,7 @@ def test_values_come_back_in_order(folder):
 
 
 def test_what_was_not_recorded_stays_and_is_counted(folder):
-    replayer = Replayer(folder, 2, HEADER)
+    replayer = ValueReplayer(folder, 2, HEADER)
     routing = torch.ones(4, 8, dtype=torch.bool)
     assert replayer.route(9, routing).all()
     other = torch.ones(5, dtype=torch.int64)  # another size: a different call
@@ -64,17 +64,17 @@ def test_what_was_not_recorded_stays_and_is_counted(folder):
 )
 def test_another_run_is_refused(folder, rank, header, words):
     with pytest.raises(UsageError, match=words):
-        Replayer(folder, rank, header)
+        ValueReplayer(folder, rank, header)
 
 
 def test_another_jobs_recording_is_refused(folder):
-    replayer = Replayer(folder, 2, HEADER)
+    replayer = ValueReplayer(folder, 2, HEADER)
     replayer.is_of(ARGUMENTS)
     with pytest.raises(UsageError, match="of another job: --lr 1.0 there, 2.0 here"):
         replayer.is_of(job_settings.as_text({"--lr": "2.0"}))
-    Recorder(folder, 2, {**HEADER, "arguments": "--lr 1"}).save()  # as releases of before did
+    ValueRecorder(folder, 2, {**HEADER, "arguments": "--lr 1"}).save()  # as releases of before did
     with pytest.raises(UsageError, match="another release of ours"):
-        Replayer(folder, 2, HEADER).is_of(ARGUMENTS)
+        ValueReplayer(folder, 2, HEADER).is_of(ARGUMENTS)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "foreign"])
@@ -87,4 +87,4 @@ def test_a_damaged_file_is_refused(folder, damage):
     else:
         np.savez(file, x=np.arange(3))
     with pytest.raises(UsageError, match="no recording of ours"):
-        Replayer(folder, 2, HEADER)
+        ValueReplayer(folder, 2, HEADER)

@@ -13,7 +13,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import answer_times, dependencies, loops, timeline, whatif
-from megatron_prism.replay.answer_times import START, cuts, kept, releases, terms
+from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
 
 SEEDS = st.integers(0, 2**32)
 ITERATIONS = 6
@@ -26,7 +26,7 @@ def world_of(seed):
     size = programs.world.size
     local = sorted(rng.choice(size, int(rng.integers(1, min(size, 4))), replace=False).tolist())
     for rank in local:  # one by one: equal marks would leave them in one class
-        programs = whatif.apart(programs, [rank], f"local {rank}")
+        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
     return world_graph.build(programs), local
 
 
@@ -86,11 +86,11 @@ def test_one_table_serves_every_iteration(seed):
     local = sorted(rng.choice(programs.world.size, 2, replace=False).tolist())
     assume(len(local) < programs.world.size)
     for rank in local:
-        programs = whatif.apart(programs, [rank], f"local {rank}")
+        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
     made = world_graph.build(programs)
     joined = dependencies.build(made, ITERATIONS)
     assume(len(joined.order) == len(joined))
-    table = releases(made, prices_of(made), local)
+    table = build_answer_times(made, prices_of(made), local)
     assert table.loose == 0
     _, _, end = prescribed(made, joined, local, seed)
     classes = [int(made.classes.of[rank]) for rank in local]
@@ -135,8 +135,8 @@ def test_a_lockstep_peer_needs_one_term_a_call():
     from megatron_prism.core.world import World
 
     programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))
-    made = world_graph.build(whatif.apart(programs, [0]))
-    table = releases(made, prices_of(made), [0])
+    made = world_graph.build(whatif.with_own_classes(programs, [0]))
+    table = build_answer_times(made, prices_of(made), [0])
     assert np.diff(table.start).tolist() == [1] * 50
     assert table.weight.tolist() == [107] * 50
     assert table.back.tolist() == [1] + [0] * 49
@@ -149,7 +149,7 @@ def test_a_local_rank_is_told_apart_first():
         r for r in range(programs.world.size) if made.classes.counts[made.classes.of[r]] > 1
     )
     with pytest.raises(PrismError, match="one of several"):
-        releases(made, prices_of(made), [crowded])
+        build_answer_times(made, prices_of(made), [crowded])
 
 
 def test_a_table_is_kept(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_a_table_is_kept(tmp_path, monkeypatch):
     prices = prices_of(made)
     first = kept(made, prices, local, tmp_path)
     (file,) = tmp_path.iterdir()
-    monkeypatch.setattr(answer_times, "releases", None)  # not asked again
+    monkeypatch.setattr(answer_times, "build_answer_times", None)  # not asked again
     again = kept(made, prices, local, tmp_path)
     for field in dataclasses.fields(first):
         one, other = getattr(first, field.name), getattr(again, field.name)

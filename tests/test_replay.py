@@ -18,7 +18,7 @@ from megatron_prism.core.ops import CODE, PHASE_NAMES
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph as graph
 from megatron_prism.replay import dependencies, loops, network, timeline
-from megatron_prism.replay.costs import price
+from megatron_prism.replay.costs import price_ops
 from megatron_prism.replay.costs.machine import machine
 
 SEEDS = st.integers(0, 2**32)
@@ -35,7 +35,7 @@ def executor(request, monkeypatch):
 
 def replayed(programs, iterations=2):
     world_graph = graph.build(programs)
-    return timeline.replay(world_graph, prices_of(world_graph), iterations)
+    return timeline.build_timeline(world_graph, prices_of(world_graph), iterations)
 
 
 def simulated(programs, iterations=2, **more):
@@ -43,7 +43,7 @@ def simulated(programs, iterations=2, **more):
     world_graph = graph.build(programs)
     joined = dependencies.build(world_graph, iterations)
     durations = timeline.durations_of(joined, prices_of(world_graph))
-    return world_graph, network.simulate(joined, durations, **more)
+    return world_graph, network.simulate_network(joined, durations, **more)
 
 
 def assert_equal(programs, world_graph, joined, begin, end, naive):
@@ -144,7 +144,7 @@ def test_events_equal_the_longest_path(seed):
     made = dependencies.Dag(empty.astype(np.uint8), empty, empty, empty, start, before, (), ())
     durations = rng.integers(0, 5, n) * rng.integers(0, 10**9, n)
     begin, end = timeline.evaluate(made, durations)
-    outcome = network.simulate(made, durations)
+    outcome = network.simulate_network(made, durations)
     assert np.array_equal(begin, outcome.begin)
     assert np.array_equal(end, outcome.end)
 
@@ -191,7 +191,7 @@ def bubble(programs):
         ),
         meetings=np.zeros_like(free.meetings),
     )
-    made = timeline.replay(world_graph, priced, 1)
+    made = timeline.build_timeline(world_graph, priced, 1)
     (busy,) = {made.account(index).compute for index in range(len(world_graph.classes))}
     return 1 - Fraction(busy, made.iteration_ns)
 
@@ -343,7 +343,7 @@ def test_two_ranks_that_receive_first_hang():
     assert outcome.hangs
     assert [(one.here, one.missing) for one in outcome.blocked] == [((1,), (0,)), ((0,), (1,))]
     with pytest.raises(PrismError, match="the job hangs"):
-        network.replay(world_graph, prices_of(world_graph))
+        network.replay_network(world_graph, prices_of(world_graph))
 
 
 RING = """prism-program 1
@@ -360,7 +360,7 @@ program rank=1 ranks=1-2
 
 
 def test_an_op_that_never_ends_is_a_verdict(executor):
-    world_graph, outcome = simulated(parse(RING), 1, faults=network.Faults(stuck=((0, 0),)))
+    world_graph, outcome = simulated(parse(RING), 1, faults=network.NetworkFaults(stuck=((0, 0),)))
     (blocked,) = outcome.blocked
     assert (blocked.here, blocked.missing) == ((1,), (0,))
     assert outcome.hangs
@@ -373,7 +373,7 @@ def test_an_op_that_never_ends_is_a_verdict(executor):
     [(4, [6]), (5, [5, 6]), (10, [5, 6]), (16, [5, 6, 16, 23]), (23, [5, 6, 16, 23, 23])],
 )
 def test_a_rank_that_stops_takes_the_others_with_it(moment, ended, executor):
-    _, outcome = simulated(parse(RING), 1, faults=network.Faults(stops={0: moment}))
+    _, outcome = simulated(parse(RING), 1, faults=network.NetworkFaults(stops={0: moment}))
     real = outcome.dag.kind != dependencies.JOIN
     assert sorted(outcome.end[real & (outcome.end >= 0)].tolist()) == ended
 
@@ -405,7 +405,7 @@ def test_ports_tell_the_node_from_the_network(executor):
     """
     for per_node, total in ((1, 200), (2, 100), (4, 200)):
         world_graph = graph.build(parse(text))
-        made = network.replay(
+        made = network.replay_network(
             world_graph, prices_of(world_graph), 1, network.ports(world_graph, per_node)
         )
         assert made.iteration_ns == total
@@ -420,7 +420,7 @@ def test_a_coalesced_call_moves_the_sum_of_its_parts():
     """
     world_graph = graph.build(parse(text))
     shared = network.ports(world_graph, ONE_NODE)
-    assert network.replay(world_graph, prices_of(world_graph), 1, shared).iteration_ns == 80
+    assert network.replay_network(world_graph, prices_of(world_graph), 1, shared).iteration_ns == 80
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -460,8 +460,8 @@ def test_times_beyond_64_bits_are_refused(line):
     )
     world = graph.build(parse(text))
     with pytest.raises(PrismError, match="longer than 64 bits"):
-        timeline.replay(world, priced(text))
+        timeline.build_timeline(world, priced(text))
 
 
 def priced(text):
-    return price(graph.build(parse(text)), machine("h200"))
+    return price_ops(graph.build(parse(text)), machine("h200"))

@@ -34,7 +34,7 @@ def replayed(programs, iterations=2, meetings=None):
     prices = costs.price(made, machine("h200"))
     if meetings is not None:
         prices = dataclasses.replace(prices, meetings=np.full_like(prices.meetings, meetings))
-    return timeline.replay(made, prices, iterations)
+    return timeline.build_timeline(made, prices, iterations)
 
 
 def tiny():
@@ -76,7 +76,7 @@ def empty():
 
 
 TIMELINES = {"tiny": tiny, "empty": empty, "hostile": hostile}
-RENDERERS = {"text": text.render, "perfetto": chrome_trace.render, "html": html.render}
+RENDERERS = {"text": text.render, "perfetto": chrome_trace.render_timeline, "html": html.render}
 
 
 @pytest.mark.parametrize("what", TIMELINES)
@@ -115,7 +115,7 @@ def random_world(world, seed):
 @given(st.sampled_from(WORLDS[:4]), st.integers(0, 2**32), st.integers(1, 3))
 def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     made = replayed(random_world(world, seed), iterations)
-    found = metrics.figures(made)
+    found = metrics.timeline_metrics(made)
     assert sum(one.count for one in found.classes) == world.size
     for one in found.classes:
         parts = [one.compute, *one.exposed.values(), *one.waiting.values(), one.idle]
@@ -149,35 +149,35 @@ def test_the_bubble_of_forwards_then_backwards(p, m):
                     ops.append(Op("send", PP, "bf16", num_in=1, peer=step, handle=i, **at))
         ops.append(Op("all_reduce", "default_pg", "fp32", 1, 1, "sum"))
         made.append(Program.from_ops(stage, ops))
-    found = metrics.figures(replayed(Programs.one_per_rank(made, world), meetings=0))
+    found = metrics.timeline_metrics(replayed(Programs.one_per_rank(made, world), meetings=0))
     assert found.iteration_ns == 3000 * (m + p - 1)
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert found.exposed == 0
 
 
 def test_figures_that_the_slices_do_not_hold_are_unknown():
-    found = metrics.figures(replayed(healthy(WORLDS[1])))
+    found = metrics.timeline_metrics(replayed(healthy(WORLDS[1])))
     assert [found.tokens_per_s.value, found.mfu.value, found.flops_per_gpu.value] == [None] * 3
     assert "unknown: the slices do not say how many tokens" in text.render(
         replayed(healthy(WORLDS[1]))
     )
     said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9)}
     made = replayed(dataclasses.replace(tiny(), source=said))
-    found, seconds = metrics.figures(made), made.iteration_ns / 1e9
+    found, seconds = metrics.timeline_metrics(made), made.iteration_ns / 1e9
     assert found.tokens_per_s.value == pytest.approx(4096 / seconds)
     assert found.flops_per_gpu.value == pytest.approx(2 * 10**9 / seconds)
     assert found.mfu.value == pytest.approx(10**9 / seconds / 8 / 989.4e12)
     assert "of 989 TFLOP/s dense bf16" in found.mfu.basis
     unknown = dataclasses.replace(made, prices=dataclasses.replace(made.prices, peak=0.0))
-    assert "no peak" in metrics.figures(unknown).mfu.basis
+    assert "no peak" in metrics.timeline_metrics(unknown).mfu.basis
     made = replayed(dataclasses.replace(tiny(), source={**said, "tier": "cpu"}))
-    assert metrics.figures(made).mfu.value is None
+    assert metrics.timeline_metrics(made).mfu.value is None
     assert "unknown: the slices are of a CPU" in text.render(made)
     assert "measured on a CPU" in text.render(made)
 
 
 def test_calls_are_means_over_the_ranks_that_make_them():
-    found = {(c.name, c.group): c for c in metrics.figures(replayed(tiny())).calls}
+    found = {(c.name, c.group): c for c in metrics.timeline_metrics(replayed(tiny())).calls}
     assert found["all_reduce", TP].ranks == 8
     assert found["all_reduce", TP].calls == 2
     assert found["all_reduce", TP].bytes == 2 * 8192
@@ -234,7 +234,7 @@ def test_merging_loses_no_span_and_no_time_between(epsilon):
 
 # -- the trace -------------------------------------------------------------------------------------
 def trace(made):
-    return json.loads(chrome_trace.render(made))
+    return json.loads(chrome_trace.render_timeline(made))
 
 
 @pytest.mark.parametrize("what", [*TIMELINES, "world"])

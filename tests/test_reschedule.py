@@ -35,7 +35,7 @@ def ops_of(programs):
     ],
 )
 def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
-    made = whatif.microbatches(seams.schedules(microbatches=given, **sizes), wanted)
+    made = whatif.with_microbatches(seams.schedules(microbatches=given, **sizes), wanted)
     real = seams.schedules(microbatches=wanted, **sizes)
     assert ops_of(made) == ops_of(real)
     assert world_graph.build(made).check() == []
@@ -46,21 +46,21 @@ def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
 def test_programs_that_name_no_microbatch_are_refused():
     text = "prism-program 1\nworld size=1\nprogram ranks=0\n- compute ns=5\n"
     with pytest.raises(ProgramError, match="no op of the programs names a microbatch"):
-        whatif.microbatches(parse(text), 8)
+        whatif.with_microbatches(parse(text), 8)
 
 
 def test_what_does_not_repeat_is_refused():
     with pytest.raises(ProgramError, match="too few to make") as caught:
-        whatif.microbatches(seams.schedules(pp=4, microbatches=4), 16)
+        whatif.with_microbatches(seams.schedules(pp=4, microbatches=4), 16)
     assert caught.value.fix.endswith("--global-batch-size N, 4 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:  # and none of them is equal
-        whatif.microbatches(seams.schedules(pp=4, vpp=5, microbatches=8), 7)
+        whatif.with_microbatches(seams.schedules(pp=4, vpp=5, microbatches=8), 7)
     assert caught.value.fix.endswith("N, 12/8 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:
-        whatif.microbatches(seams.schedules(pp=4, vpp=2, microbatches=16), 18)
+        whatif.with_microbatches(seams.schedules(pp=4, vpp=2, microbatches=16), 18)
     assert caught.value.fix == "microbatches=20"
     same = seams.schedules(pp=2, microbatches=4)
-    assert whatif.microbatches(same, 4) is same
+    assert whatif.with_microbatches(same, 4) is same
 
 
 @pytest.mark.parametrize("wanted", [5, 12])
@@ -73,7 +73,7 @@ def test_times_of_single_iterations_are_those_of_the_segments(wanted, tmp_path):
         ops["ns"][where] = 1000 + np.arange(len(where))
         samples = np.stack([ops["ns"][where], 2 * ops["ns"][where]]).astype(np.int64)
         timed.append(dataclasses.replace(one, ops=ops, samples=samples))
-    made = whatif.microbatches(dataclasses.replace(given, programs=tuple(timed)), wanted)
+    made = whatif.with_microbatches(dataclasses.replace(given, programs=tuple(timed)), wanted)
     for one in made.programs:
         ns = one.ops["ns"][one.ops["name"] == CODE["compute"]]
         assert (one.samples == [ns, 2 * ns]).all()
@@ -92,11 +92,11 @@ program ranks=0
 
 
 def test_measured_times_of_the_last_equal_period_are_repeated():
-    made = whatif.microbatches(parse(TEXT), 6)
+    made = whatif.with_microbatches(parse(TEXT), 6)
     assert [op.ns for op in made.of(0)][1:-1] == [10, 20, 11, 21, 12, 22, 13, 23, 13, 23, 13, 23]
     assert [op.microbatch for op in made.of(0)][1:-1:2] == list(range(6))
     assert made.source["tokens_per_iteration"] == "600"
-    fewer = whatif.microbatches(parse(TEXT), 2)
+    fewer = whatif.with_microbatches(parse(TEXT), 2)
     assert [op.ns for op in fewer.of(0)][1:-1] == [10, 20, 11, 21]
 
 
@@ -109,7 +109,7 @@ def test_what_products_take_may_differ_from_period_to_period():
             line += f" ns={100 + count} products={count}"
         lines.append(line)
     assert count > 16
-    made = whatif.microbatches(parse("\n".join(lines)), 12)
+    made = whatif.with_microbatches(parse("\n".join(lines)), 12)
     assert "12 microbatches instead of 8" in made.source["what-if"]
 
 
@@ -123,7 +123,7 @@ def test_memory_keeps_its_peak():
     kept = dataclasses.replace(one, allocations=memory)
     given = dataclasses.replace(programs, programs=(kept, *programs.programs[1:]))
     for wanted in (4, 12):
-        made = whatif.microbatches(given, wanted).programs[0]
+        made = whatif.with_microbatches(given, wanted).programs[0]
         assert made.live_bytes().max() == 64
         assert made.live_bytes()[-1] == 0
         assert made.allocations["before"].max() < len(made)

@@ -13,10 +13,13 @@ ROOT = pathlib.Path(prism.__file__).parent
 CHECKOUT = ROOT.parent
 # a part below the public functions -> the modules that are made of it
 PARTS = {
-    "megatron_prism.replay.costs.price": {"replay/priced_graph.py", "replay/whatif.py"},
-    "megatron_prism.replay.costs.prices.price": {"replay/costs/__init__.py"},
-    "megatron_prism.replay.timeline.replay": {"replay/priced_graph.py", "replay/overlap.py"},
-    "megatron_prism.replay.overlap.replay": {"replay/priced_graph.py"},
+    "megatron_prism.replay.costs.price_ops": {"replay/priced_graph.py", "replay/whatif.py"},
+    "megatron_prism.replay.costs.prices.price_ops": {"replay/costs/__init__.py"},
+    "megatron_prism.replay.timeline.build_timeline": {
+        "replay/priced_graph.py",
+        "replay/overlap.py",
+    },
+    "megatron_prism.replay.overlap.replay_with_overlap": {"replay/priced_graph.py"},
     "megatron_prism.replay.timeline.evaluate": {
         "replay/timeline.py", "replay/overlap.py", "predict/sampler.py",
     },
@@ -25,7 +28,7 @@ PARTS = {
         "predict/campaign.py",
     },
     "megatron_prism.predict.Sampler": set(),
-    "megatron_prism.hang.analyze.of_dumps": {
+    "megatron_prism.hang.analyze.diagnose_dumps": {
         "hang/diagnose.py", "hang/from_programs.py", "cli/hang.py", "emulate/confirm.py",
     },
     "megatron_prism.memory.baseline.measure": set(),
@@ -64,9 +67,9 @@ def test_nobody_else_puts_the_parts_together():
 @pytest.mark.parametrize(
     "code",
     [
-        "from megatron_prism.replay.costs import price",
-        "from megatron_prism.replay import timeline\ntimeline.replay(1, 2)",
-        "def f():\n    from megatron_prism.replay import overlap as o\n    o.replay()",
+        "from megatron_prism.replay.costs import price_ops",
+        "from megatron_prism.replay import timeline\ntimeline.build_timeline(1, 2)",
+        "def f():\n    from megatron_prism.replay import overlap as o\n    o.replay_with_overlap()",
         "from megatron_prism.predict import sampler\nsampler.Sampler(1)",
     ],
 )

@@ -15,7 +15,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict import Sampler, needed, predict, quantile
 from megatron_prism.predict.distributions import Distribution
-from megatron_prism.predict.variability import Variability, variability
+from megatron_prism.predict.variability import Variability, read_variability
 from megatron_prism.replay import dependencies, timeline
 
 TP, PP, ALL = "TENSOR_MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"
@@ -183,19 +183,19 @@ def test_replicas_that_are_not_alike_are_one():
     ],
 )
 def test_files_of_variability(tmp_path, change, says):
-    good = dataclasses.asdict(variability("public"))
+    good = dataclasses.asdict(read_variability("public"))
     del good["shapes"], good["calls_by"]
     path = tmp_path / "v.json"
     path.write_text(json.dumps(good))
-    assert variability(path) == variability("public")
+    assert read_variability(path) == read_variability("public")
     path.write_text(json.dumps(good | change))
     with pytest.raises(UsageError, match=says):
-        variability(path)
+        read_variability(path)
     path.write_text("{")
     with pytest.raises(UsageError, match="no JSON"):
-        variability(path)
+        read_variability(path)
     with pytest.raises(UsageError, match="there is no variability"):
-        variability(tmp_path / "none")
+        read_variability(tmp_path / "none")
 
 
 def test_two_stages_in_closed_form():

@@ -13,7 +13,7 @@ from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.predict.variability import fitted, variability
+from megatron_prism.predict.variability import fitted, read_variability
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -108,7 +108,7 @@ def test_segments_that_wait_for_the_host_say_nothing_of_the_device():
         samples[:, 1::2] = 2e6 * rng.lognormal(0, 0.01, samples[:, 1::2].shape)
         ops["host"][compute] = 1_000_000
         changed.append(dataclasses.replace(one, ops=ops, samples=samples))
-    found = fitted(dataclasses.replace(made, programs=tuple(changed)), variability("public"))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), read_variability("public"))
     assert found.segment == pytest.approx(0.01, rel=0.1)
     assert found.step < 0.005
     assert "of the time, in which the device waits for the host" in found.source
@@ -127,18 +127,18 @@ def test_single_iterations_that_wait_for_the_host_are_left_out(factor):
         samples = 2e6 * steps * rng.lognormal(0, 0.01, one.samples.shape)
         samples[rng.random(samples.shape) < 1 / 8] *= factor
         changed.append(dataclasses.replace(one, ops=ops, samples=samples))
-    found = fitted(dataclasses.replace(made, programs=tuple(changed)), variability("public"))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), read_variability("public"))
     assert found.segment == pytest.approx(0.01, rel=0.15)
     assert found.step == pytest.approx(0.03, rel=0.3)
     unknown = [dataclasses.replace(one, ops=old.ops)  # nobody says that it was the host
                for one, old in zip(changed, made.programs, strict=True)]  # fmt: skip
-    found = fitted(dataclasses.replace(made, programs=tuple(unknown)), variability("public"))
+    found = fitted(dataclasses.replace(made, programs=tuple(unknown)), read_variability("public"))
     assert found.segment > 0.015
 
 
 def test_a_device_that_always_waits_for_its_host_says_nothing_of_itself():
     rng = np.random.default_rng(6)
-    made, public = captured(rng, 60, step=0.0), variability("public")
+    made, public = captured(rng, 60, step=0.0), read_variability("public")
     changed = []
     for one in made.programs:
         ops = one.ops.copy()
@@ -169,7 +169,7 @@ def test_gpus_are_compared_where_none_of_them_waits_for_its_host():
         samples[:, ::2] = 4e6 * host * rng.lognormal(0, 0.005, (20, 50))
         alike.append(dataclasses.replace(program, ops=ops, samples=samples.astype(np.int64)))
     some = Programs(World(16), tuple(alike), np.arange(16) // 2)
-    assert fitted(some, variability("public")).gpu < 0.02
+    assert fitted(some, read_variability("public")).gpu < 0.02
 
 
 def test_segments_of_no_time_are_no_measure_of_the_others():
@@ -183,5 +183,5 @@ def test_segments_of_no_time_are_no_measure_of_the_others():
         rows["host"] = 1000
         samples = np.hstack([np.zeros((60, 120), dtype=np.int64), one.samples])
         changed.append(dataclasses.replace(program, ops=rows, samples=samples))
-    found = fitted(dataclasses.replace(made, programs=tuple(changed)), variability("public"))
+    found = fitted(dataclasses.replace(made, programs=tuple(changed)), read_variability("public"))
     assert found.step == pytest.approx(0.03, rel=0.3)

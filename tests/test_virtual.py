@@ -20,10 +20,14 @@ from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.runtime import answers
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.listeners import CallListener
-from megatron_prism.runtime.mixed_groups import Mixed
-from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
+from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
+from megatron_prism.runtime.partial_sums import (
+    BalancedExpertCounts,
+    LocalVocabularySum,
+    PartialLookup,
+)
 from megatron_prism.runtime.values import Values, rms
-from megatron_prism.runtime.world import Row, Tally
+from megatron_prism.runtime.world import TrafficCounter, TrafficRow
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 # torch 2.13 renames what Megatron still calls by the old names
@@ -94,7 +98,7 @@ def test_all_to_all_delivers_what_is_sent_to_oneself(in_splits, data):
 @given(st.integers(1, 12), st.data())
 def test_every_virtual_member_mirrors_a_local_one(n, data):
     local = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
-    views = [Mixed(None, local, n, p) for p in local]
+    views = [PartiallyLocalGroup(None, local, n, p) for p in local]
     mirrors = views[0].mirrors
     assert all(view.mirrors == mirrors for view in views), "local ranks disagree"
     assert [mirrors[p] for p in local] == list(range(len(local)))
@@ -167,7 +171,7 @@ def test_a_sum_of_parts_is_a_lookup_without_a_temporary(policy):
     table, tokens = numbers(12).view(3, 4), torch.arange(32) + 5
     whole, chunk, other = torch.zeros(32, 4), torch.zeros(2, 4), numbers(16)
     expected = table[tokens % 3]
-    with world.values.of_parts(Rows(table, tokens)):
+    with world.values.of_parts(PartialLookup(table, tokens)):
         with Allocations(table, tokens, whole, chunk, other) as allocations:
             dist.all_reduce(whole)
             dist.reduce_scatter_tensor(chunk, torch.zeros(32, 4))
@@ -216,7 +220,7 @@ def test_chunks_of_a_sequence_are_added_up(desc, policy, dtype, expected):
 def test_sums_of_the_local_members_alone(policy):
     world = start(policy=policy)  # rank 5 of 16
     total, most, gathered = numbers(4), numbers(4), torch.full((64,), 9.0)
-    with world.values.of_parts(Once()):
+    with world.values.of_parts(LocalVocabularySum()):
         dist.all_reduce(total)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.all_gather_into_tensor(gathered, numbers(4))
@@ -236,7 +240,7 @@ def test_virtual_ranks_send_what_they_are_sent(ways):
     experts, block, place = 16 // ways * 3, 3, 5 // ways
     counts = torch.arange(experts)
     got, tokens = torch.empty(16 * experts, dtype=torch.int64), torch.empty(16 * 4)
-    with world.values.of_parts(Blocks(experts, block, ways)):
+    with world.values.of_parts(BalancedExpertCounts(experts, block, ways)):
         dist.all_gather_into_tensor(got, counts)
         dist.all_gather_into_tensor(tokens, numbers(4))
     sent = counts.view(-1, block)  # to every rank's experts
@@ -248,7 +252,7 @@ def test_virtual_ranks_send_what_they_are_sent(ways):
     assert torch.equal(tokens, numbers(4).repeat(16)), "payloads stay mirrored"
     routes = torch.arange(5 * experts).view(5, experts) % 7 < 2
     maps = torch.empty(16 * 5, experts, dtype=torch.bool)
-    with world.values.of_parts(Blocks(experts, block, ways)):
+    with world.values.of_parts(BalancedExpertCounts(experts, block, ways)):
         dist.all_gather_into_tensor(maps, routes)
     for member, found in enumerate(maps.view(16, 5, experts)):
         assert torch.equal(found, routes.roll((place - member // ways) * block, -1))
@@ -661,25 +665,25 @@ def test_tally_counts_calls_and_message_sizes(world):
     dist.reduce_scatter_tensor(torch.zeros(10), torch.zeros(20), group=group)
     dist.barrier(group=group)
     assert world.tally.rows() == [
-        Row("TP", 2, "all_reduce", 3, 120),
-        Row("TP", 2, "all_gather", 1, 80),
-        Row("TP", 2, "reduce_scatter", 1, 80),
-        Row("TP", 2, "barrier", 1, 0),
+        TrafficRow("TP", 2, "all_reduce", 3, 120),
+        TrafficRow("TP", 2, "all_gather", 1, 80),
+        TrafficRow("TP", 2, "reduce_scatter", 1, 80),
+        TrafficRow("TP", 2, "barrier", 1, 0),
     ]
     assert group.sequence == 6
 
 
 def test_tally_differences():
-    tally = Tally()
+    tally = TrafficCounter()
     tally.add("A", 2, "all_reduce", 8)
     earlier = tally.copy()
     tally.add("A", 2, "all_reduce", 8)
     tally.add("B", 4, "barrier", 0)
     assert tally.since(earlier).rows() == [
-        Row("A", 2, "all_reduce", 1, 8),
-        Row("B", 4, "barrier", 1, 0),
+        TrafficRow("A", 2, "all_reduce", 1, 8),
+        TrafficRow("B", 4, "barrier", 1, 0),
     ]
-    assert earlier.rows() == [Row("A", 2, "all_reduce", 1, 8)], "a copy is independent"
+    assert earlier.rows() == [TrafficRow("A", 2, "all_reduce", 1, 8)], "a copy is independent"
     assert tally.since(tally.copy()).rows() == []
 
 
@@ -690,7 +694,7 @@ def test_tally_differences():
     st.randoms(use_true_random=False),
 )
 def test_tally_does_not_depend_on_the_order(calls, random):
-    one, other = Tally(), Tally()
+    one, other = TrafficCounter(), TrafficCounter()
     for call in calls:
         one.add(*call)
     random.shuffle(calls)

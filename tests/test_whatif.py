@@ -18,10 +18,10 @@ from megatron_prism.core.program_text import dump, parse
 from megatron_prism.core.world import World
 from megatron_prism.graph import world_graph as graph
 from megatron_prism.replay import network, timeline, whatif
-from megatron_prism.replay.costs import price
+from megatron_prism.replay.costs import price_ops
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.replay.dependencies import COMPUTE, MEET
-from megatron_prism.replay.whatif import data_parallel
+from megatron_prism.replay.whatif import with_data_parallel
 
 SEEDS = st.integers(0, 2**32)
 
@@ -40,13 +40,13 @@ def test_a_slow_rank_is_as_if_its_segments_were_longer(seed, factor, data):
         for op in programs.of(rank)
     ]
     naive = Simulation(with_rank(programs, rank, ops))
-    slow = graph.build(whatif.slow(programs, [rank], factor))
-    priced = whatif.slowed(slow, prices_of(slow))
+    slow = graph.build(whatif.with_slow_ranks(programs, [rank], factor))
+    priced = whatif.slow_down_prices(slow, prices_of(slow))
     if naive.hangs:
         with pytest.raises(PrismError, match="hangs"):
-            timeline.replay(slow, priced)
+            timeline.build_timeline(slow, priced)
         return
-    made = timeline.replay(slow, priced)
+    made = timeline.build_timeline(slow, priced)
     device = np.isin(made.dag.kind, [COMPUTE, MEET])  # the host may go on after the last kernel
     assert made.node_end[device].max(initial=0) == max(naive.end.values(), default=0)
     for index, one in enumerate(slow.classes.representatives):
@@ -58,22 +58,22 @@ def test_a_slow_rank_is_as_if_its_segments_were_longer(seed, factor, data):
 def test_slow_ranks_split_the_world_as_far_as_they_must():
     world = World(64, tp=2, pp=4, cp=2, ep=4, etp=1)
     programs = healthy(world)
-    slow = whatif.slow(programs, [5], 2)
+    slow = whatif.with_slow_ranks(programs, [5], 2)
     classes = graph.build(slow).classes
     assert classes.ranks(int(classes.of[5])).tolist() == [5]
     assert len(graph.build(programs).classes) < len(classes) < world.size
     assert "ranks 5 compute 2 times" in slow.source["what-if"]
     assert programs == healthy(world)  # nothing is changed in place
-    everyone = whatif.slow(programs, range(world.size), 2)
+    everyone = whatif.with_slow_ranks(programs, range(world.size), 2)
     assert len(graph.build(everyone).classes) == len(graph.build(programs).classes)
 
 
 def test_twice_slow_is_the_product_and_says_so():
     text = "prism-program 1\nworld size=2\nprogram rank=0 ranks=0-1\n- compute ns=7"
-    programs = whatif.slow(whatif.slow(parse(text), [1], "3/2"), [1], 2)
+    programs = whatif.with_slow_ranks(whatif.with_slow_ranks(parse(text), [1], "3/2"), [1], 2)
     assert parse(dump(programs)) == programs  # the text says it too
     world_graph = graph.build(programs)
-    priced = whatif.slowed(world_graph, price(world_graph, machine("h200")))
+    priced = whatif.slow_down_prices(world_graph, price_ops(world_graph, machine("h200")))
     assert [int(ns[0]) for ns in priced.compute] == [7, 21]
     labels = [priced.sources[source[0]] for source in priced.compute_source]
     assert labels[0].startswith("measured")
@@ -81,7 +81,7 @@ def test_twice_slow_is_the_product_and_says_so():
 
 
 def test_a_mark_says_nothing_but_its_note():
-    made = whatif.slow(random_programs(3), [0], 2)
+    made = whatif.with_slow_ranks(random_programs(3), [0], 2)
     (line,) = [line for line in dump(made).splitlines() if re.match(r"\S+ +mark ", line)]
     assert set(re.findall(r"(\w+)=", line)) == {"note"}
 
@@ -89,23 +89,25 @@ def test_a_mark_says_nothing_but_its_note():
 @pytest.mark.parametrize("factor", [0, -1, "fast", "1/0", float("nan"), float("inf")])
 def test_what_is_no_factor_is_refused(factor):
     with pytest.raises(UsageError, match="is no factor"):
-        whatif.slow(healthy(WORLDS[1]), [0], factor)
+        whatif.with_slow_ranks(healthy(WORLDS[1]), [0], factor)
 
 
 def test_a_rank_that_does_not_exist_is_refused():
     with pytest.raises(WorldError, match="rank 8 is outside"):
-        whatif.slow(healthy(WORLDS[1]), [8], 2)
+        whatif.with_slow_ranks(healthy(WORLDS[1]), [8], 2)
 
 
 def test_a_fault_of_one_rank():
     """Rank 5 never ends its first segment: its own groups wait for it first of all."""
-    programs = whatif.apart(healthy(WORLDS[2]), [5])
+    programs = whatif.with_own_classes(healthy(WORLDS[2]), [5])
     world_graph = graph.build(programs)
     index = int(world_graph.classes.of[5])
     first = next(i for i, op in enumerate(programs.of(5)) if op.name == "compute")
     joined = timeline.build(world_graph, 1)
     durations = timeline.durations_of(joined, prices_of(world_graph))
-    outcome = network.simulate(joined, durations, faults=network.Faults(stuck=((index, first),)))
+    outcome = network.simulate_network(
+        joined, durations, faults=network.NetworkFaults(stuck=((index, first),))
+    )
     assert outcome.hangs
     waits = [one for one in outcome.blocked if index in one.missing]
     assert {world_graph.program_list[c][o].group
@@ -136,8 +138,8 @@ program rank=0 ranks=0-3
 )
 def test_calls_twice_as_fast(name, group, total):
     world_graph = graph.build(parse(CALLS))
-    fast = whatif.faster(world_graph, prices_of(world_graph), 2, name, group)
-    assert timeline.replay(world_graph, fast, 1).iteration_ns == total
+    fast = whatif.scale_prices(world_graph, prices_of(world_graph), 2, name, group)
+    assert timeline.build_timeline(world_graph, fast, 1).iteration_ns == total
     changed = fast.meeting_source > 0
     assert changed.any()
     assert fast.sources[1] == "assumed: 2 x as fast, of test"
@@ -146,7 +148,7 @@ def test_calls_twice_as_fast(name, group, total):
 def test_calls_that_do_not_exist_are_refused_with_those_that_do():
     world_graph = graph.build(parse(CALLS))
     with pytest.raises(UsageError, match="no all_reduce in EMBEDDING_GROUP") as raised:
-        whatif.faster(world_graph, prices_of(world_graph), 2, "all_reduce", "EMBEDDING_GROUP")
+        whatif.scale_prices(world_graph, prices_of(world_graph), 2, "all_reduce", "EMBEDDING_GROUP")
     assert "DATA_PARALLEL_GROUP" in raised.value.fix
 
 
@@ -165,12 +167,12 @@ def test_another_machine():
     - compute ns=5000
     """
     world_graph = graph.build(parse(text))
-    found = whatif.moved(world_graph, here, there)
+    found = whatif.move_prices(world_graph, here, there)
     assert found.compute[0][0] == pytest.approx(40_000_000, rel=1e-6)
     assert found.compute[0][1] == pytest.approx(30e6 * here.memory_rate / 1e12, rel=1e-6)
     assert found.compute[0][2] == 5000
     assert "scaled from" in found.sources[found.compute_source[0][0]]
-    same = whatif.moved(world_graph, here, here)
+    same = whatif.move_prices(world_graph, here, here)
     assert same.compute[0].tolist() == [20_000_000, 30_000_000, 5000]
 
 
@@ -179,7 +181,7 @@ def test_another_machine():
 def test_a_scaled_world_is_the_world_built_at_that_size(dp):
     world = World(16, tp=2, pp=2, cp=2)
     bigger = dataclasses.replace(world, size=8 * dp)
-    made, built = data_parallel(healthy(world), dp), healthy(bigger)
+    made, built = with_data_parallel(healthy(world), dp), healthy(bigger)
     assert made.world == bigger
     assert all(list(made.of(r)) == list(built.of(r)) for r in range(0, bigger.size, 7))
     assert graph.build(made).check() == []
@@ -213,17 +215,17 @@ def buckets(ranks):
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_buckets_are_those_that_megatron_makes(before, after):
-    made = data_parallel(buckets(before), after // 2)
+    made = with_data_parallel(buckets(before), after // 2)
     assert list(made.of(0)) == list(buckets(after).of(0))
     assert "too large" not in made.source["what-if"]
 
 
 def test_what_is_not_certain_is_said():
-    fewer = data_parallel(buckets(6), 1).source["what-if"]
+    fewer = with_data_parallel(buckets(6), 1).source["what-if"]
     assert "size 1 instead of 3" in fewer
     assert "up to their padding too large" in fewer
-    assert "boundaries of buckets" in data_parallel(buckets(16), 24).source["what-if"]
-    assert "boundaries" not in data_parallel(buckets(2), 4).source["what-if"]
+    assert "boundaries of buckets" in with_data_parallel(buckets(16), 24).source["what-if"]
+    assert "boundaries" not in with_data_parallel(buckets(2), 4).source["what-if"]
 
 
 def test_messages_through_the_default_group_reach_the_same_stage():
@@ -236,7 +238,7 @@ def test_messages_through_the_default_group_reach_the_same_stage():
             Program.from_ops(4, [Op("recv", "default_pg", "bf16", num_out=8, peer=-(size // 2))]),
         ]
 
-    made = data_parallel(Programs(world, tuple(at(8)), [0] * 4 + [1] * 4), 5)
+    made = with_data_parallel(Programs(world, tuple(at(8)), [0] * 4 + [1] * 4), 5)
     assert [op.peer for program in made.programs for op in program] == [10, -10]
     assert graph.build(made).check() == []
 
@@ -244,25 +246,25 @@ def test_messages_through_the_default_group_reach_the_same_stage():
 def test_scaling_refuses_what_it_cannot_know():
     programs = healthy(World(16, tp=2, pp=2, cp=2))
     with pytest.raises(ProgramError, match="ranks 1 and 5 differ in nothing but the replica"):
-        data_parallel(whatif.slow(programs, [5], 2), 4)
+        with_data_parallel(whatif.with_slow_ranks(programs, [5], 2), 4)
     with pytest.raises(UsageError, match="size of 0"):
-        data_parallel(programs, 0)
+        with_data_parallel(programs, 0)
     with pytest.raises(ProgramError, match="lists of ranks"):
-        data_parallel(dataclasses.replace(programs, groups={"A": ((0, 1),)}), 4)
+        with_data_parallel(dataclasses.replace(programs, groups={"A": ((0, 1),)}), 4)
     with pytest.raises(WorldError, match="does not divide"):
-        data_parallel(healthy(World(16, tp=2, ep=4, etp=2)), 1)
+        with_data_parallel(healthy(World(16, tp=2, ep=4, etp=2)), 1)
     for op, says in (
         (Op("all_to_all", "DATA_PARALLEL_GROUP", "bf16", 8, 8), "is not known"),
         (Op("send", "DATA_PARALLEL_GROUP", "bf16", num_in=8, peer=1), "changes its size"),
     ):
         one = Programs(World(4), (Program.from_ops(0, [op]),), np.zeros(4))
         with pytest.raises(ProgramError, match=says):
-            data_parallel(one, 8)
-    assert data_parallel(programs, 2) is programs
+            with_data_parallel(one, 8)
+    assert with_data_parallel(programs, 2) is programs
 
 
 @pytest.mark.parametrize("factor", ["1e400", 1e300, "1000001", "0", "-1", "nan"])
 def test_factors_that_nobody_means_are_refused(factor):
     with pytest.raises(UsageError, match="is no factor"):
-        whatif.fraction(factor)
-    assert whatif.fraction("1e6") == 10**6
+        whatif.parse_factor(factor)
+    assert whatif.parse_factor("1e6") == 10**6

@@ -14,11 +14,11 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict import Sampler, campaign
-from megatron_prism.predict.campaign import Plan
+from megatron_prism.predict.campaign import Campaign
 from megatron_prism.predict.variability import Variability
 
 S = 1e9
-PLAN = Plan(1000, mtbf=3600 * S, interval=600 * S, checkpoint=30 * S, restart=120 * S)
+PLAN = Campaign(1000, mtbf=3600 * S, interval=600 * S, checkpoint=30 * S, restart=120 * S)
 
 
 def sampler(ns=1_000_000_000, size=1):
@@ -49,7 +49,7 @@ def test_draws_have_the_mean_of_the_closed_form(plan):
 def test_a_stretch_has_the_distribution_of_a_simulation_step_by_step():
     """One stretch, played failure by failure; a two-sample Kolmogorov-Smirnov at 1 %."""
     rng = np.random.default_rng(1)
-    plan = Plan(1, mtbf=500 * S, restart=100 * S)
+    plan = Campaign(1, mtbf=500 * S, restart=100 * S)
 
     def get_through(length):
         spent = 0.0
@@ -83,7 +83,7 @@ def test_chances_against_the_normal():
     n, sigma = 10_000, 0.1
     mean = math.exp(sigma**2 / 2)
     deadline = n * mean * S * (1 + 1e-3)
-    found = campaign.predict_run(sampler(), spread(step=sigma), Plan(n, deadline=deadline))
+    found = campaign.predict_run(sampler(), spread(step=sigma), Campaign(n, deadline=deadline))
     assert found.iteration == pytest.approx(mean * S, rel=0.01)
     assert found.failures == 0
     assert found.interval is None
@@ -93,8 +93,8 @@ def test_chances_against_the_normal():
 
 
 def test_clusters_do_not_average_out():
-    wide = campaign.predict_run(sampler(), spread(gpu=0.1), Plan(100_000))
-    narrow = campaign.predict_run(sampler(), spread(step=0.1), Plan(100_000))
+    wide = campaign.predict_run(sampler(), spread(gpu=0.1), Campaign(100_000))
+    narrow = campaign.predict_run(sampler(), spread(step=0.1), Campaign(100_000))
 
     def width(found):
         levels = dict(found.quantiles)

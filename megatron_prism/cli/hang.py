@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.recipe import Recipe
     from megatron_prism.hang.dumps import DumpSet
     from megatron_prism.hang.fault_plan import Fault
-    from megatron_prism.hang.fault_planting import Planted
+    from megatron_prism.hang.fault_planting import PlantedFaults
     from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["hang"]
@@ -115,7 +115,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     if overrides and "recipe" not in settings:
         raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
     dumps = read(args.dumps)
-    found = judge.of_dumps(dumps)
+    found = judge.diagnose_dumps(dumps)
     if not settings:
         return found
     with tempfile.TemporaryDirectory() as place:
@@ -171,7 +171,7 @@ def _job(recipe: Recipe | None, path: str | None, place: Path) -> Programs:
     return recipe_job.capture(recipe, place, console=console(stderr=True), keep=False)
 
 
-def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, Planted | None]:
+def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | None]:
     """(verdict, what was planted or None)."""
     from megatron_prism.core.slices import open_programs
     from megatron_prism.hang.diagnose import diagnose, diagnose_faults

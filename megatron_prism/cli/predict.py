@@ -67,7 +67,7 @@ def refuse_unused(settings: dict[str, Any], against: bool) -> None:
 
 def plan(settings: dict[str, Any]) -> Any:
     """The run that was asked for, if one was."""
-    from megatron_prism.predict.campaign import Plan
+    from megatron_prism.predict.campaign import Campaign
 
     given = {key: settings[key] for key in _RUN if settings.get(key) is not None}
     if not given:
@@ -75,7 +75,7 @@ def plan(settings: dict[str, Any]) -> Any:
     if "iterations" not in given:
         raise UsageError(f"{', '.join(given)} of how many iterations?", fix="iterations=500000")
     interval = given.get("checkpoint")
-    return Plan(
+    return Campaign(
         given["iterations"],
         given.get("deadline"),
         given.get("mtbf"),

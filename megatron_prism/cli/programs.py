@@ -171,7 +171,7 @@ def check(args: argparse.Namespace) -> int:
     made = graph.build(open_programs(Path(args.programs)))
     found = made.check()
     # calls that match may still wait in a circle
-    circle = None if found else from_programs.of_graph(made)
+    circle = None if found else from_programs.diagnose_graph(made)
     if circle is not None and circle.verdict == "healthy":
         circle = None
     if args.json:

@@ -51,7 +51,7 @@ Call = Callable[[], object]
 Phases = tuple[float, float, float, float]  # ns, as ``_on_host`` has them
 
 
-class Round(NamedTuple):
+class OverlapRound(NamedTuple):
     """ns of a call and of computing, one behind the other and side by side; for how long both
     ran; whether computing outlasted the call."""
 
@@ -192,17 +192,17 @@ class _Phases:
         return marks
 
 
-def _read(marks: list[list[torch.cuda.Event]]) -> Round:
+def _read(marks: list[list[torch.cuda.Event]]) -> OverlapRound:
     behind, beside = marks
     call, compute, call_beside, compute_beside = (
         phase[i].elapsed_time(phase[i + 1]) * 1e6 for phase in marks for i in (0, 2)
     )
     both = beside[2].elapsed_time(beside[1]) * 1e6
     covered = beside[1].elapsed_time(beside[3]) >= 0
-    return Round(call, compute, call_beside, compute_beside, both, covered)
+    return OverlapRound(call, compute, call_beside, compute_beside, both, covered)
 
 
-def _call_first(rounds: list[Round]) -> list[tuple[float, float]]:
+def _call_first(rounds: list[OverlapRound]) -> list[tuple[float, float]]:
     """Factors of the rounds that count: what each lost, in times of how long both ran."""
     found = []
     for one in rounds:

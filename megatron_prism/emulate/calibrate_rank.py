@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
     from megatron_prism.runtime.devices.signatures import Group
 
-__all__ = ["Behind", "middle"]
+__all__ = ["CallTimer", "middle"]
 
 
 ONE_WAY = ("broadcast", "send")
@@ -43,7 +43,7 @@ Call = Callable[[], object]
 Mark = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-class Behind:
+class CallTimer:
     """Measures on this process's GPU."""
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class _Bench:
 
     def samples_ns(self) -> Callable[[str, Call, int, Group], list[int]]:
         """Measures (a collective, its call, how often, among which group): ns of each."""
-        return Behind() if self.cuda else lambda _, call, count, __: in_a_row(call, count)
+        return CallTimer() if self.cuda else lambda _, call, count, __: in_a_row(call, count)
 
 
 def _tensors(bench: _Bench, n: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

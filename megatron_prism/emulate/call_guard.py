@@ -20,24 +20,24 @@ from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.emulate.fault_injector import Injector
 from megatron_prism.emulate.options import HangOptions
-from megatron_prism.hang.fault_plan import Call, Fault
+from megatron_prism.hang.fault_plan import CallLabel, Fault
 from megatron_prism.runtime.call_check import (
-    Neighbours,
-    Rendezvous,
+    CallCheck,
+    LocalCallCheck,
     frames,
     gloo_does,
     nccl_lets_through,
 )
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.recorder.fields import details
-from megatron_prism.runtime.recorder.owners import Sites
+from megatron_prism.runtime.recorder.owners import CallSites
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program
-    from megatron_prism.graph.stall import Standstill
-    from megatron_prism.hang.fault_planting import Hit
+    from megatron_prism.graph.stall import StalledJob
+    from megatron_prism.hang.fault_planting import FaultedCall
 
-__all__ = ["Guard", "ProgramPeers", "make_guard"]
+__all__ = ["CallGuard", "ProgramPeers", "make_guard"]
 
 
 _MOST = 8_000_000  # ops of all ranks that are run to a standstill before the job
@@ -122,7 +122,7 @@ class ProgramPeers:
         return peer, self._known[key]
 
 
-class Strict:
+class ExpectedCalls:
     """Healthy peers, and those of the plan with the call at which its world stands still.
 
     faults : those of virtual ranks;  iteration : in which they happen (None: the first checked);
@@ -148,8 +148,8 @@ class Strict:
                              "programs are planted once", fix="the same iter= for all")  # fmt: skip
         self.iteration = min(numbers, default=None)
         self.never: dict[tuple[str, str, int, int], int] = {}
-        self.state: Standstill | None = None
-        self.hits: tuple[Hit, ...] = ()  # what faults of virtual ranks hit
+        self.state: StalledJob | None = None
+        self.hits: tuple[FaultedCall, ...] = ()  # what faults of virtual ranks hit
         if faults:
             self._plant(programs, seed, dry)
 
@@ -165,7 +165,7 @@ class Strict:
         lengths = [len(program) for program in self.planted.programs.programs]
         if sum(lengths[i] for i in self.planted.programs.program_of) > _MOST:
             return
-        state = stall.run(self.planted.programs, self.planted.faults)
+        state = stall.run_until_stalled(self.planted.programs, self.planted.faults)
         if state.finished:
             return
         self.state = state
@@ -187,7 +187,7 @@ class Strict:
         if key in self.never and self.state is not None:
             from megatron_prism.hang import from_programs
 
-            found = from_programs.of_standstill(self.state, self.healthy.programs)
+            found = from_programs.diagnose_stall(self.state, self.healthy.programs)
             raise HangError(f"nobody can go on: rank {self.rank} stands in the first call that "
                             f"never ends\n{found}")  # fmt: skip
 
@@ -200,7 +200,7 @@ def disagreement(
 
     own : what this rank's derived program has there; without it nobody is named
     """
-    from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
+    from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
     from megatron_prism.runtime.call_check import differences
 
     here = f"{call.name} #{number + 1} of {call.group}"
@@ -218,7 +218,7 @@ def disagreement(
         evidence.append("the derived program of this rank "
                         + ("calls otherwise" if mine else "calls the same"))  # fmt: skip
         odd = [rank] if mine else [peer] if peer is not None else []
-    culprits = tuple(Blamed(r, kind, found[0] if found else kind) for r in odd)
+    culprits = tuple(Culprit(r, kind, found[0] if found else kind) for r in odd)
     victims = tuple(Waiting(r, (), call.name, call.group, number + 1)
                     for r in (rank, peer) if r is not None and r not in odd)  # fmt: skip
     verdict = Diagnosis("mismatch", culprits, victims, call.group, call.name, number + 1,
@@ -236,15 +236,15 @@ def _text(op: Op) -> str:
 _LIBRARY = {"nccl": "NCCL", "gloo": "gloo"}
 
 
-def make_guard(options: Any, tier: Any, store: Any, monitor: Any) -> Guard:
+def make_guard(options: Any, tier: Any, store: Any, monitor: Any) -> CallGuard:
     """The guard that ``options.hang`` asks for; prints what is wrong on purpose."""
-    guard = Guard(options, options.hang, tier, store)
+    guard = CallGuard(options, options.hang, tier, store)
     guard.steps = lambda: monitor.iterations
     sys.stderr.write(guard.banner())
     return guard
 
 
-class Guard(CallListener, TrainingListener):
+class CallGuard(CallListener, TrainingListener):
     """Makes the calls of one rank, and follows in which train step and phase they are made."""
 
     hands_on = True
@@ -260,18 +260,19 @@ class Guard(CallListener, TrainingListener):
         self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
         self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the monitor has them
         self.strict = None
-        self.rendezvous: Rendezvous | None = None
+        self.rendezvous: CallCheck | None = None
         if asked.strict and asked.programs is not None:
-            self.strict = Strict(asked.programs, options.world, self.rank, virtual, asked.seed,
-                                 asked.dry_run)  # fmt: skip
-            self.rendezvous = Rendezvous(self.strict.healthy, self._fail)
+            self.strict = ExpectedCalls(
+                asked.programs, options.world, self.rank, virtual, asked.seed, asked.dry_run
+            )
+            self.rendezvous = CallCheck(self.strict.healthy, self._fail)
         self.neighbours = None
         if asked.strict and store is not None:
-            self.neighbours = Neighbours(store, self.rank, self._fail)
+            self.neighbours = LocalCallCheck(store, self.rank, self._fail)
         self.iteration, self._inside, self._own_faults = 0, False, bool(mine)
         self._skip = False  # whether the next iteration is not a steady one
         self._labels: dict[str, Any] = {}
-        self._sites = Sites()
+        self._sites = CallSites()
         self._checked_faulty = False
         self._other: list[str] = []  # that the programs are of other arguments
         self._compared = 0  # calls, with the programs of the world
@@ -426,9 +427,9 @@ class Guard(CallListener, TrainingListener):
         name, call = op, self._call(op, group.desc, site)
         return self.injector.record(group, op, make, answer, args, kwargs, call)
 
-    def _call(self, op: str, group: str, site: str) -> Call:
+    def _call(self, op: str, group: str, site: str) -> CallLabel:
         labels = self._labels
-        return Call(op, group, self.iteration, labels.get("microbatch", -1),
+        return CallLabel(op, group, self.iteration, labels.get("microbatch", -1),
                     labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
 
     def _through(

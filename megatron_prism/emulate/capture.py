@@ -182,7 +182,7 @@ class StockCapture(TrainingListener):
         self._check_others(options.force)
         self.program: Program | None = None
         self.num_iterations = 0  # that the slice is the median of
-        self.links: nvlink_keepalive.Links | None = None  # of a GPU
+        self.links: nvlink_keepalive.KeepAlive | None = None  # of a GPU
         self._recorder: Any = None
         self._monitor, self._pace = monitor, pace
         self.changes = ProcessChanges()  # while something is recorded
@@ -277,7 +277,7 @@ class StockCapture(TrainingListener):
         else:
             self._recorder = Recorder(self.rank, self.tier.name, self.tier.live)
         if self.tier.name == "cuda" and pacer is None:  # pacing has its own
-            self.links = nvlink_keepalive.awake(
+            self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
         events.report_to(self._recorder, self.changes)

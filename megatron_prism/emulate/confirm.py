@@ -20,7 +20,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate import recipe_job
-from megatron_prism.emulate.call_guard import Guard
+from megatron_prism.emulate.call_guard import CallGuard
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.runtime.call_check import frames
 from megatron_prism.runtime.recorder.fields import details
@@ -28,7 +28,7 @@ from megatron_prism.runtime.recorder.fields import details
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
     from megatron_prism.emulate.signatures import Summary
-    from megatron_prism.hang.alignment import Placed
+    from megatron_prism.hang.alignment import Confirmation
     from megatron_prism.hang.dumps import DumpSet, Entry
     from megatron_prism.hang.verdict import Diagnosis
     from megatron_prism.runtime.devices import Tier
@@ -50,7 +50,7 @@ class Watch:
     call: int
 
 
-class Witness(Guard):
+class Witness(CallGuard):
     """Follows calls as a Guard does; ``said`` is what it has seen."""
 
     def __init__(self, world: World, rank: int, tier: Tier, watch: Watch) -> None:
@@ -98,7 +98,7 @@ def confirm(
     path: Path,
     dumps: DumpSet,
     verdict: Diagnosis,
-    placed: Placed,
+    placed: Confirmation,
     console: Console,
 ) -> Trial:
     """Run the culprits for real.  ``path``: where ``programs`` are, for the workers."""

@@ -23,16 +23,16 @@ import torch
 from megatron_prism.core.errors import NotTrainedError, UsageError
 from megatron_prism.core.files import whole_file
 from megatron_prism.memory import nccl_buffers
-from megatron_prism.memory.nccl_buffers import Calibration, Communicator
+from megatron_prism.memory.nccl_buffers import BufferCalibration, Communicator
 from megatron_prism.runtime.listeners import TrainingListener
-from megatron_prism.runtime.recorder.owners import Sites
-from megatron_prism.runtime.world import Tally
+from megatron_prism.runtime.recorder.owners import CallSites
+from megatron_prism.runtime.world import TrafficCounter
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.options import Options
 
-__all__ = ["Ballast", "MemoryWatch", "connected_by", "explain", "watch_from_options", "weigh"]
+__all__ = ["NcclReserve", "MemoryWatch", "connected_by", "explain", "watch_from_options", "weigh"]
 
 
 def take_device_memory(num_bytes: int) -> None:
@@ -49,7 +49,7 @@ def take_device_memory(num_bytes: int) -> None:
         raise RuntimeError(f"cuMemAlloc of {num_bytes:,} B of ballast: driver error {status}")
 
 
-class Ballast(Tally):
+class NcclReserve(TrafficCounter):
     """A tally that takes memory as communicators would.
 
     take : called with bytes to hold; raises torch.OutOfMemoryError
@@ -57,13 +57,13 @@ class Ballast(Tally):
     """
 
     def __init__(
-        self, calibration: Calibration, take: Callable[[int], None] = take_device_memory
+        self, calibration: BufferCalibration, take: Callable[[int], None] = take_device_memory
     ) -> None:
         super().__init__()
         self.held = 0
         self._calibration, self._take = calibration, take
         self._seen: set[tuple[str, str, bool, int, bool]] = set()
-        self._used = nccl_buffers.Used()
+        self._used = nccl_buffers.ConnectedCommunicators()
 
     def add(self, group: str, group_size: int, op: str, num_bytes: int, distance: int = 0) -> None:
         """Count a call, and take what it connects."""
@@ -90,9 +90,9 @@ class Ballast(Tally):
             self.held += more
 
 
-def connected_by(tally: Tally) -> tuple[Communicator, ...]:
+def connected_by(tally: TrafficCounter) -> tuple[Communicator, ...]:
     """The communicators that the calls of a job have connected, as ``tally`` saw them."""
-    used = nccl_buffers.Used()
+    used = nccl_buffers.ConnectedCommunicators()
     for group, size, op, num_bytes in tally.sizes():
         if op not in ("send", "recv") and not group.endswith(nccl_buffers.ON_HOST):
             used.add(group, size, op, num_bytes)
@@ -101,7 +101,7 @@ def connected_by(tally: Tally) -> tuple[Communicator, ...]:
     return used.all()
 
 
-def reserve_from_options(options: Options) -> Ballast | None:
+def reserve_from_options(options: Options) -> NcclReserve | None:
     """The ballast that ``options`` ask for.  UsageError where it would say nothing."""
     if options.ballast is None:
         return None
@@ -121,7 +121,7 @@ def reserve_from_options(options: Options) -> Ballast | None:
             f"the calibration {options.ballast} has no communicators, so there is nothing to hold",
             fix="measure them: python benchmarks/device_memory.py -o FILE.json",
         )
-    return Ballast(calibration)
+    return NcclReserve(calibration)
 
 
 class _Complete(Exception):
@@ -268,7 +268,7 @@ def explain(
 
 def _site(trace: TracebackType | None) -> str:
     """The innermost line of Megatron or TE that the error came through."""
-    sites, found = Sites(), ""
+    sites, found = CallSites(), ""
     while trace is not None:
         found = sites.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno) or found
         trace = trace.tb_next

@@ -25,15 +25,15 @@ from torch import distributed as dist
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import Op
-from megatron_prism.hang.fault_plan import FIX, VALUES, Call, Fault, Finder, truth_line
+from megatron_prism.hang.fault_plan import FIX, VALUES, CallLabel, Fault, FaultMatcher, truth_line
 from megatron_prism.runtime.call_check import nccl_lets_through
-from megatron_prism.runtime.process_group import Done, arguments
+from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.fields import details
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from megatron_prism.emulate.signatures import Chunk
+    from megatron_prism.emulate.signatures import ModelChunk
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
@@ -184,11 +184,11 @@ class Injector:
         for fault in faults:
             self._possible(fault)
         of_tensors = [f for f in faults if f.params.get("tensor") in ("loss", "act")]
-        self._tensors = [Finder(f) for f in of_tensors]
+        self._tensors = [FaultMatcher(f) for f in of_tensors]
         calls = [f for f in faults if f not in of_tensors and f.kind not in ("slow", "env")]
-        self.finders = [(Finder(f), Finder(_partner(f)) if f.kind == "swap" else None)
+        self.finders = [(FaultMatcher(f), FaultMatcher(_partner(f)) if f.kind == "swap" else None)
                         for f in calls]  # fmt: skip
-        self._slow = [Finder(f) for f in faults if f.kind == "slow"]
+        self._slow = [FaultMatcher(f) for f in faults if f.kind == "slow"]
         self.faults = tuple(faults)
         for fault in faults:
             if fault.kind == "env":
@@ -210,13 +210,15 @@ class Injector:
 
     def _environment(self, fault: Fault) -> None:
         for name, value in fault.params.items():
-            self._say(fault, Call(f"{name}={value}", ""), 0)
+            self._say(fault, CallLabel(f"{name}={value}", ""), 0)
             if not self.dry:
                 os.environ[name] = value
 
     # -- what the guard says ----------------------------------------------------------------------
     def begin(
-        self, model: Chunk | list[Chunk] | tuple[Chunk, ...] | None, labels: Callable[[], Call]
+        self,
+        model: ModelChunk | list[ModelChunk] | tuple[ModelChunk, ...] | None,
+        labels: Callable[[], CallLabel],
     ) -> None:
         """A train step starts.  ``labels``: where the rank is, while its model runs."""
         self.steps += 1
@@ -226,9 +228,11 @@ class Injector:
             self._watch(model, labels)
 
     def _watch(
-        self, model: Chunk | list[Chunk] | tuple[Chunk, ...], labels: Callable[[], Call]
+        self,
+        model: ModelChunk | list[ModelChunk] | tuple[ModelChunk, ...],
+        labels: Callable[[], CallLabel],
     ) -> None:
-        chunks: list[Chunk] = list(model) if isinstance(model, (list, tuple)) else [model]
+        chunks: list[ModelChunk] = list(model) if isinstance(model, (list, tuple)) else [model]
         for finder in self._tensors:
             chosen = chunks
             if finder.fault.params["tensor"] == "loss":
@@ -238,7 +242,10 @@ class Injector:
                                      fix="a rank of the last stage, or tensor=act")  # fmt: skip
 
             def spoil(
-                module: torch.nn.Module, inputs: object, output: object, finder: Finder = finder
+                module: torch.nn.Module,
+                inputs: object,
+                output: object,
+                finder: FaultMatcher = finder,
             ) -> None:
                 call = labels()
                 if finder.hit(call):
@@ -253,7 +260,7 @@ class Injector:
 
     def record(
         self, group: PrismGroup, op: str, make: Make, answer: Answer, args: Args, kwargs: Kwargs,
-        call: Call,
+        call: CallLabel,
     ) -> dist.Work | None:  # fmt: skip
         """Make the call, or what the plan makes of it."""
         pair = op in ("send", "recv")
@@ -274,7 +281,7 @@ class Injector:
         finally:
             self._since = time.perf_counter()
 
-    def _hit(self, finder: Finder, partner: Finder | None, call: Call) -> bool:
+    def _hit(self, finder: FaultMatcher, partner: FaultMatcher | None, call: CallLabel) -> bool:
         fault = finder.fault
         if self.live is not None and fault.kind == "oom" and "at_bytes" in fault.params:
             return self.live.now > (fault.number("at_bytes") or 0) and not self.fired[str(fault)]
@@ -283,7 +290,7 @@ class Injector:
         other = partner is not None and partner.hit(call)
         return finder.hit(call) or other
 
-    def _stretch(self, call: Call) -> None:
+    def _stretch(self, call: CallLabel) -> None:
         """Slow: what was computed since the last call takes ``factor`` times as long."""
         for finder in self._slow:
             if finder.matches(call):
@@ -294,7 +301,9 @@ class Injector:
                     took = time.perf_counter() - self._since
                     time.sleep(took * (finder.fault.factor("factor", 2) - 1))
 
-    def _say(self, fault: Fault, call: Call, seq: int, group: PrismGroup | None = None) -> None:
+    def _say(
+        self, fault: Fault, call: CallLabel, seq: int, group: PrismGroup | None = None
+    ) -> None:
         self.fired[str(fault)] += 1
         if self.fired[str(fault)] > 1:
             return
@@ -348,7 +357,7 @@ class Injector:
                 group.desc
             )
         if kind in _LOST:
-            return Done(outs)
+            return CompletedWork(outs)
         if kind == "swap":
             return self._swap(fault, group, call, args, kwargs, outs)
         if kind in ("shape", "dtype"):
@@ -395,7 +404,7 @@ class Injector:
         held = self._held.pop(str(fault), None)
         if held is None:
             self._held[str(fault)] = (call, group, args, kwargs)
-            return Done(outs)
+            return CompletedWork(outs)
         done = call(group, *args, **kwargs)
         first, its_group, its_args, its_kwargs = held
         first(its_group, *its_args, **its_kwargs)
@@ -423,7 +432,7 @@ def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
     return Op(op, group.desc, fields.get("dtype", ""), fields["num_in"], fields["num_out"])
 
 
-def _last(chunk: Chunk) -> bool:
+def _last(chunk: ModelChunk) -> bool:
     """Whether the model chunk ends in a loss."""
     found = [m.post_process for m in chunk.modules() if hasattr(m, "post_process")]
     return bool(found and found[0])

@@ -114,7 +114,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     from megatron_prism.emulate.patches import moe, without_cuda
 
     run = build_run(options, session)
-    context = patch.Context(
+    context = patch.PatchContext(
         start=lambda: start_world(run, session),
         proof=run.monitor,
         meta=run.tier.name == "meta",
@@ -173,7 +173,7 @@ def _add_listeners(run: Run, session: Session) -> None:
     options, monitor = run.options, run.monitor
     if run.pace is not None:
         run.training += (run.pace,)
-    guards: tuple[call_guard.Guard, ...] = ()
+    guards: tuple[call_guard.CallGuard, ...] = ()
     if options.hang is not None:
         made = call_guard.make_guard(options, run.tier, run.store, monitor)
         guards = (made,)
@@ -214,7 +214,7 @@ def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
 
 def _recording(options: flags.Options) -> Any:
     """The recorder or replayer that ``options`` ask for, or None."""
-    from megatron_prism.runtime.control_values import Recorder, Replayer
+    from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
 
     policy, _, path = options.values.partition(":")
     if options.record is None and policy != "recorded":
@@ -225,7 +225,7 @@ def _recording(options: flags.Options) -> Any:
         )
     header = {"world": str(options.world)}
     if options.record is None:
-        return Replayer(Path(path), options.rank, header)
+        return ValueReplayer(Path(path), options.rank, header)
     if policy == "recorded" or len(options.ranks) < options.world.size:
         raise UsageError(
             f"--prism-record needs every rank of the world to be local, {len(options.ranks)} of "
@@ -233,7 +233,7 @@ def _recording(options: flags.Options) -> Any:
             fix=f"torchrun --nproc-per-node {options.world.size}, without --prism-values",
         )
     check_writable(options.record, "--prism-record PATH")
-    return Recorder(options.record, options.rank, header)
+    return ValueRecorder(options.record, options.rank, header)
 
 
 def _job_words(argv: Sequence[str]) -> list[str]:

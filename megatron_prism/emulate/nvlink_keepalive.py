@@ -19,14 +19,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Links", "awake"]
+__all__ = ["KeepAlive", "keep_awake"]
 
 PERIOD_S = 0.02  # well below the 50 ms after which a link falls asleep
 _LOOKS, _DENSE = 50, 35  # of the last second's looks so many found new calls: they never pause
 _BYTES = 1 << 18  # as that process beside it copied; 256 B may pass one of a GPU's 18 links only
 
 
-class Links:
+class KeepAlive:
     """Sends words to a neighbour and back from a thread of its own.
 
     how   : what keeps the links awake
@@ -83,7 +83,7 @@ class Links:
         )
 
 
-def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links:
+def keep_awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> KeepAlive:
     """Keep the links of CUDA device ``index`` as awake as calls do; never raises.
 
     Several local ranks do so by themselves.  Every visible GPU gets a context of this process,
@@ -91,16 +91,16 @@ def awake(index: int, calls: Callable[[], int], num_processes: int = 1) -> Links
     device gives 256 KiB that torch does not count.
     """
     if num_processes > 1:
-        return Links("calls between the local ranks")
+        return KeepAlive("calls between the local ranks")
     try:
         peer = _neighbour(index)
         if peer is None:
-            return Links(why="no other GPU of this host is visible")
-        return Links(
+            return KeepAlive(why="no other GPU of this host is visible")
+        return KeepAlive(
             f"words to GPU {peer} behind its calls", send=_sender(index, peer), calls=calls
         )
     except Exception as error:  # a rank whose links sleep is better than none
-        return Links(why=f"{type(error).__name__}: {error}")
+        return KeepAlive(why=f"{type(error).__name__}: {error}")
 
 
 def _neighbour(index: int) -> int | None:

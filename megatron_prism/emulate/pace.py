@@ -27,7 +27,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.emulate import nvlink_keepalive
 from megatron_prism.emulate.capture import source_of
 from megatron_prism.replay import whatif
-from megatron_prism.replay.answer_times import Releases, kept
+from megatron_prism.replay.answer_times import AnswerTimes, kept
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.host import call_ns
 from megatron_prism.replay.costs.machine import machines, named_in
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from megatron_prism.core.world import World
     from megatron_prism.emulate.options import Options
-    from megatron_prism.runtime.pacing.pacer import Call
+    from megatron_prism.runtime.pacing.pacer import PacedCall
 
 __all__ = ["CALIBRATION", "Pace", "capture_missing", "expected", "missing_ranks", "nccl_blocks"]
 
@@ -49,16 +49,16 @@ _LARGE = 1 << 18  # bytes: answering takes a few us from here on
 
 def expected(
     program: Program,
-    table: Releases,
+    table: AnswerTimes,
     process: int,
     group_sizes: Mapping[str, int],
     calibration: Calibration | None = None,
-) -> tuple[list[Call], list[list[int]]]:
+) -> tuple[list[PacedCall], list[list[int]]]:
     """(every call of the program in order, per launch the interactions that it ends).
 
     ``calibration`` knows how long NCCL keeps the host for a call.
     """
-    from megatron_prism.runtime.pacing.pacer import Call
+    from megatron_prism.runtime.pacing.pacer import PacedCall
 
     ops = program.ops
     mine = table.member == process
@@ -82,7 +82,7 @@ def expected(
         blocks = nccl_blocks(name, max(0, int(sizes[i])), group_sizes[group])
         large = sizes[i] >= _LARGE and name != "send"
         host = int(hosts[i]) if launch >= 0 else 0
-        calls.append(Call(name, group, launch, blocks, large, host))
+        calls.append(PacedCall(name, group, launch, blocks, large, host))
     return calls, launches
 
 
@@ -257,7 +257,7 @@ class Pace(TrainingListener):
         launcher.meet()
         self.pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
         self.pacer.lags.append(launcher.lag())
-        self.links = nvlink_keepalive.awake(index, world.tally.calls_to_others, processes)
+        self.links = nvlink_keepalive.keep_awake(index, world.tally.calls_to_others, processes)
         return self.pacer
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
@@ -351,7 +351,7 @@ def check(options: Any) -> None:
     calibration(options.pace)  # one that is damaged is said before captures
 
 
-def _digest(table: Releases) -> str:
+def _digest(table: AnswerTimes) -> str:
     """A word for what all local ranks must have alike."""
     found = hashlib.sha1(repr(table.local).encode())
     for name in ("member", "op", "of", "own", "start", "cause", "back", "weight"):
@@ -373,7 +373,7 @@ def slow_ranks(options: Any) -> list[tuple[list[int], str]]:
             raise UsageError(
                 f"--prism-slow {part}: a local rank is as fast as it is", fix="name virtual ranks"
             )
-        whatif.fraction(factor)  # bad usage now, not after captures
+        whatif.parse_factor(factor)  # bad usage now, not after captures
         found.append((ranks, factor))
     return found
 

@@ -37,7 +37,7 @@ __all__ = [
     "PROTECTS",
     "SPEEDS_UP",
     "STATES",
-    "Context",
+    "PatchContext",
     "Patch",
     "apply",
     "refused",
@@ -71,7 +71,7 @@ class Patch:
     module: str
     reason: str
     source: str
-    apply: Callable[[ModuleType, Context], None]
+    apply: Callable[[ModuleType, PatchContext], None]
     targets: tuple[str, ...] = ()
     purpose: str = ENABLES
     releases: str = ""
@@ -87,7 +87,7 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class Status:
+class PatchStatus:
     """One target of a patch: found, missing or not needed, and why."""
 
     patch: Patch
@@ -102,7 +102,7 @@ class Status:
 
 
 @dataclass
-class Context:
+class PatchContext:
     """What patches need to know of this run; ``start`` brings the virtual world up.
 
     changes : what was replaced, so that it can be undone
@@ -182,7 +182,7 @@ def within(release: Release | None, ranges: str) -> bool:
     )
 
 
-def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> list[Status]:
+def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> list[PatchStatus]:
     """Look every target up in the source of the Megatron that would be imported.
 
     roots : where to look for it instead of where Python would
@@ -204,16 +204,18 @@ def statuses(patches: Sequence[Patch], roots: Sequence[str] | None = None) -> li
         for target in patch.targets:
             name, _, releases = target.partition(" ")
             if why or not within(release, releases):
-                found.append(Status(patch, name, NOT_NEEDED, why or f"of releases {releases}"))
+                found.append(PatchStatus(patch, name, NOT_NEEDED, why or f"of releases {releases}"))
             elif path is None:
-                found.append(Status(patch, name, MISSING, f"there is no module {patch.module}"))
+                found.append(
+                    PatchStatus(patch, name, MISSING, f"there is no module {patch.module}")
+                )
             else:
                 wrong = lookup(path, name)
-                found.append(Status(patch, name, MISSING if wrong else FOUND, wrong))
+                found.append(PatchStatus(patch, name, MISSING if wrong else FOUND, wrong))
     return found
 
 
-def apply(patches: Sequence[Patch], context: Context) -> None:
+def apply(patches: Sequence[Patch], context: PatchContext) -> None:
     """Apply every patch, now or when its module is imported.
 
     Raises UnsupportedError, before anything is written, where a target is missing that protects the
@@ -233,7 +235,9 @@ def apply(patches: Sequence[Patch], context: Context) -> None:
             import_hooks.after_import(patch.module, callback)
 
 
-def _apply(patch: Patch, release: Release | None, context: Context, module: ModuleType) -> None:
+def _apply(
+    patch: Patch, release: Release | None, context: PatchContext, module: ModuleType
+) -> None:
     for path in patch.paths(release):
         if (wrong := _wrong(module, path)) and patch.purpose != SPEEDS_UP:
             raise _missing(patch, path, wrong)

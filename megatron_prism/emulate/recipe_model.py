@@ -16,7 +16,7 @@ from megatron_prism.core.recipe import Recipe
 if TYPE_CHECKING:
     import torch
 
-    from megatron_prism.emulate.signatures import Chunk, Config, Optimizer
+    from megatron_prism.emulate.signatures import MegatronConfig, ModelChunk, Optimizer
 
 __all__ = ["chunks", "initialize", "optimizer", "transformer_config"]
 
@@ -62,7 +62,7 @@ def _parallel_fields(recipe: Recipe) -> dict[str, object]:
     }
 
 
-def transformer_config(recipe: Recipe) -> Config:
+def transformer_config(recipe: Recipe) -> MegatronConfig:
     """The TransformerConfig that training/arguments.py:1306 @0.16.1 would make of these flags.
 
     RecipeError for a ``model.extra`` key that this release's TransformerConfig lacks.
@@ -117,7 +117,7 @@ def transformer_config(recipe: Recipe) -> Config:
     return TransformerConfig(**{k: v for k, v in fields.items() if k in known})
 
 
-def chunks(recipe: Recipe, config: Config) -> list[Chunk]:
+def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
     """This rank's model chunks, wrapped as get_model does (training/training.py:1195 @0.16.1)."""
     from megatron.core import tensor_parallel
     from megatron.core.distributed import (
@@ -147,7 +147,7 @@ def chunks(recipe: Recipe, config: Config) -> list[Chunk]:
     return wrapped
 
 
-def _gpt(recipe: Recipe, config: Config, chunk: int) -> torch.nn.Module:
+def _gpt(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
     """One GPTModel chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -182,7 +182,7 @@ def _gpt(recipe: Recipe, config: Config, chunk: int) -> torch.nn.Module:
     )
 
 
-def optimizer(recipe: Recipe, config: Config, model: list[Chunk]) -> Optimizer:
+def optimizer(recipe: Recipe, config: MegatronConfig, model: list[ModelChunk]) -> Optimizer:
     """Megatron's optimizer over all chunks."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.session import Run
     from megatron_prism.emulate.signatures import (
         Batch,
-        Chunk,
         Loss,
         Memory,
-        Peak,
+        ModelChunk,
+        PeakSummary,
         Report,
         Summary,
         Sync,
     )
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.recorder.recorder import Recorder
-    from megatron_prism.runtime.world import Tally, VirtualWorld
+    from megatron_prism.runtime.world import TrafficCounter, VirtualWorld
 
 __all__ = ["RankJob", "run", "run_of", "start_world"]
 
@@ -74,7 +74,7 @@ class RankJob:
             self.optimizer = recipe_model.optimizer(recipe, self.config, self.model)
         self._hook_up()
         self.batches = self._batches()
-        self.peaks: list[Peak] = []
+        self.peaks: list[PeakSummary] = []
         self.losses: list[float] = []
         self.iteration_s: list[float] = []
         self.recorder: Recorder | None = None  # of the iterations that are recorded
@@ -113,7 +113,7 @@ class RankJob:
         )
 
     def _forward_step(
-        self, data: Iterator[Batch], model: Chunk
+        self, data: Iterator[Batch], model: ModelChunk
     ) -> tuple[torch.Tensor, Callable[..., Loss]]:
         batch = next(data)
         output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
@@ -179,7 +179,7 @@ class RankJob:
         return found
 
     def summary(
-        self, world: VirtualWorld, before: Tally | None, build_s: float, run_s: float
+        self, world: VirtualWorld, before: TrafficCounter | None, build_s: float, run_s: float
     ) -> Summary:
         """What the parent prints and writes, plain numbers with their provenance."""
         rank, recipe = world.rank, self.recipe
@@ -453,7 +453,7 @@ def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
     from megatron_prism.emulate.patches import without_cuda
 
     meta, rank = run.tier.name == "meta", run.options.rank
-    context = patch.Context(
+    context = patch.PatchContext(
         start=lambda: launch.start_world(run, session),
         proof=run.monitor,
         meta=meta,

@@ -27,13 +27,13 @@ from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.emulate.schedule_model import (
-    Chunk,
+    ScheduleChunk,
     ScheduleSettings,
     chunk_layers,
     chunk_note,
     configuration,
 )
-from megatron_prism.emulate.schedule_tape import Group, Like, Replaced, Tape, Token
+from megatron_prism.emulate.schedule_tape import ModuleProxy, ReplacedNames, Tape, TapeGroup, Token
 from megatron_prism.runtime import world as session
 
 __all__ = ["schedules"]
@@ -75,11 +75,11 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
     chunks = []
     for index in range(settings.chunks):
         layers = chunk_layers(settings, config, stage, index)
-        chunks.append(Chunk(config, index, layers, settings.vpp is not None))
+        chunks.append(ScheduleChunk(config, index, layers, settings.vpp is not None))
         if settings.knows_layers:
             tape.add("mark", chunk=index if settings.vpp else -1, note=chunk_note(layers))
     _hooks(settings, config, tape)
-    with Replaced() as seams:
+    with ReplacedNames() as seams:
         _replace(seams, settings, tape)
         step: Callable[..., Any] = _no_forward
         if settings.ep_overlap:
@@ -95,7 +95,7 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
 def _run(settings: ScheduleSettings, config: Any, tape: Tape, chunks: list[Any], step: Any) -> None:
     """Megatron's function for these sizes, with Megatron's communicator."""
     function = megatron_schedules.get_forward_backward_func(settings.pp, settings.vpp)
-    alone = Group("alone", 0, 1)
+    alone = TapeGroup("alone", 0, 1)
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "dp_cp"):
         setattr(groups, name, alone)
@@ -144,9 +144,9 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
 
 
 # -- what Megatron calls ---------------------------------------------------------------------------
-def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
+def _replace(seams: ReplacedNames, settings: ScheduleSettings, tape: Tape) -> None:
     """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
-    distributed = Like(
+    distributed = ModuleProxy(
         torch.distributed,
         isend=tape.isend,
         irecv=tape.irecv,
@@ -154,9 +154,9 @@ def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
         batch_isend_irecv=tape.batch,
         get_backend=lambda group: "nccl",
         get_global_rank=lambda group, rank: rank,
-        group=Like(torch.distributed.group, WORLD=tape.everyone),
+        group=ModuleProxy(torch.distributed.group, WORLD=tape.everyone),
     )
-    cuda = Like(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
+    cuda = ModuleProxy(torch.cuda, current_device=lambda: "cuda", synchronize=tape.synchronize)
 
     def empty(shape: Any, dtype: Any, **kwargs: Any) -> Token:
         if dtype is torch.int64:  # a stage's shape, ahead of its tensor
@@ -166,11 +166,11 @@ def _replace(seams: Replaced, settings: ScheduleSettings, tape: Tape) -> None:
     def tensor(shape: Any, **kwargs: Any) -> Token:
         return Token(sizes=(3,), tells=shape)
 
-    tokens = Like(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
+    tokens = ModuleProxy(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
     seams.set(p2p_communication, torch=tokens, dist=distributed)
     seams.set(
         megatron_schedules,
-        torch=Like(torch, zeros=lambda *args, **kwargs: 0),
+        torch=ModuleProxy(torch, zeros=lambda *args, **kwargs: 0),
         forward_step=partial(_forward, tape, settings.shape or ()),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
         deallocate_output_tensor=lambda *args: None,

@@ -28,9 +28,16 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.emulate.schedule_tape import Like, Replaced, Tape, Token
+from megatron_prism.emulate.schedule_tape import ModuleProxy, ReplacedNames, Tape, Token
 
-__all__ = ["Chunk", "ScheduleSettings", "chunk_layers", "chunk_note", "configuration", "replace"]
+__all__ = [
+    "ScheduleChunk",
+    "ScheduleSettings",
+    "chunk_layers",
+    "chunk_note",
+    "configuration",
+    "replace",
+]
 
 
 _COUNTS = ("pp", "vpp", "microbatches", "group_size", "layers", "first_layers", "last_layers")
@@ -192,7 +199,7 @@ def layout_chunks(layout: str) -> int:
         raise UsageError(f"layout {layout}: {error}", fix='layout="Et*2|t*3|t*3|t*2L"') from error
 
 
-class Chunk(torch.nn.Module):
+class ScheduleChunk(torch.nn.Module):
     """A model chunk that the schedule can hold and ask for its config; it has no parameters."""
 
     def __init__(self, config: Any, index: int, layers: list[str], interleaved: bool) -> None:
@@ -283,16 +290,16 @@ _FIRST = (
 _LAZY = hasattr(pipeline_utils.ScheduleNode, "stream_acquire_context")  # 0.19: streams on first use
 
 
-def replace(seams: Replaced, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
+def replace(seams: ReplacedNames, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
     """Put recorders in place; returns the forward_step_func, which makes schedule plans."""
     cuda = _Cuda(tape)
-    like = Like(torch, cuda=cuda, autograd=SimpleNamespace(backward=_loss_backward(tape)))
+    like = ModuleProxy(torch, cuda=cuda, autograd=SimpleNamespace(backward=_loss_backward(tape)))
     seams.set(pipeline_utils, torch=like, make_viewless=lambda e: e)
     seams.set(pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
     seams.set(plans, torch=like)
     seams.set(combined_1f1b, torch=like)
     seams.set(
-        gpt_model, GPTModel=Chunk
+        gpt_model, GPTModel=ScheduleChunk
     )  # 0.16 asserts that the model is one (combined_1f1b.py:338)
     seams.set(
         megatron_schedules,

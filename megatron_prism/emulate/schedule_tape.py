@@ -19,7 +19,7 @@ from megatron_prism.runtime.recorder.fields import Fields, _nearest
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Group", "Like", "Replaced", "Tape", "Token"]
+__all__ = ["TapeGroup", "ModuleProxy", "ReplacedNames", "Tape", "Token"]
 
 PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
 WORLD = "default_pg"
@@ -28,10 +28,10 @@ WORLD = "default_pg"
 Label = tuple[str, int, int]  # phase, microbatch, chunk
 Tokens = Union["Token", "list[Token | None]", None]  # as Megatron hands them on
 Issue = Callable[..., "Request"]
-P2P = tuple[Issue, "Token", int, "Group"]
+P2P = tuple[Issue, "Token", int, "TapeGroup"]
 
 
-class Row(Fields, total=False):
+class TapeRow(Fields, total=False):
     """An event: what ``Builder.add`` is told besides its name."""
 
     stream: str
@@ -40,13 +40,13 @@ class Row(Fields, total=False):
     chunk: int
 
 
-class Replaced:
+class ReplacedNames:
     """Names of modules that are replaced for a while; ``with`` puts all of them back."""
 
     def __init__(self) -> None:
         self._old: list[tuple[object, str, object]] = []
 
-    def __enter__(self) -> Replaced:
+    def __enter__(self) -> ReplacedNames:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -62,7 +62,7 @@ class Replaced:
                 setattr(owner, name, value)
 
 
-class Like:
+class ModuleProxy:
     """A module with some names of our own."""
 
     def __init__(self, module: object, **names: object) -> None:
@@ -72,7 +72,7 @@ class Like:
         return getattr(self._module, name)
 
 
-class Group:
+class TapeGroup:
     """A process group of which only size, own position and name are asked."""
 
     def __init__(self, desc: str, rank: int, size: int) -> None:
@@ -116,7 +116,7 @@ class Token:
         sizes: Sequence[int] = (),
         tells: Sequence[int] | None = None,
     ) -> None:
-        self.row: Row | None = None
+        self.row: TapeRow | None = None
         self.label, self.sizes, self.tells = label, sizes, tells
         self.grad: Token | None = None
         self.requires_grad = True
@@ -170,15 +170,15 @@ class Tape:
 
     def __init__(self, stage: int, pp: int, dtype: str) -> None:
         self.stage, self.pp, self.dtype = stage, pp, dtype
-        self.rows: list[tuple[str, Row]] = []
+        self.rows: list[tuple[str, TapeRow]] = []
         self.stream = "main"
         self.synchronizing = True  # no no_sync() is open
-        self.pipeline = Group(PIPELINE, stage, pp)
-        self.everyone = Group(WORLD, stage, pp)
+        self.pipeline = TapeGroup(PIPELINE, stage, pp)
+        self.everyone = TapeGroup(WORLD, stage, pp)
         self._batches = 0
         self._sites: dict[int, str] = {}
 
-    def add(self, name: str, **fields: Unpack[Row]) -> Row:
+    def add(self, name: str, **fields: Unpack[TapeRow]) -> TapeRow:
         """Append an event on the current stream."""
         if self.stream != "main":
             fields.setdefault("stream", self.stream)
@@ -233,24 +233,30 @@ class Tape:
             self.synchronizing = True
 
     # -- p2p --------------------------------------------------------------------------------------
-    def isend(self, tensor: Token, dst: int, group: Group, at: int = 0, batch: int = -1) -> Request:
+    def isend(
+        self, tensor: Token, dst: int, group: TapeGroup, at: int = 0, batch: int = -1
+    ) -> Request:
         """torch.distributed.isend."""
         phase, microbatch, chunk = tensor.label
         row = self._pair("send", tensor, dst, group, at or sys._getframe(1).f_lineno, batch)
         row.update({"phase": phase, "microbatch": microbatch, "chunk": chunk})
         return Request(self, row["handle"])
 
-    def irecv(self, tensor: Token, src: int, group: Group, at: int = 0, batch: int = -1) -> Request:
+    def irecv(
+        self, tensor: Token, src: int, group: TapeGroup, at: int = 0, batch: int = -1
+    ) -> Request:
         """torch.distributed.irecv."""
         row = self._pair("recv", tensor, src, group, at or sys._getframe(1).f_lineno, batch)
         tensor.row = row
         return Request(self, row["handle"])
 
-    def _pair(self, name: str, tensor: Token, peer: int, group: Group, at: int, batch: int) -> Row:
+    def _pair(
+        self, name: str, tensor: Token, peer: int, group: TapeGroup, at: int, batch: int
+    ) -> TapeRow:
         site = self._sites.get(at)
         if site is None:
             site = self._sites[at] = f"core/pipeline_parallel/p2p_communication.py:{at}"
-        fields: Row = {
+        fields: TapeRow = {
             "group": group.desc,
             "peer": _nearest(peer - self.stage, self.pp),
             "handle": len(self.rows),
@@ -266,7 +272,7 @@ class Tape:
             fields["shape"] = "x".join(map(str, tensor.sizes))
         return self.add(name, **fields)
 
-    def p2p_op(self, op: Issue, tensor: Token, peer: int, group: Group) -> P2P:
+    def p2p_op(self, op: Issue, tensor: Token, peer: int, group: TapeGroup) -> P2P:
         """torch.distributed.P2POp."""
         return op, tensor, peer, group
 

@@ -13,13 +13,13 @@ import torch
 
 __all__ = [
     "Batch",
-    "Chunk",
-    "Config",
+    "ModelChunk",
+    "MegatronConfig",
     "Json",
     "Loss",
     "Memory",
     "Optimizer",
-    "Peak",
+    "PeakSummary",
     "Report",
     "Summary",
     "Sync",
@@ -32,7 +32,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, Report]  # sum, number of tokens, both 
 Sync = Callable[..., object]
 
 
-class Chunk(torch.nn.Module):
+class ModelChunk(torch.nn.Module):
     """A model chunk, with what Megatron's DDP adds to it (core/distributed @0.16.1)."""
 
     no_sync: Callable[[], AbstractContextManager[None]]
@@ -49,7 +49,7 @@ class Optimizer(Protocol):
     def scale_loss(self, loss: torch.Tensor, /) -> torch.Tensor: ...
 
 
-class Config(Protocol):
+class MegatronConfig(Protocol):
     """Of a TransformerConfig what the loop sets and reads (training.py:2547 @0.16.1)."""
 
     params_dtype: torch.dtype
@@ -61,7 +61,7 @@ class Config(Protocol):
     finalize_model_grads_func: Callable[..., None] | None
 
 
-class Peak(TypedDict):
+class PeakSummary(TypedDict):
     """The most bytes of an iteration, and the labels that held then."""
 
     bytes: int
@@ -71,7 +71,7 @@ class Peak(TypedDict):
 class Memory(TypedDict, total=False):
     """after : live bytes behind the last iteration, where they are tracked"""
 
-    peaks: list[Peak]
+    peaks: list[PeakSummary]
     provenance: str
     after: int
 

@@ -120,9 +120,9 @@ class Reporter(TrainingListener):
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
-        from megatron_prism.runtime.control_values import Replayer
+        from megatron_prism.runtime.control_values import ValueReplayer
 
-        if not isinstance(self.recording, Replayer):
+        if not isinstance(self.recording, ValueReplayer):
             return None
         return {"replayed": self.recording.replayed, "mirrored": self.recording.missing}
 

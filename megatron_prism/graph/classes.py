@@ -59,21 +59,21 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Uses:
+class GroupUses:
     """What a program asks of its groups: their names, and (name, offset) of its p2p partners."""
 
     groups: frozenset[str]
     offsets: frozenset[tuple[str, int]]
 
 
-def uses(program: Program) -> Uses:
+def uses(program: Program) -> GroupUses:
     """The groups and partners of ``program``."""
     pairs = program.ops[IS_PAIR[program.ops["name"]]]
     found = {
         (program.strings[g], int(p))
         for g, p in set(zip(pairs["group"], pairs["peer"], strict=True))
     }
-    return Uses(frozenset(program.groups()), frozenset(found))
+    return GroupUses(frozenset(program.groups()), frozenset(found))
 
 
 def memberships(programs: Programs) -> dict[str, Membership]:
@@ -148,7 +148,7 @@ def _signatures(
     first: np.ndarray,
     programs: Programs,
     groups: Mapping[str, Membership],
-    needs: list[Uses],
+    needs: list[GroupUses],
 ) -> tuple[np.ndarray, list[tuple[str, np.ndarray]]]:
     """(what each rank is and sees as one word, what it sees one by one with a name for it)."""
     words = _mixed(np.arange(len(first), dtype=np.uint64))[colour]
@@ -193,7 +193,7 @@ def _describe(
     first: np.ndarray,
     programs: Programs,
     groups: Mapping[str, Membership],
-    needs: list[Uses],
+    needs: list[GroupUses],
     reasons: list[str],
     same: np.ndarray,
 ) -> Classes:

@@ -21,7 +21,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.classes import memberships
 from megatron_prism.graph.matching import signature
 
-__all__ = ["Plan", "Fault", "Standstill", "run"]
+__all__ = ["ProgramPlan", "RankFault", "StalledJob", "run_until_stalled"]
 
 _WAIT, _RECORD, _HOST, _SEND = (CODE[n] for n in ("wait", "record", "host_wait", "send"))
 _BARRIER = CODE["barrier"]
@@ -29,7 +29,7 @@ _TALK = IS_COLLECTIVE | IS_PAIR
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """What happens to one rank; op indices of its program, None for never.
 
     host   : the host never issues this op (exception, GIL, SIGSTOP, data loader)
@@ -46,12 +46,12 @@ class Fault:
 
 
 @dataclass
-class Standstill:
+class StalledJob:
     """issued: rank -> ops its host issued; done, ready: rank -> which ops ended, which started."""
 
     programs: Programs
     groups: Mapping[str, Membership]
-    faults: Mapping[int, Fault]
+    faults: Mapping[int, RankFault]
     issued: list[int]
     done: list[bytearray]
     ready: list[bytearray]
@@ -64,11 +64,11 @@ class Standstill:
         return self.issued == lengths and all(all(d) for d in self.done)
 
 
-def run(
+def run_until_stalled(
     programs: Programs,
-    faults: Mapping[int, Fault] | None = None,
-    plans: dict[int, Plan] | None = None,
-) -> Standstill:
+    faults: Mapping[int, RankFault] | None = None,
+    plans: dict[int, ProgramPlan] | None = None,
+) -> StalledJob:
     """Run all ranks until nobody can go on.
 
     plans : kept between runs that share programs: by the place of a program, those of the first run
@@ -77,7 +77,7 @@ def run(
 
 
 @dataclass
-class Plan:
+class ProgramPlan:
     """One program: what each op waits for, and who waits for it."""
 
     names: list[int]
@@ -94,7 +94,10 @@ class Plan:
 
 class _Run:
     def __init__(
-        self, programs: Programs, faults: dict[int, Fault], plans: dict[int, Plan] | None = None
+        self,
+        programs: Programs,
+        faults: dict[int, RankFault],
+        plans: dict[int, ProgramPlan] | None = None,
     ) -> None:
         self.programs, self.faults = programs, faults
         self.groups = memberships(programs)
@@ -113,13 +116,13 @@ class _Run:
         self.stack: list[tuple[int, int]] = []
         self.hosts = list(range(n))
 
-    def to_the_end(self) -> Standstill:
+    def to_the_end(self) -> StalledJob:
         while self.hosts or self.stack:
             while self.stack:
                 self._end(*self.stack.pop())
             if self.hosts:
                 self._issue(self.hosts.pop())
-        return Standstill(
+        return StalledJob(
             self.programs, self.groups, self.faults, self.issued, self.done, self.ready
         )
 
@@ -201,7 +204,7 @@ class _Run:
                     self.hosts.append(rank)
 
 
-def _plan(program: Program) -> Plan:
+def _plan(program: Program) -> ProgramPlan:
     """The order that streams, handles, communicators and the host impose."""
     ops, n = program.ops, len(program)
     names, sequence = ops["name"].tolist(), program.sequence.tolist()
@@ -251,7 +254,7 @@ def _plan(program: Program) -> Plan:
     for i in waits:  # as NCCL's and gloo's hold the host
         hosts[i] = True
     opens = [together[batch][0] if batch >= 0 else i for i, batch in enumerate(batches)]
-    return Plan(names, [len(b) for b in needs], followers, hosts, calls, opens)
+    return ProgramPlan(names, [len(b) for b in needs], followers, hosts, calls, opens)
 
 
 def _calls(program: Program, sequence: Sequence[int]) -> list[tuple[str, int, int, bytes]]:

@@ -24,7 +24,7 @@ __all__ = ["WorldGraph", "build"]
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class MatchedCalls:
     """Where ops of different classes meet.
 
     of      : per class int64 [ops]: the rendezvous of every op, -1 for ops that meet nobody
@@ -76,7 +76,7 @@ class WorldGraph:
         return check(self.programs, self.classes, self.groups)
 
     @cached_property
-    def rendezvous(self) -> Rendezvous:
+    def rendezvous(self) -> MatchedCalls:
         """Who meets whom.  Meaningful only if ``check()`` finds nothing."""
         return _Joiner(self).join()
 
@@ -104,7 +104,7 @@ class _Joiner:
             self.count += length
         return self.blocks[key]
 
-    def join(self) -> Rendezvous:
+    def join(self) -> MatchedCalls:
         for index in range(len(self.graph.classes)):
             self._collectives(index)
             self._pairs(index)
@@ -149,7 +149,7 @@ class _Joiner:
         members = group.group(rank)
         return int(classes.of[members[(int(group.position[rank]) + offset) % size]])
 
-    def _table(self) -> Rendezvous:
+    def _table(self) -> MatchedCalls:
         """The inverse of ``of``, sends before receives."""
         where, owner, number, late = [], [], [], []
         for index, of in enumerate(self.of):
@@ -159,11 +159,11 @@ class _Joiner:
             number.append(talk)
             late.append(self.graph.program_list[index].ops["name"][talk] == CODE["recv"])
         if not where:
-            return Rendezvous(
+            return MatchedCalls(
                 (), np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.int64)
             )
         at = np.concatenate(where)
         owners, numbers = np.concatenate(owner), np.concatenate(number)
         order = np.lexsort((owners, np.concatenate(late), at))
         start = np.searchsorted(at[order], np.arange(self.count + 1))
-        return Rendezvous(tuple(self.of), start, owners[order], numbers[order])
+        return MatchedCalls(tuple(self.of), start, owners[order], numbers[order])

@@ -24,10 +24,10 @@ from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
 from megatron_prism.hang import export
 from megatron_prism.hang.dumps import Dump, DumpSet, Entry
-from megatron_prism.hang.state import State
-from megatron_prism.hang.verdict import Blamed, Diagnosis
+from megatron_prism.hang.state import JobState
+from megatron_prism.hang.verdict import Culprit, Diagnosis
 
-__all__ = ["Overlay", "Placed", "as_dumped", "key", "place", "seen"]
+__all__ = ["Alignment", "Confirmation", "as_dumped", "key", "confirm_verdict", "seen"]
 
 
 _STRETCH = 256  # calls of the history that are compared
@@ -104,10 +104,10 @@ class _Fifo:
         }  # fmt: skip
 
 
-class Overlay:
+class Alignment:
     """The dumps of ``state`` over ``programs``: the calls of every program, group by group."""
 
-    def __init__(self, state: State, programs: Programs) -> None:
+    def __init__(self, state: JobState, programs: Programs) -> None:
         self.state, self.programs = state, programs
         self.fifos: dict[int, dict[tuple[str, bool], _Fifo]] = {}
         self.orders: dict[int, list[tuple[object, ...]]] = {}
@@ -252,7 +252,7 @@ _CALLS_OTHERWISE = ("operation", "dtype", "shape", "coalescing")
 
 
 @dataclass(frozen=True)
-class Placed:
+class Confirmation:
     """places: per rank; confirmed: None where nothing could be driven, else whether it fits.
 
     stops : culprit -> the op of its program at which it went wrong, where that is known
@@ -264,7 +264,7 @@ class Placed:
     stops: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def place(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Placed:
+def confirm_verdict(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Confirmation:
     """Lay the dumps over the programs, and try the verdict on them.
 
     UsageError if the dumps are of a larger world.
@@ -273,16 +273,16 @@ def place(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Placed:
     if last >= programs.world.size:
         raise UsageError(f"rank {last} left a dump, and the programs are of {programs.world}",
                          fix="name the programs of the same job")  # fmt: skip
-    overlay = Overlay(State(found), programs)
+    overlay = Alignment(JobState(found), programs)
     trial = _Trial(overlay, overlay.places(), verdict)
     lines, confirmed = trial.drive()
-    return Placed(tuple(trial.places.values()), confirmed, tuple(lines), trial.stops)
+    return Confirmation(tuple(trial.places.values()), confirmed, tuple(lines), trial.stops)
 
 
 class _Trial:
     """One verdict, tried on the programs."""
 
-    def __init__(self, overlay: Overlay, places: dict[int, Place], verdict: Diagnosis) -> None:
+    def __init__(self, overlay: Alignment, places: dict[int, Place], verdict: Diagnosis) -> None:
         self.overlay, self.places, self.verdict = overlay, places, verdict
         self.state, self.programs = overlay.state, overlay.programs
         self.groups = memberships(self.programs)
@@ -293,13 +293,13 @@ class _Trial:
         """Run the world with the culprits as they were, and without."""
         known = [p for p in self.places.values() if p.index >= 0]
         lines = [f"{len(known)} of {len(self.places)} ranks have one place in their programs"]
-        healthy = stall.run(self.programs)
+        healthy = stall.run_until_stalled(self.programs)
         lines.append("without a fault the programs come to their end" if healthy.finished
                      else "the programs hang by themselves: see prism check")  # fmt: skip
         faults = self._faults()
         if faults is None or not known:
             return [*lines, "the verdict was not tried on the programs"], None
-        state = stall.run(self._world(), faults)
+        state = stall.run_until_stalled(self._world(), faults)
         culprits = faults.keys() | self.changed.keys()
         others = [p for p in known if p.rank not in culprits]
         same = [p.rank for p in others if self._issued(state, p.rank) == p.issued]
@@ -315,33 +315,33 @@ class _Trial:
             made.append(Program.from_ops(rank, ops))
         return dataclasses.replace(self.programs, programs=tuple(made), program_of=of)
 
-    def _issued(self, state: stall.Standstill, rank: int) -> int:
+    def _issued(self, state: stall.StalledJob, rank: int) -> int:
         names = self.programs.of(rank).ops["name"][: state.issued[rank]]
         return int(_TALK[names].sum())
 
     # -- what the culprits did --------------------------------------------------------------------
-    def _faults(self) -> dict[int, stall.Fault] | None:
+    def _faults(self) -> dict[int, stall.RankFault] | None:
         """What stops the culprits; None if that is not known of one of them."""
-        faults: dict[int, stall.Fault] = {}
+        faults: dict[int, stall.RankFault] = {}
         for culprit in self.verdict.culprits:
             rank, at = culprit.rank, self.places.get(culprit.rank)
             placed = at is not None and at.index >= 0
             if culprit.kind == "host stuck" and placed:
                 assert at is not None
                 self.stops[rank] = at.index + 1
-                faults[rank] = stall.Fault(host=at.index + 1)
+                faults[rank] = stall.RankFault(host=at.index + 1)
             elif culprit.kind == "device stuck" and placed and self.state.head(rank):
                 assert at is not None
                 self.stops[rank] = self.overlay.first_open(rank, at.issued - 1)
-                faults[rank] = stall.Fault(device=self.stops[rank])
+                faults[rank] = stall.RankFault(device=self.stops[rank])
             elif culprit.kind == "missing dump" and (index := self._awaited(rank)) is not None:
                 self.stops[rank] = index
-                faults[rank] = stall.Fault(host=index, silent=True)
+                faults[rank] = stall.RankFault(host=index, silent=True)
             elif not self._called(culprit):
                 return None
         return faults if faults or self.changed else None
 
-    def _called(self, culprit: Blamed) -> bool:
+    def _called(self, culprit: Culprit) -> bool:
         """Whether the call that differs, or was not made, could be put into the program."""
         index = self._awaited(culprit.rank)
         if index is None:

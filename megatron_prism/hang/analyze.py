@@ -1,6 +1,6 @@
 """Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
 
-In : Flight Recorder dumps (``of_dumps``).
+In : Flight Recorder dumps (``diagnose_dumps``).
 Out: Diagnosis.  From dumps, what decides, strongest first:
 
 1. a call that all members entered and in which one of them differs, by majority
@@ -24,13 +24,13 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import consistency, waits
 from megatron_prism.hang import waits as unrecorded_waits
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.mismatch import Odd, mismatches
-from megatron_prism.hang.ordering import order_conflicts
-from megatron_prism.hang.state import State, call_text
-from megatron_prism.hang.verdict import Blamed, Diagnosis
-from megatron_prism.hang.waits import age
+from megatron_prism.hang.mismatch import Mismatch, find_mismatches
+from megatron_prism.hang.ordering import find_order_conflicts
+from megatron_prism.hang.state import JobState, call_text
+from megatron_prism.hang.verdict import Culprit, Diagnosis
+from megatron_prism.hang.waits import issue_order
 
-__all__ = ["message", "of_dumps"]
+__all__ = ["message", "diagnose_dumps"]
 
 
 _EPOCH_NS = 10**18  # 2001: smaller numbers are counters, not clocks
@@ -42,7 +42,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-def first(state: State) -> str:
+def first(state: JobState) -> str:
     """The sentence."""
     waits = [
         (entry.created_ns + entry.timeout_ms * 1_000_000, rank, entry)
@@ -72,17 +72,17 @@ def message(rank: int, entry: Entry) -> str:
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
 
 
-def of_dumps(found: DumpSet) -> Diagnosis:
+def diagnose_dumps(found: DumpSet) -> Diagnosis:
     """The verdict from dumps alone."""
     with no_collector():  # there are millions of entries, and no cycles
-        parted = consistency.part(found)
+        parted = consistency.consistent_dumps(found)
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first(judge.state))
         return consistency.unless_running(made, found)
 
 
 class _Judge:
-    def __init__(self, parted: consistency.Parted) -> None:
+    def __init__(self, parted: consistency.ConsistentDumps) -> None:
         self.parted, self.state = parted, parted.state
         self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
         self.first: Entry | None = None
@@ -97,10 +97,10 @@ class _Judge:
                              missing=("the dumps of one hang alone", *state.lacks()))  # fmt: skip
         if not any(state.outstanding.values()) and not state.lates:
             return self._idle()
-        odds = [odd for odd in mismatches(state) if self._pending(odd)]
+        odds = [odd for odd in find_mismatches(state) if self._pending(odd)]
         entered = [odd for odd in odds if self._all_came(odd.entry)]
         self.split = any(not odd.ranks for odd in entered)
-        steps: tuple[Callable[[], list[Blamed]], ...] = (
+        steps: tuple[Callable[[], list[Culprit]], ...] = (
             lambda: self._odd(entered),
             lambda: self._stuck(odds),
             lambda: self._ordered(odds),
@@ -116,7 +116,7 @@ class _Judge:
         return self._nobody(odds)
 
     # -- 1: signatures ----------------------------------------------------------------------------
-    def _pending(self, odd: Odd) -> bool:
+    def _pending(self, odd: Mismatch) -> bool:
         if odd.entry.pair:
             return True
         waits = (e for calls in self.state.outstanding.values() for e in calls)
@@ -129,16 +129,16 @@ class _Judge:
             r not in state.dumps or state.arrived(r, entry) for r in state.groups[entry.group].ranks
         )
 
-    def _odd(self, odds: Iterable[Odd]) -> list[Blamed]:
+    def _odd(self, odds: Iterable[Mismatch]) -> list[Culprit]:
         decided = [odd for odd in odds if odd.ranks]  # the same in other groups is one fault
         same = [odd for odd in decided if odd.call == decided[0].call]
         if same:
             self.first = same[0].entry
         self.evidence += map(str, same[:4])
-        return [Blamed(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
+        return [Culprit(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
     # -- 2, 3, 4: stuck ranks ---------------------------------------------------------------------
-    def _stuck(self, odds: list[Odd]) -> list[Blamed]:
+    def _stuck(self, odds: list[Mismatch]) -> list[Culprit]:
         found = {b.rank: b for step in (self._hosts, self._devices) for b in step()}
         dead, lost = self._gone(bool(found)), len(self.state.missing)
         # files are lost, not their ranks alone: who left one and contradicts its siblings says more
@@ -148,31 +148,31 @@ class _Judge:
             return other
         gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
-        if waits := unrecorded_waits.with_the_dead(self.state, idle, gone):
+        if waits := unrecorded_waits.waiting_for_dead(self.state, idle, gone):
             self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
                                  f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
         found = gone | {r: b for r, b in found.items() if r not in waits}
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
-    def _devices(self) -> Iterable[Blamed]:
+    def _devices(self) -> Iterable[Culprit]:
         """Complete-late: the others saw the end of a call that needs everybody."""
-        for rank, entry, last in waits.complete_late(self.state):
+        for rank, entry, last in waits.incomplete_calls(self.state):
             why = (f"{call_text(entry)} ended on the others (up to #{last}), not on it: its device,"
                    " its watchdog or the link to it")  # fmt: skip
             self._note(entry, f"rank {rank}: {why}")
-            yield Blamed(rank, "device stuck", why)
+            yield Culprit(rank, "device stuck", why)
 
-    def _hosts(self) -> list[Blamed]:
+    def _hosts(self) -> list[Culprit]:
         """Enqueue-late, and not because of its own waits."""
         state, found = self.state, dict[int, tuple[Entry, str]]()
-        for (_, rank), entry in sorted(state.lates.items(), key=lambda late: age(late[1])):
+        for (_, rank), entry in sorted(state.lates.items(), key=lambda late: issue_order(late[1])):
             if rank in found or rank not in state.dumps:
                 continue
             if not state.outstanding[rank]:
                 found[rank] = (entry, "it waits for nobody")
-            elif not self.split and waits.outrun(state, rank):
+            elif not self.split and waits.is_behind_replicas(state, rank):
                 found[rank] = (entry, "ranks with the same calls outstanding went on")
-        for rank, entry in waits.unposted(state):
+        for rank, entry in waits.ranks_without_message(state):
             found.setdefault(rank, (entry, "it waits for nobody"))
         for rank in (*state.mute(), *state.hidden):
             found.pop(rank, None)
@@ -180,8 +180,8 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
-        ahead = unrecorded_waits.ahead(state, idle - self.parted.new.keys())
-        if idle and (text := unrecorded_waits.together(state, idle, ahead)):
+        ahead = unrecorded_waits.ranks_ahead(state, idle - self.parted.new.keys())
+        if idle and (text := unrecorded_waits.why_hosts_wait(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)
         blamed = []
@@ -195,10 +195,10 @@ class _Judge:
                 self.doubt = True
                 self.evidence.append(f"rank {rank} has one sibling: either of them may err")
             self._note(entry, f"rank {rank} {what} {call_text(entry)}; {why}")
-            blamed.append(Blamed(rank, kind, f"{what} {call_text(entry)}; {why}"))
+            blamed.append(Culprit(rank, kind, f"{what} {call_text(entry)}; {why}"))
         return [b for b in blamed if b.rank not in self.parted.new] or blamed
 
-    def _extra(self, idle: set[int]) -> list[Blamed]:
+    def _extra(self, idle: set[int]) -> list[Culprit]:
         """A few who wait in a call that most, done with all of theirs, never make."""
         state = self.state
         calls = {(e.group, e.seq): e for (_, r), e in state.lates.items() if r in idle}
@@ -211,61 +211,61 @@ class _Judge:
         self.doubt = True
         self.evidence.append(f"or ranks {format_ranks(sorted(idle))} are held up before it (files, "
                              "data, gloo): they wait for nobody")  # fmt: skip
-        return [Blamed(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
+        return [Culprit(r, "extra call", f"makes {call_text(e)} alone") for r, e in came.items()]
 
     def _gone(self, others_stuck: bool) -> dict[int, Entry]:
         """Ranks without a dump at which waits end; where many dumps are lost and somebody else is
         stuck, they may be victims as well."""
         there = {*self.parted.stale, *(self.state.unreadable if others_stuck else ())}
-        found, lost = waits.gone(self.state, there), len(self.state.missing)
+        found, lost = waits.dead_ranks(self.state, there), len(self.state.missing)
         if found and others_stuck and lost > _LOST:
             self.evidence.append(f"{lost} ranks left no dump: they may be victims")
             return {}
         # if most are not here, that says nothing of any of them
         return found if lost <= len(self.state.dumps) else {}
 
-    def _dead(self, found: dict[int, Entry]) -> dict[int, Blamed]:
+    def _dead(self, found: dict[int, Entry]) -> dict[int, Culprit]:
         """The same, said: ranks for which one call waits in one line."""
-        for entry, text in waits.left_no_dump(found):
+        for entry, text in waits.missing_dump_lines(found):
             self._note(entry, text)
         if len(found) > 1:
             self.evidence.append("who only lost its dump looks like who died: some of these may be "
                                  "victims")  # fmt: skip
-        return {r: Blamed(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
+        return {r: Culprit(r, "missing dump", f"left no dump; {call_text(e)} waits for it")
                 for r, e in found.items()}  # fmt: skip
 
     # -- 5, 6: no source --------------------------------------------------------------------------
-    def _ordered(self, odds: list[Odd], queued: bool = False) -> list[Blamed]:
-        free = odds or not waits.held(self.state)
-        odd, about, right = order_conflicts(self.state, queued) if free else ({}, None, False)
+    def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
+        free = odds or not waits.is_complete_but_held(self.state)
+        odd, about, right = find_order_conflicts(self.state, queued) if free else ({}, None, False)
         among = {r for o in odds for r in o.among}
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
             return []
-        if not (ranks := waits.ends(self.state, sorted(among & set(odd) or odd))):
+        if not (ranks := waits.ranks_where_waits_end(self.state, sorted(among & set(odd) or odd))):
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if doubts := waits.beside(self.state, ranks, right):
+        if doubts := waits.supporting_evidence(self.state, ranks, right):
             self.doubt = True
             self.evidence += doubts
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")
-        return [Blamed(r, "order", text) for r in ranks]
+        return [Culprit(r, "order", text) for r in ranks]
 
-    def _never_started(self) -> list[Blamed]:
+    def _never_started(self) -> list[Culprit]:
         """With timing on: whose device never started its oldest call, though nothing is before?"""
         for rank, entry in (found := waits.never_started(self.state)).items():
             self._note(entry, f"the device of rank {rank} never started {call_text(entry)}")
-        return [Blamed(r, "device stuck", f"never started {call_text(e)}")
+        return [Culprit(r, "device stuck", f"never started {call_text(e)}")
                 for r, e in found.items()]  # fmt: skip
 
-    def _nobody(self, odds: list[Odd]) -> Diagnosis:
+    def _nobody(self, odds: list[Mismatch]) -> Diagnosis:
         self.evidence += map(str, odds[:3])
         if odds:
             self.first = odds[0].entry
-        state, cycle = self.state, waits.circle(self.state)
+        state, cycle = self.state, waits.smallest_cycle(self.state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
         if early := self._ordered(odds, queued=True):
@@ -277,17 +277,17 @@ class _Judge:
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
         else:
-            self.evidence.append(waits.nobody_left(state))
+            self.evidence.append(waits.complete_call_lines(state))
         hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
         return self._result("deadlock" if hard else "undetermined", [], cycle)
 
-    def _few(self, cycle: list[int]) -> list[Blamed]:
+    def _few(self, cycle: list[int]) -> list[Culprit]:
         """Who left out a message, by what siblings did; else who waits where most never come."""
-        if (found := waits.lone(self.state, cycle)) is None:
+        if (found := waits.lone_waiters(self.state, cycle)) is None:
             return []
         self.first, ranks, kind, text = found
         self.evidence.append(f"rank {format_ranks(ranks)} {text}")
-        return [Blamed(r, kind, text) for r in ranks]
+        return [Culprit(r, kind, text) for r in ranks]
 
     # -- results ----------------------------------------------------------------------------------
     def _note(self, entry: Entry, text: str) -> None:
@@ -308,10 +308,10 @@ class _Judge:
         return Diagnosis("healthy", missing=(*missing, unrecorded_waits.UNSEEN))
 
     def _result(
-        self, verdict: str, culprits: list[Blamed], cycle: Collection[int] = ()
+        self, verdict: str, culprits: list[Culprit], cycle: Collection[int] = ()
     ) -> Diagnosis:
         state, blamed = self.state, {c.rank for c in culprits}
-        victims, chain = waits.waiting(state, blamed, cycle)
+        victims, chain = waits.waiting_ranks(state, blamed, cycle)
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)

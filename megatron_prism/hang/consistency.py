@@ -1,8 +1,9 @@
 """Are these dumps of one job and of one moment?  What does not belong with the others is set apart.
 
-In : a DumpSet.  Out: ``Parted``: the dumps that belong together, and why the others do not.  A dump
-that somebody asked for by hand, before the job stood still, makes its rank look late; one that was
-left in the folder by another job describes other groups.  Neither says who is to blame.
+In : a DumpSet.  Out: ``ConsistentDumps``: the dumps that belong together, and why the others do
+not.  A dump that somebody asked for by hand, before the job stood still, makes its rank look late;
+one that was left in the folder by another job describes other groups.  Neither says who is to
+blame.
 
 A call that needs everybody ends nowhere before all have issued it.  So a rank that has not issued a
 call which ended elsewhere was written down earlier.  The root of a broadcast may be ahead of the
@@ -22,10 +23,10 @@ from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.dumps import DumpSet
-from megatron_prism.hang.state import State
+from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = ["Parted", "part", "unless_running"]
+__all__ = ["ConsistentDumps", "consistent_dumps", "unless_running"]
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
@@ -42,24 +43,24 @@ _FEWER = 4  # times fewer ranks are further on than are behind: those few are th
 
 
 @dataclass(frozen=True)
-class Parted:
+class ConsistentDumps:
     """state : of what can be judged;  stale: rank -> why its dump is of another moment;
     new   : rank -> that its dump has no call yet, though others went on: who was started again
             leaves such a dump, and so does who was written down before its first call
     strangers : why there is nothing to judge; "" if there is"""
 
-    state: State
+    state: JobState
     stale: Mapping[int, str] = field(default_factory=dict)
     new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
 
 
-def part(found: DumpSet) -> Parted:
+def consistent_dumps(found: DumpSet) -> ConsistentDumps:
     """The dumps that belong together."""
     found = _told_apart(_named(found))
-    state, strangers = State(found), _strangers(found)
+    state, strangers = JobState(found), _strangers(found)
     if strangers:
-        return Parted(state, strangers=strangers)
+        return ConsistentDumps(state, strangers=strangers)
     apart = _aborted(state)
     state = _without(found, apart) if apart else state
     stale, new, ahead = _stale(state)
@@ -70,10 +71,10 @@ def part(found: DumpSet) -> Parted:
     if 2 * (len(stale) + len(apart)) >= len(found.dumps):
         ranks = format_ranks(sorted({*apart, *stale}))
         text = f"the dumps of ranks {ranks} are of {'another' if apart else 'an earlier'} moment"
-        return Parted(state, strangers=text)
+        return ConsistentDumps(state, strangers=text)
     if stale:
         state = _without(found, {*apart, *stale})
-    return Parted(state, apart | stale, new)
+    return ConsistentDumps(state, apart | stale, new)
 
 
 def unless_running(verdict: Diagnosis, found: DumpSet) -> Diagnosis:
@@ -142,12 +143,12 @@ def _told_apart(found: DumpSet) -> DumpSet:
     return DumpSet(dumps, found.unreadable)
 
 
-def _without(found: DumpSet, apart: Collection[int]) -> State:
+def _without(found: DumpSet, apart: Collection[int]) -> JobState:
     kept = {rank: dump for rank, dump in found.dumps.items() if rank not in apart}
-    return State(DumpSet(kept, found.unreadable))
+    return JobState(DumpSet(kept, found.unreadable))
 
 
-def _aborted(state: State) -> dict[int, str]:
+def _aborted(state: JobState) -> dict[int, str]:
     """Ranks that say a call ended in which more of its members, several, still wait -> that."""
     first: dict[str, tuple[int, str]] = {}
     for calls in state.outstanding.values():
@@ -201,7 +202,7 @@ def _strangers(found: DumpSet) -> str:
             f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
 
 
-def _stale(state: State) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
+def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
     """(of an earlier moment, without a call yet, further on than those): rank -> why."""
     fresh = {r for r, dump in state.dumps.items() if not dump.entries
              and all(status.enqueued < 1 for status in dump.status.values())}  # fmt: skip
@@ -234,7 +235,7 @@ def _stale(state: State) -> tuple[dict[int, str], dict[int, str], dict[int, str]
     return found, new, ahead
 
 
-def _joint(state: State, name: str, first: int, last: int) -> bool:
+def _joint(state: JobState, name: str, first: int, last: int) -> bool:
     """Whether one of the calls from ``first`` to ``last`` needs everybody."""
     ops: dict[int, str] = {}
     for rank in state.groups[name].ranks:

@@ -18,10 +18,10 @@ from megatron_prism.core.program import Programs
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import alignment, export, fault_planting, from_programs, hypotheses
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang.alignment import Placed
+from megatron_prism.hang.alignment import Confirmation
 from megatron_prism.hang.dumps import DumpSet, read
 from megatron_prism.hang.fault_plan import Fault
-from megatron_prism.hang.fault_planting import Planted
+from megatron_prism.hang.fault_planting import PlantedFaults
 from megatron_prism.hang.verdict import Diagnosis
 from megatron_prism.replay.priced_graph import WhatIf, price
 
@@ -32,11 +32,11 @@ Progress = Callable[[str, float], object]  # what is done, and which part of it,
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class PlantedDiagnosis:
     """Faults that were planted, and the verdict on the dumps that they would leave."""
 
     verdict: Diagnosis
-    planted: Planted
+    planted: PlantedFaults
 
 
 def diagnose(
@@ -57,16 +57,18 @@ def diagnose(
     if dumps is None:
         if programs is None:
             raise UsageError("name dumps or programs", fix="diagnose('dumps/')")
-        return from_programs.of_graph(world_graph.build(programs))
+        return from_programs.diagnose_graph(world_graph.build(programs))
     found = dumps if isinstance(dumps, DumpSet) else read(dumps)
-    verdict = hang.of_dumps(found)
+    verdict = hang.diagnose_dumps(found)
     return verdict if programs is None else judged(found, verdict, programs)[0]
 
 
-def judged(dumps: DumpSet, verdict: Diagnosis, programs: Programs) -> tuple[Diagnosis, Placed]:
+def judged(
+    dumps: DumpSet, verdict: Diagnosis, programs: Programs
+) -> tuple[Diagnosis, Confirmation]:
     """(the verdict held against the job's programs, where every rank stood in them)."""
     verdict = hypotheses.explain(dumps, verdict, programs)
-    placed = alignment.place(dumps, verdict, programs)
+    placed = alignment.confirm_verdict(dumps, verdict, programs)
     named = {culprit.rank for culprit in verdict.culprits}
     shown = [place for place in placed.places if place.rank in named]
     others = [place for place in placed.places if place.rank not in named]
@@ -88,7 +90,7 @@ def diagnose_faults(
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> Rehearsal:
+) -> PlantedDiagnosis:
     """Plant faults in programs and judge the dumps that they would leave.
 
     Args:
@@ -111,11 +113,11 @@ def diagnose_faults(
     told("planting faults")
     planted = fault_planting.plant(programs, planned, seed)
     told("running all ranks")
-    state = stall.run(planted.programs, planted.faults)
+    state = stall.run_until_stalled(planted.programs, planted.faults)
     if out is not None:
         told("writing the dumps of all ranks")
         export.write(state, out, force=force)
-    verdict = from_programs.of_standstill(
+    verdict = from_programs.diagnose_stall(
         state, told=lambda part: told("the dumps of all ranks", part)
     )
     if not state.finished:
@@ -125,10 +127,10 @@ def diagnose_faults(
     elif any(fault.only_time for fault in planned):
         told("replaying both worlds")
         verdict = dataclasses.replace(verdict, tried=(_cost(programs, planted),))
-    return Rehearsal(verdict, planted)
+    return PlantedDiagnosis(verdict, planted)
 
 
-def _cost(programs: Programs, planted: Planted) -> str:
+def _cost(programs: Programs, planted: PlantedFaults) -> str:
     """What faults that only cost time cost, by a replay of both worlds."""
     healthy = price(programs)
     faulty = price(planted.programs, what_if=WhatIf(slow_nics=tuple(planted.slow_nics)))

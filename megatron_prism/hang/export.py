@@ -24,7 +24,7 @@ from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
-from megatron_prism.graph.stall import Standstill
+from megatron_prism.graph.stall import StalledJob
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -39,7 +39,7 @@ DTYPE_WORDS = {
 Row = dict[str, Any]  # an entry, or a part of one, as torch writes it
 
 
-class How(TypedDict, total=False):
+class ExportSettings(TypedDict, total=False):
     """Settings of ``dump_of``."""
 
     active_only: bool
@@ -54,13 +54,13 @@ _CLOSING = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATT
 
 
 def write(
-    state: Standstill,
+    state: StalledJob,
     folder: str | os.PathLike[str],
     *,
     prefix: str = "_dump_",
     as_json: bool = False,
     force: bool = False,
-    **how: Unpack[How],
+    **how: Unpack[ExportSettings],
 ) -> Path:
     """One file per rank that leaves a dump, all or none; ``how`` as in ``dump_of``.
 
@@ -97,7 +97,9 @@ def check_free(folder: Path, force: bool) -> None:
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
 
 
-def dumps_of(state: Standstill, **how: Unpack[How]) -> Iterator[tuple[int, dict[str, object]]]:
+def dumps_of(
+    state: StalledJob, **how: Unpack[ExportSettings]
+) -> Iterator[tuple[int, dict[str, object]]]:
     """(rank, its dump) of every rank that leaves one; ``how`` as in ``dump_of``."""
     names = _numbers(state)
     for rank in range(state.programs.world.size):
@@ -106,14 +108,14 @@ def dumps_of(state: Standstill, **how: Unpack[How]) -> Iterator[tuple[int, dict[
             yield rank, dump_of(state, rank, names, **how)
 
 
-def _numbers(state: Standstill) -> dict[tuple[str, int], int]:
+def _numbers(state: StalledJob) -> dict[tuple[str, int], int]:
     """(description, number of the group) -> its name, counting in the order of descriptions."""
     keys = [(name, i) for name, group in state.groups.items() for i in range(len(group.start) - 1)]
     return {key: number for number, key in enumerate(keys)}
 
 
 def dump_of(
-    state: Standstill,
+    state: StalledJob,
     rank: int,
     names: dict[tuple[str, int], int] | None = None,
     *,
@@ -174,7 +176,7 @@ class _Writer:
     """One rank's calls, counted as NCCL counts them."""
 
     def __init__(
-        self, state: Standstill, rank: int, names: dict[tuple[str, int], int], timing: bool
+        self, state: StalledJob, rank: int, names: dict[tuple[str, int], int], timing: bool
     ) -> None:
         self.state, self.rank, self.names, self.timing = state, rank, names, timing
         self.program = state.programs.of(rank)

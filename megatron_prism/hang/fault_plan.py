@@ -1,9 +1,9 @@
 """Which fault shall happen, to whom and when?  ``KIND@SELECTOR[:PARAM=VALUE,…]`` and plans of them.
 
 In : a line of text (``fault_files`` has lists of them and other people's words).
-Out: ``Fault``s, and ``Finder``, which is told of a rank's calls one by one and says which is hit.
-Programs (``faults``) and running ranks (``plugin.injector``) ask the same Finder, so that a plan
-hits the same call in both.
+Out: ``Fault``s, and ``FaultMatcher``, which is told of a rank's calls one by one and says which is
+hit. Programs (``faults``) and running ranks (``plugin.injector``) ask the same Finder, so that a
+plan hits the same call in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE
 from megatron_prism.core.world import AXES, World, format_ranks
 
-__all__ = ["Call", "Fault", "Finder", "VALUES", "load_plan", "parse", "truth_line"]
+__all__ = ["CallLabel", "Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
 
 
 # kind -> (parameters it takes, what happens)
@@ -72,7 +72,7 @@ FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][
 
 
 @dataclass(frozen=True)
-class Call:
+class CallLabel:
     """What a Finder is told of a call."""
 
     op: str
@@ -274,7 +274,7 @@ def _check_numbers(text: str, fault: Fault) -> None:
                          fix="nic@rank=0-7:bw_factor=0.5,latency_us=50")  # fmt: skip
 
 
-class Finder:
+class FaultMatcher:
     """Which of the calls it is told of, one after the other, is the one?"""
 
     def __init__(self, fault: Fault) -> None:
@@ -283,7 +283,7 @@ class Finder:
         self.after = fault.number("after", -1) or -1  # microbatches that the data loader gives
         self.site = re.compile(fault.select["site"]) if "site" in fault.select else None
 
-    def matches(self, call: Call) -> bool:
+    def matches(self, call: CallLabel) -> bool:
         """Whether the selector fits ``call``, whichever of them is hit."""
         select, kind = self.fault.select, self.fault.kind
         if call.microbatch < self.after:
@@ -310,7 +310,7 @@ class Finder:
             and (self.site is None or bool(self.site.search(call.site)))
         )
 
-    def hit(self, call: Call) -> bool:
+    def hit(self, call: CallLabel) -> bool:
         """Whether ``call`` is the one; to be asked once for every call in the order of issue."""
         if not self.matches(call):
             return False
@@ -318,7 +318,7 @@ class Finder:
         return self.seen == self.nth + 1
 
 
-def _gradients(call: Call) -> bool:
+def _gradients(call: CallLabel) -> bool:
     """Whether gradients of a replica are reduced with those of the others."""
     return call.op in ("reduce_scatter", "all_reduce") and "DATA_PARALLEL_GROUP" in call.group
 

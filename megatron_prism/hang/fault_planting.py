@@ -1,8 +1,8 @@
 """What does a fault do to programs?  A healthy world with faults planted in it.
 
-In : Programs and ``fault_plan.Fault``s.  Out: ``Planted``: the programs as the ranks would then run
-them, the standstill's own faults (hosts that stop, devices that hang), and the truth: which op of
-which rank is hit.  Verdicts never see the truth; tests and people compare.
+In : Programs and ``fault_plan.Fault``s.  Out: ``PlantedFaults``: the programs as the ranks would
+then run them, the standstill's own faults (hosts that stop, devices that hang), and the truth:
+which op of which rank is hit.  Verdicts never see the truth; tests and people compare.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, SLOWER, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.fault_plan import FIX, Call, Fault, Finder, truth_line
+from megatron_prism.hang.fault_plan import FIX, CallLabel, Fault, FaultMatcher, truth_line
 
-__all__ = ["Hit", "Planted", "plant"]
+__all__ = ["FaultedCall", "PlantedFaults", "plant"]
 
 
 Groups = Mapping[str, Membership]
@@ -132,9 +132,9 @@ def _late(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> No
 
 def _slow(groups: Groups, fault: Fault, rank: int, ops: list[Op], at: int) -> None:
     """All segments that the selector means."""
-    finder, factor, known = Finder(fault), fault.factor("factor", 2), 0
+    finder, factor, known = FaultMatcher(fault), fault.factor("factor", 2), 0
     for i, op in enumerate(ops):
-        call = Call(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
+        call = CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
         if op.name == "compute" and finder.matches(call):
             known += op.ns > 0 or op.flops > 0 or op.traffic > 0
             if op.ns >= 0:
@@ -175,7 +175,7 @@ _ELSEWHERE = {  # what programs know nothing of
 
 
 @dataclass(frozen=True)
-class Hit:
+class FaultedCall:
     """One op that a fault hits: the truth that a verdict is compared with.
 
     op is the call as it should have been; seq counts its group's calls (messages of a pair) from 1,
@@ -209,15 +209,15 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Planted:
+class PlantedFaults:
     """programs and faults to run with ``quiescence.run``; hits is the truth.
 
     slow_nics : of ranks whose calls between nodes take longer, which programs cannot say
     """
 
     programs: Programs
-    faults: dict[int, stall.Fault]
-    hits: tuple[Hit, ...]
+    faults: dict[int, stall.RankFault]
+    hits: tuple[FaultedCall, ...]
     slow_nics: tuple[tuple[tuple[int, ...], float, int], ...] = ()  # ranks, bw_factor, latency ns
 
     @property
@@ -226,7 +226,7 @@ class Planted:
         return {hit.rank for hit in self.hits}
 
 
-def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted:
+def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> PlantedFaults:
     """Plant every fault.  UsageError for one that hits nothing: it would never fire."""
     planter = _Planter(programs)
     for fault in faults:
@@ -254,8 +254,8 @@ class _Planter:
         self.programs = programs
         self.groups = memberships(programs)
         self.edited: dict[int, list[Op]] = {}
-        self.stops: dict[int, stall.Fault] = {}
-        self.hits: list[Hit] = []
+        self.stops: dict[int, stall.RankFault] = {}
+        self.hits: list[FaultedCall] = []
         self.nics: list[tuple[tuple[int, ...], float, int]] = []
 
     def ops(self, rank: int) -> list[Op]:
@@ -266,7 +266,7 @@ class _Planter:
     def one(self, fault: Fault, rank: int) -> None:
         if fault.kind == "nic":
             what = "every call between nodes"
-            self.hits.append(Hit(str(fault), "nic", rank, -1, what, "", (), 0, "-", ""))
+            self.hits.append(FaultedCall(str(fault), "nic", rank, -1, what, "", (), 0, "-", ""))
             return
         ops = self.ops(rank)
         of_bytes = fault.kind == "oom" and "at_bytes" in fault.params
@@ -287,16 +287,16 @@ class _Planter:
             EDITS[fault.kind](self.groups, fault, rank, ops, at)
 
     def _stop(self, rank: int, **how: object) -> None:
-        self.stops[rank] = stall.Fault(**how)  # type: ignore[arg-type]
+        self.stops[rank] = stall.RankFault(**how)  # type: ignore[arg-type]
 
     def _find(self, fault: Fault, ops: list[Op]) -> int | None:
-        finder = Finder(fault)
+        finder = FaultMatcher(fault)
         anything = "op" in fault.select or fault.kind not in ("gpu_hang", "slow")
         for index, op in enumerate(ops):
             talks = bool(_TALK[CODE[op.name]])
             if not talks and (op.name != fault.select.get("op") and anything):
                 continue
-            call = Call(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
+            call = CallLabel(op.name, op.group, -1, op.microbatch, op.chunk, op.phase, op.site)
             if finder.hit(call):
                 return index
         return None
@@ -318,11 +318,11 @@ class _Planter:
         if op.group:
             members = tuple(map(int, self.groups[op.group].group(rank)))
         self.hits.append(
-            Hit(str(fault), fault.kind, rank, at, op.name, op.group, members, _seq(ops, at),
+            FaultedCall(str(fault), fault.kind, rank, at, op.name, op.group, members, _seq(ops, at),
                 op.label, op.site)
         )  # fmt: skip
 
-    def result(self) -> Planted:
+    def result(self) -> PlantedFaults:
         base = self.programs
         of, made = base.program_of.copy(), list(base.programs)
         for rank, ops in self.edited.items():
@@ -330,7 +330,7 @@ class _Planter:
                 of[rank] = len(made)
                 made.append(Program.from_ops(rank, ops))
         programs = dataclasses.replace(base, programs=tuple(made), program_of=of)
-        return Planted(programs, dict(self.stops), tuple(self.hits), tuple(self.nics))
+        return PlantedFaults(programs, dict(self.stops), tuple(self.hits), tuple(self.nics))
 
 
 def _seq(ops: list[Op], at: int) -> int:

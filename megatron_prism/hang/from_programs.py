@@ -18,29 +18,29 @@ from megatron_prism.core.program import Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import world_graph
 from megatron_prism.graph.matching import Finding
-from megatron_prism.graph.stall import Standstill
+from megatron_prism.graph.stall import StalledJob
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.hang import analyze, export
-from megatron_prism.hang.analyze import of_dumps
+from megatron_prism.hang.analyze import diagnose_dumps
 from megatron_prism.hang.dumps import DumpSet, of_value
 from megatron_prism.hang.hypotheses import explain
-from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
+from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 from megatron_prism.replay import dependencies
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from megatron_prism.hang.export import How
+    from megatron_prism.hang.export import ExportSettings
     from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["first_watchdog", "of_graph", "of_standstill"]
+__all__ = ["first_watchdog", "diagnose_graph", "diagnose_stall"]
 
 
 _SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
 _MOST = 2048  # nodes from which a shortest ring is looked for
 
 
-def of_graph(graph: WorldGraph) -> Diagnosis:
+def diagnose_graph(graph: WorldGraph) -> Diagnosis:
     """Healthy, mismatch or deadlock."""
     findings = graph.check()
     if findings:
@@ -133,7 +133,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
                         f"of ranks {format_ranks(first.ranks)} is wrong")  # fmt: skip
     return Diagnosis(
         "mismatch",
-        tuple(Blamed(r, first.kind, first.likely) for r in ranks),
+        tuple(Culprit(r, first.kind, first.likely) for r in ranks),
         tuple(victims),
         first.group,
         name,
@@ -167,7 +167,7 @@ def _deadlock(graph: WorldGraph, made: dependencies.Dag, stuck: np.ndarray) -> D
     )
     return Diagnosis(
         "deadlock",
-        tuple(Blamed(r, "order", why) for r in culprits),
+        tuple(Culprit(r, "order", why) for r in culprits),
         victims,
         first.group if first else "",
         first.name if first else "",
@@ -203,11 +203,11 @@ def _ring(made: dependencies.Dag, stuck: np.ndarray) -> list[int]:
     return best
 
 
-def of_standstill(
-    state: Standstill,
+def diagnose_stall(
+    state: StalledJob,
     healthy: Programs | None = None,
     told: Callable[[float], None] | None = None,
-    **how: Unpack[How],
+    **how: Unpack[ExportSettings],
 ) -> Diagnosis:
     """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
 
@@ -221,16 +221,16 @@ def of_standstill(
         dumps[rank] = of_value(value, rank)
         if told is not None:
             told((rank + 1) / state.programs.world.size)
-    found = of_dumps(DumpSet(dumps))
+    found = diagnose_dumps(DumpSet(dumps))
     if healthy is not None and not found.culprits:
         found = explain(DumpSet(dumps), found, healthy)
     if found.culprits or state.faults:
         return found
-    seen = of_graph(world_graph.build(state.programs))
+    seen = diagnose_graph(world_graph.build(state.programs))
     return seen if seen.culprits else found
 
 
-def first_watchdog(state: Standstill, healthy: Timeline) -> str:
+def first_watchdog(state: StalledJob, healthy: Timeline) -> str:
     """Whose watchdog would fire first, when, and what it prints; "" if nobody is left to say it.
 
     healthy : the Timeline of the programs without a fault; a call is issued when its rank is ready

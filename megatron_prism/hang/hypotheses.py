@@ -20,11 +20,11 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.alignment import Overlay, as_dumped, key, seen
+from megatron_prism.hang.alignment import Alignment, as_dumped, key, seen
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.mismatch import mismatches
-from megatron_prism.hang.state import State, call_text
-from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
+from megatron_prism.hang.mismatch import find_mismatches
+from megatron_prism.hang.state import JobState, call_text
+from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
 
 __all__ = ["explain"]
 
@@ -40,14 +40,14 @@ class _Hypothesis:
     kind: str
     text: str
     ops: tuple[Op, ...] | None = None
-    fault: stall.Fault | None = None
+    fault: stall.RankFault | None = None
 
 
 def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis:
     """The verdict, with a culprit if the programs leave one choice."""
     if verdict.culprits or verdict.verdict == "healthy":
         return verdict
-    state = State(found)
+    state = JobState(found)
     if state.missing or max(found.dumps) >= programs.world.size:
         return verdict
     explainer = _Explainer(state, programs)
@@ -55,14 +55,14 @@ def explain(found: DumpSet, verdict: Diagnosis, programs: Programs) -> Diagnosis
 
 
 class _Explainer:
-    def __init__(self, state: State, programs: Programs) -> None:
+    def __init__(self, state: JobState, programs: Programs) -> None:
         self.state, self.programs = state, programs
-        self.overlay = Overlay(state, programs)
+        self.overlay = Alignment(state, programs)
         self.groups = memberships(programs)
         self.wanted = {rank: self._observed(rank) for rank in state.dumps}
         self.counts = self._relative(state.enqueued)
-        self.plans: dict[int, stall.Plan] = {}  # of the programs as they are, made once
-        self.healthy = stall.run(programs, None, self.plans).finished
+        self.plans: dict[int, stall.ProgramPlan] = {}  # of the programs as they are, made once
+        self.healthy = stall.run_until_stalled(programs, None, self.plans).finished
         self.calls = [self._calls_of(p) for p in programs.programs]
 
     def verdict(self, verdict: Diagnosis) -> Diagnosis:
@@ -91,7 +91,7 @@ class _Explainer:
         names = {"device stuck": "device stuck", "order": "order"}
         return dataclasses.replace(
             verdict, verdict=names.get(why.kind, "mismatch"), victims=victims, confidence="likely",
-            culprits=(Blamed(why.rank, why.kind, why.text),),
+            culprits=(Culprit(why.rank, why.kind, why.text),),
             evidence=(*verdict.evidence, f"rank {why.rank} {why.text}", text),
         )  # fmt: skip
 
@@ -125,7 +125,7 @@ class _Explainer:
                 programs, programs=(*programs.programs, changed), program_of=of
             )
         faults = {} if why.fault is None else {why.rank: why.fault}
-        after = stall.run(programs, faults, self.plans)
+        after = stall.run_until_stalled(programs, faults, self.plans)
         calls = self.calls
         if why.ops is not None:
             calls = [*self.calls, self._calls_of(why.ops)]
@@ -150,7 +150,7 @@ class _Explainer:
         size = int(start[1] - start[0])
         return (op.group, op.peer % size, *key(op))
 
-    def _issued(self, after: stall.Standstill) -> dict[tuple[str, int], int]:
+    def _issued(self, after: stall.StalledJob) -> dict[tuple[str, int], int]:
         per: dict[tuple[int, int], Counter[str]] = {}
         found = {}
         for name, rank in self.state.enqueued:
@@ -198,7 +198,7 @@ class _Explainer:
         state = self.state
         found: dict[int, None] = {}
         behind: dict[int, None] = {}
-        for odd in mismatches(state):
+        for odd in find_mismatches(state):
             found |= dict.fromkeys(odd.among)
         for rank in sorted(state.outstanding):
             head = state.head(rank)
@@ -220,7 +220,7 @@ class _Explainer:
         firsts = {self.overlay.first_open(rank, step) for step in self.overlay.fits(rank)}
         for first in sorted(firsts) if self.state.outstanding[rank] else ():
             text = f"device never came to op {first}"
-            yield _Hypothesis(rank, "device stuck", text, None, stall.Fault(device=first))
+            yield _Hypothesis(rank, "device stuck", text, None, stall.RankFault(device=first))
 
     def _otherwise(self, rank: int, ops: list[Op], entry: Entry) -> Iterator[_Hypothesis]:
         """The call as the dump has it, in place of one of its group, or two of them swapped."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.hang.dumps import Entry
-from megatron_prism.hang.state import State, call_text
+from megatron_prism.hang.state import JobState, call_text
 
-__all__ = ["Odd", "mismatches"]
+__all__ = ["Mismatch", "find_mismatches"]
 
 
 SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
@@ -32,7 +32,7 @@ def signature(entries: list[Entry]) -> Signature:
     return tuple((e.op, e.dtypes, e.numbers if e.op in SIZED else ()) for e in entries)
 
 
-def suspects(state: State) -> Iterator[Iterator[Calls]]:
+def suspects(state: JobState) -> Iterator[Iterator[Calls]]:
     """Per group, in the order of first calls: calls that differ, come in batches, or whose sizes
     only fit in sum (all_to_all)."""
     ranks = [rank for rank, dump in state.dumps.items() if dump.entries]
@@ -69,7 +69,7 @@ _ROW = np.dtype([("group", "i4"), ("sign", "i4"), ("rank", "i4"), ("place", "i4"
                  ("seq", "i8")])  # fmt: skip
 
 
-def _rows(state: State, ranks: list[int]) -> tuple[np.ndarray, list[Sign], list[str]]:
+def _rows(state: JobState, ranks: list[int]) -> tuple[np.ndarray, list[Sign], list[str]]:
     """(a row per entry, what its sign says, the name of its group); rank is a place in ranks."""
     names: dict[str, int] = {}
     signs: dict[Sign, int] = {}
@@ -96,7 +96,7 @@ def _alike(signs: list[Sign]) -> np.ndarray:
 
 
 def _calls(
-    state: State, ranks: list[int], places: np.ndarray, rows: np.ndarray, owners: np.ndarray
+    state: JobState, ranks: list[int], places: np.ndarray, rows: np.ndarray, owners: np.ndarray
 ) -> Calls:
     found: Calls = {}
     for row in rows.tolist():
@@ -109,7 +109,7 @@ _LAST = 6  # calls before one, by which siblings are at the same place
 
 
 @dataclass(frozen=True)
-class Odd:
+class Mismatch:
     """A call in which ranks differ.
 
     kind  : operation, dtype, shape, splits
@@ -133,7 +133,7 @@ class Odd:
         return f"{call_text(self.entry)}: {self.text}{undecided}"
 
 
-def mismatches(state: State) -> list[Odd]:
+def find_mismatches(state: JobState) -> list[Mismatch]:
     """The first call of every group in which its members differ; earliest first."""
     found, made = [], _Made(state)
     for calls in suspects(state):
@@ -147,7 +147,7 @@ def mismatches(state: State) -> list[Odd]:
 class _Made:
     """What ranks called: (description, sequence) -> entries; looked up once for each."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: JobState) -> None:
         self.state = state
         self._found: dict[int, dict[tuple[str, int], list[Entry]]] = {}
 
@@ -165,7 +165,7 @@ class _Made:
         return [tuple(e.op for e in self.at(rank, like.desc, n)) for n in numbers]
 
 
-def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
+def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Mismatch | None:
     state = made.state
     signatures = {rank: signature(entries) for rank, entries in calls.items()}
     votes = Counter(signatures.values())
@@ -180,11 +180,11 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Odd | None:
             texts = {r: _text(e) for r, e in calls.items()}
             one, other, *_ = votes
             kind = _kind(one, other)
-            return Odd(kind, first, (), tuple(calls), _differ(texts))
+            return Mismatch(kind, first, (), tuple(calls), _differ(texts))
     odd = tuple(r for r, s in signatures.items() if s != usual)
     model = next((calls[r] for r, s in signatures.items() if s == usual), calls[odd[0]])
     text = f"{_differ({odd[0]: _text(calls[odd[0]])})}, {count} others {_text(model)}"
-    return Odd(_kind(signatures[odd[0]], usual), model[0], odd, tuple(calls), text)
+    return Mismatch(_kind(signatures[odd[0]], usual), model[0], odd, tuple(calls), text)
 
 
 def _elsewhere(
@@ -229,7 +229,7 @@ def _differ(texts: dict[int, str]) -> str:
     return ", ".join(f"rank {rank} calls {text}" for rank, text in sorted(texts.items())[:4])
 
 
-def _totals(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
+def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
     """An all-to-all in which all together send more or less than all together receive."""
     entries = {rank: e[0] for rank, e in calls.items()}
     first = next(iter(entries.values()))
@@ -241,10 +241,10 @@ def _totals(state: State, calls: dict[int, list[Entry]]) -> Odd | None:
     uneven = tuple(r for r, (a, b) in sums.items() if a != b)
     text = "; ".join(f"rank {r} sends {sums[r][0]}, expects {sums[r][1]}" for r in uneven[:4])
     alone = len(uneven) == 1 and len(sums) > 2
-    return Odd("splits", first, uneven if alone else (), tuple(sums), text)
+    return Mismatch("splits", first, uneven if alone else (), tuple(sums), text)
 
 
-def _messages(state: State) -> Iterator[Odd]:
+def _messages(state: JobState) -> Iterator[Mismatch]:
     """Sends and receives at the head of both sides that do not fit."""
     for rank in state.outstanding:
         send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
@@ -260,10 +260,12 @@ def _messages(state: State) -> Iterator[Odd]:
         odd = tuple(r for agrees, r in votes if not agrees)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
-        yield Odd(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+        yield Mismatch(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
 
 
-def _unbatched(state: State, one: tuple[int, Entry], other: tuple[int, Entry]) -> Iterator[Odd]:
+def _unbatched(
+    state: JobState, one: tuple[int, Entry], other: tuple[int, Entry]
+) -> Iterator[Mismatch]:
     """A message that one side posts in a batch and the other by itself: NCCL moves the first in the
     group's communicator and the second in one of the two ranks, so they never meet."""
     here = [(_batched(state, *side), *side) for side in (one, other)]
@@ -282,10 +284,10 @@ def _unbatched(state: State, one: tuple[int, Entry], other: tuple[int, Entry]) -
     if len(odd) == 1:
         words = {True: "in a batch", False: "by itself"}
         text = ", ".join(f"rank {r} posts its {e.op} {words[b]}" for b, r, e in here)
-        yield Odd("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
+        yield Mismatch("coalescing", one[1], tuple(odd), (one[0], other[0]), text)
 
 
-def _batched(state: State, rank: int, entry: Entry) -> bool:
+def _batched(state: JobState, rank: int, entry: Entry) -> bool:
     """Whether the record that closes a batch follows."""
     entries = state.dumps[rank].entries
     for e in entries[entries.index(entry) :]:
@@ -296,7 +298,7 @@ def _batched(state: State, rank: int, entry: Entry) -> bool:
     return False
 
 
-def _vote(state: State, rank: int, entry: Entry, size: object, side: int) -> bool:
+def _vote(state: JobState, rank: int, entry: Entry, size: object, side: int) -> bool:
     """Whether most siblings' messages of that kind and direction look like this; those that ended
     tell whether all should look alike, as those of sequences of any length do not."""
     seen: Counter[object] = Counter()

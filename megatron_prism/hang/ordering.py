@@ -10,9 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megatron_prism.hang.dumps import Entry
-from megatron_prism.hang.state import State
+from megatron_prism.hang.state import JobState
 
-__all__ = ["order_conflicts"]
+__all__ = ["find_order_conflicts"]
 
 _Key = tuple[str, int]  # description, sequence
 
@@ -26,7 +26,7 @@ class Conflict:
     seq: int
     text: str
 
-    def entry(self, state: State, rank: int) -> Entry | None:
+    def entry(self, state: JobState, rank: int) -> Entry | None:
         """The call as ``rank`` made it, or as a sibling did, or the oldest wait in its group."""
         key = (self.desc, self.pair, self.seq)
         for other in (rank, *state.siblings[state.role.get(rank, 0)]):
@@ -38,8 +38,8 @@ class Conflict:
         return min(alike, key=lambda e: (e.created_ns, e.seq), default=None)
 
 
-def order_conflicts(
-    state: State, queued: bool = False
+def find_order_conflicts(
+    state: JobState, queued: bool = False
 ) -> tuple[dict[int, int], Conflict | None, bool]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.
 
@@ -57,7 +57,7 @@ def order_conflicts(
 
 
 def _odd(
-    state: State, queued: bool, agreed: _Agreed | None
+    state: JobState, queued: bool, agreed: _Agreed | None
 ) -> tuple[dict[int, int], Conflict | None]:
     """The same; ``agreed`` says which siblings are not compared."""
     odd: dict[int, int] = {}
@@ -102,7 +102,7 @@ class _Agreed:
     """Whether siblings rightly differ, as with more microbatches, other modules, or reports that
     the first ranks make: by calls that ended, in which all members agreed."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: JobState) -> None:
         self.state, self.differ = state, False
         self._ended: dict[str, dict[int, str]] = {}
         self._order: dict[int, dict[_Key, int]] = {}
@@ -159,7 +159,7 @@ class _Issued:
     waits: tuple[tuple[str, int], ...]
 
 
-def _issued(state: State, rank: int) -> _Issued:
+def _issued(state: JobState, rank: int) -> _Issued:
     order: dict[tuple[str, str, int], int] = {}
     messages: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {}
     for place, e in enumerate(e for e in state.dumps[rank].entries if e.op != "coalesced"):

@@ -1,8 +1,8 @@
 """Which calls are outstanding, on which rank, and who has not come to them?
 
-In : the dumps of a job that stands still.  Out: ``State``, the questions that a verdict asks.  Two
-ranks are *siblings* when they stand at the same place of their pipeline: they run the same program,
-so what one of them did tells what the other should have done.
+In : the dumps of a job that stands still.  Out: ``JobState``, the questions that a verdict asks.
+Two ranks are *siblings* when they stand at the same place of their pipeline: they run the same
+program, so what one of them did tells what the other should have done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.dumps import DumpSet, Entry, Group
 
-__all__ = ["State", "call_text"]
+__all__ = ["JobState", "call_text"]
 
 
 _MEGATRON = "PIPELINE_MODEL_PARALLEL_GROUP"
@@ -58,7 +58,7 @@ def call_text(entry: Entry) -> str:
     return f"{what} #{entry.seq} of {entry.desc}{where}"
 
 
-class State:
+class JobState:
     """Where every rank stands.
 
     groups      : name -> Group with two or more members

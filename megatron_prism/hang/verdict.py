@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from megatron_prism.core.files import rendered
 from megatron_prism.core.world import format_ranks
 
-__all__ = ["Blamed", "Diagnosis", "Waiting"]
+__all__ = ["Culprit", "Diagnosis", "Waiting"]
 
 SCHEMA = "prism.diagnosis/1"
 
 
 @dataclass(frozen=True)
-class Blamed:
+class Culprit:
     """A culprit: ``kind`` is host stuck, device stuck, missing dump, order, extra call,
     skipped call or the
     field in which its call differs."""
@@ -46,7 +46,7 @@ class Diagnosis:
     """
 
     verdict: str
-    culprits: tuple[Blamed, ...] = ()
+    culprits: tuple[Culprit, ...] = ()
     victims: tuple[Waiting, ...] = ()
     group: str = ""
     op: str = ""

@@ -11,35 +11,35 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.dumps import Entry
-from megatron_prism.hang.state import State, call_text
+from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Waiting
 
 __all__ = [
     "UNSEEN",
-    "age",
-    "ahead",
-    "beside",
-    "circle",
-    "complete_late",
-    "ends",
-    "gone",
-    "held",
-    "left_no_dump",
-    "lone",
+    "issue_order",
+    "ranks_ahead",
+    "supporting_evidence",
+    "smallest_cycle",
+    "incomplete_calls",
+    "ranks_where_waits_end",
+    "dead_ranks",
+    "is_complete_but_held",
+    "missing_dump_lines",
+    "lone_waiters",
     "never_started",
-    "nobody_left",
-    "outrun",
-    "together",
-    "unposted",
-    "waiting",
-    "with_the_dead",
+    "complete_call_lines",
+    "is_behind_replicas",
+    "why_hosts_wait",
+    "ranks_without_message",
+    "waiting_ranks",
+    "waiting_for_dead",
 ]
 
 
 _EDGES = 1_000_000  # waits that are looked at for the smallest circle
 
 
-def circle(state: State) -> list[int]:
+def smallest_cycle(state: JobState) -> list[int]:
     """The smallest circle of ranks in which each waits for the next."""
     edges = {r: state.waits(r)[1] for r in state.outstanding}
     best: list[int] = []
@@ -64,7 +64,7 @@ def circle(state: State) -> list[int]:
     return best
 
 
-def ends(state: State, ranks: Iterable[int]) -> list[int]:
+def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     """Those of ``ranks`` at whom waits end: everybody for whom they wait waits for them.
 
     Ranks that wait for each other only and make the calls of their programs do not stand still: so
@@ -86,7 +86,7 @@ def ends(state: State, ranks: Iterable[int]) -> list[int]:
     return found
 
 
-def _needs(state: State, rank: int, known: dict[tuple[str, bool, int], set[int]]) -> set[int]:
+def _needs(state: JobState, rank: int, known: dict[tuple[str, bool, int], set[int]]) -> set[int]:
     """For whom any outstanding call of ``rank`` waits: its host may stand at another than the
     oldest."""
     found = set[int]()
@@ -103,7 +103,7 @@ def _needs(state: State, rank: int, known: dict[tuple[str, bool, int], set[int]]
     return found - {rank}
 
 
-def _queued_before(state: State, ranks: Iterable[int], entry: Entry) -> set[int]:
+def _queued_before(state: JobState, ranks: Iterable[int], entry: Entry) -> set[int]:
     """Who has a call queued before this one."""
     return {r for r in ranks if (head := state.head(r)) and head.launch != entry.launch}
 
@@ -123,7 +123,7 @@ UNSEEN = (
 )
 
 
-def together(state: State, idle: Collection[int], ahead: Collection[int]) -> str:
+def why_hosts_wait(state: JobState, idle: Collection[int], ahead: Collection[int]) -> str:
     """Why hosts that wait for nobody in the dumps may wait for one of them all the same; "" if
     nothing says so.
 
@@ -148,7 +148,7 @@ def together(state: State, idle: Collection[int], ahead: Collection[int]) -> str
             "of them outside NCCL (DeepEP, gloo, the store), which is not recorded")  # fmt: skip
 
 
-def ahead(state: State, idle: Collection[int]) -> set[int]:
+def ranks_ahead(state: JobState, idle: Collection[int]) -> set[int]:
     """Those of ``idle`` who stand together further on than a sibling among them."""
     found = set[int]()
     for role in {state.role.get(r, 0) for r in idle}:
@@ -167,7 +167,7 @@ def _made_fewer_calls(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return any(one[k] < other[k] for k in common) and all(one[k] <= other[k] for k in common)
 
 
-def with_the_dead(state: State, idle: Collection[int], dead: Collection[int]) -> set[int]:
+def waiting_for_dead(state: JobState, idle: Collection[int], dead: Collection[int]) -> set[int]:
     """Those of ``idle`` who may wait outside NCCL for a rank without a dump: members of groups of
     which nobody else is.  One death explains them, and they need no fault of their own."""
     whole = [set(g.ranks) for g in state.groups.values() if {*idle, *dead}.issuperset(g.ranks)]
@@ -177,7 +177,7 @@ def with_the_dead(state: State, idle: Collection[int], dead: Collection[int]) ->
     return reached & set(idle)
 
 
-def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
+def _lacking(state: JobState, desc: str, idle: Collection[int]) -> bool:
     """Whether others have a group of this description and some of ``idle`` do not have it yet."""
     has = {r for r, d in state.dumps.items() if any(g.desc == desc for g in d.groups.values())}
     without = [r for r in idle if r not in has]
@@ -193,7 +193,7 @@ def _lacking(state: State, desc: str, idle: Collection[int]) -> bool:
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
+def dead_ranks(state: JobState, known: Collection[int]) -> dict[int, Entry]:
     """Ranks without a dump that are needed to explain the waits -> the call that waits for them.
 
     known : ranks whose dumps are there, of another moment.  Where calls of all members wait for
@@ -217,18 +217,18 @@ def gone(state: State, known: Collection[int]) -> dict[int, Entry]:
         if len(lost) > 1 and not alone.isdisjoint(lost):
             continue  # one of them is needed elsewhere, and is enough here
         for r in lost:  # an old call says more than a new one
-            if r not in found or age(head) < age(found[r]):
+            if r not in found or issue_order(head) < issue_order(found[r]):
                 found[r] = head
     return found
 
 
-def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
+def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
     """What is said of ranks without a dump: those for which one kind of call waits in one line."""
     calls: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, e in sorted(found.items()):
         calls[e.op, e.desc, e.seq, e.pair, e.site].append(rank)
     for ranks in calls.values():
-        entry = min((found[r] for r in ranks), key=age)
+        entry = min((found[r] for r in ranks), key=issue_order)
         if len(ranks) == 1:
             yield entry, f"rank {ranks[0]} left no dump, and {call_text(entry)} waits for it"
         else:  # the other sides of messages differ
@@ -236,7 +236,7 @@ def left_no_dump(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]]:
             yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
-def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
+def supporting_evidence(state: JobState, ranks: Collection[int], right: bool) -> list[str]:
     """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
     calls that ended (``right``); or who else waits in a call of theirs to which most members have
     not come."""
@@ -256,7 +256,7 @@ def beside(state: State, ranks: Collection[int], right: bool) -> list[str]:
     return said
 
 
-def unposted(state: State) -> Iterator[tuple[int, Entry]]:
+def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks with nothing outstanding whose messages others wait for."""
     for rank in sorted(state.outstanding):
         head, (why, others) = state.head(rank), state.waits(rank)
@@ -266,7 +266,7 @@ def unposted(state: State) -> Iterator[tuple[int, Entry]]:
                     yield other, head
 
 
-def outrun(state: State, rank: int) -> bool:
+def is_behind_replicas(state: JobState, rank: int) -> bool:
     """Whether siblings, with all that ``rank`` waits for outstanding too, issued more: of what
     others wait for, since replicas with fewer microbatches made fewer calls and stand still too."""
     late = {state.groups[name].desc for name, other in state.lates if other == rank}
@@ -282,7 +282,7 @@ def outrun(state: State, rank: int) -> bool:
     return passed >= max(1, level)
 
 
-def _issued_after_common(state: State, rank: int, other: int) -> bool:
+def _issued_after_common(state: JobState, rank: int, other: int) -> bool:
     """Whether what only ``other`` issued comes behind all that both have outstanding: if not, they
     made their calls in two orders, and either may err."""
     mine, counts, news = state.opened(rank), state.counts(rank), False
@@ -294,7 +294,7 @@ def _issued_after_common(state: State, rank: int, other: int) -> bool:
     return True
 
 
-def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
+def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks that did not post a message which their siblings posted before a call that they made,
     too -> the call that waits for it.  Without history nobody is."""
     for rank in sorted(state.outstanding):
@@ -306,7 +306,7 @@ def passed_over(state: State) -> Iterator[tuple[int, Entry]]:
                 yield peer, head
 
 
-def _passed(state: State, rank: int, desc: str) -> bool:
+def _passed(state: JobState, rank: int, desc: str) -> bool:
     entries = state.issued(rank)
     made = {(e.desc, e.seq) for e in entries if not e.pair}
     number = max((e.seq for e in entries if e.pair and e.desc == desc), default=0) + 1
@@ -321,14 +321,14 @@ def _passed(state: State, rank: int, desc: str) -> bool:
     return yes > 0 == no
 
 
-def never_started(state: State) -> dict[int, Entry]:
+def never_started(state: JobState) -> dict[int, Entry]:
     """Less than half of the ranks, whose devices never started their oldest call -> that call."""
     heads = {r: e for r in state.outstanding if (e := state.head(r))}
     idle = {r: e for r, e in heads.items() if e.state == "scheduled"}
     return idle if 2 * len(idle) < len(heads) else {}
 
 
-def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:
+def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
     """Ranks on which a call that needs everybody did not end, though it did on others: with the
     call, and the last one that ended there."""
     for name, group in state.groups.items():
@@ -344,7 +344,7 @@ def complete_late(state: State) -> Iterator[tuple[int, Entry, int]]:
                 yield rank, joint[0], last
 
 
-def held(state: State) -> bool:
+def is_complete_but_held(state: JobState) -> bool:
     """Whether some collective has everybody and nobody leaves it: a device, or the network.
 
     Who issues calls in another order leaves a circle of waits, or somebody who has not come.
@@ -356,7 +356,7 @@ def held(state: State) -> bool:
     return False
 
 
-def nobody_left(state: State) -> str:
+def complete_call_lines(state: JobState) -> str:
     """What is said where calls have everybody and nobody leaves them: whose they are."""
     calls = {e.launch: e for rank in sorted(state.outstanding)
              if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
@@ -366,10 +366,10 @@ def nobody_left(state: State) -> str:
     return f"every member{whose} entered the call and none left it: a device, the network or NCCL"
 
 
-def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
+def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
     else those of a circle who wait where most members never come."""
-    past, found = dict(passed_over(state)), few(state, cycle)
+    past, found = dict(skipped_messages(state)), minority_waiters(state, cycle)
     if len(past) == 1:
         ((rank, entry),) = past.items()
         text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
@@ -380,7 +380,7 @@ def lone(state: State, cycle: list[int]) -> tuple[Entry, list[int], str, str] | 
     return *found, "extra call", text
 
 
-def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:
+def minority_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int]] | None:
     """In a circle: a call in which less than half of its members wait, while all others wait for
     them in the end; None if there is none, or no single one."""
     found = []
@@ -397,7 +397,7 @@ def few(state: State, cycle: list[int]) -> tuple[Entry, list[int]] | None:
     return found[0]
 
 
-def _all_wait_for(state: State, ranks: set[int]) -> bool:
+def _all_wait_for(state: JobState, ranks: set[int]) -> bool:
     reached = set(ranks)
     while True:
         more = {r for r in state.outstanding if r not in reached and not
@@ -407,8 +407,8 @@ def _all_wait_for(state: State, ranks: set[int]) -> bool:
         reached |= more
 
 
-def waiting(
-    state: State, blamed: Collection[int], cycle: Collection[int]
+def waiting_ranks(
+    state: JobState, blamed: Collection[int], cycle: Collection[int]
 ) -> tuple[tuple[Waiting, ...], tuple[str, ...]]:
     """All others that wait, and in words those of them who wait for ``blamed`` or in the circle."""
     victims: list[Waiting] = []
@@ -425,6 +425,6 @@ def waiting(
     return tuple(victims), tuple(chain)
 
 
-def age(entry: Entry) -> tuple[int, int]:
+def issue_order(entry: Entry) -> tuple[int, int]:
     """To compare calls by: which was issued first?"""
     return entry.created_ns, entry.seq

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED
 
-__all__ = ["Machine", "Settings", "replay"]
+__all__ = ["CachingAllocator", "Settings", "replay_requests"]
 
 
 MIB = 1 << 20
@@ -174,11 +174,11 @@ class Replayed:
     num_segments: int = 0
     live: dict[int, list[Block]] = field(default_factory=dict)  # storage -> its blocks
     first: list[Block] = field(default_factory=list)  # of every segment
-    full: Full | None = None  # where memory ran out; nothing after it happened
+    full: OutOfMemory | None = None  # where memory ran out; nothing after it happened
 
 
 @dataclass(frozen=True)
-class Full:
+class OutOfMemory:
     """A request that did not fit: its rounded size, what was reserved (without caches), in use."""
 
     event: int
@@ -191,7 +191,7 @@ class _OutOfMemory(Exception):
     pass
 
 
-def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
+def replay_requests(events: Iterable[Sequence[int]], settings: Settings | None = None,
            limit: int | None = None, ahead: int = AHEAD) -> Replayed:  # fmt: skip
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
@@ -200,7 +200,7 @@ def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
     ``ahead`` launches later or when the host waits.  Where ``limit`` bytes of segments are not
     enough, it ends with ``full``.
     """
-    machine = Machine(settings or Settings(), limit)
+    machine = CachingAllocator(settings or Settings(), limit)
     sizes: dict[int, int] = {}
     beside: set[int] = set()  # storages that another stream uses
     late: deque[tuple[int, int]] = deque()  # of those, given back and in use: launch, storage
@@ -217,7 +217,7 @@ def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
                 except _OutOfMemory:
                     if not late:
                         state, size = machine.state, machine.settings.rounded(change)
-                        state.full = Full(number, size, state.reserved, state.allocated)
+                        state.full = OutOfMemory(number, size, state.reserved, state.allocated)
                         return state
                 for _ in range(len(late)):  # before torch says no it waits for other streams
                     machine.free(late.popleft()[1])
@@ -237,7 +237,7 @@ def replay(events: Iterable[Sequence[int]], settings: Settings | None = None,
     return machine.state
 
 
-class Machine:
+class CachingAllocator:
     """Pools of free blocks, sorted by (size, address)."""
 
     def __init__(self, settings: Settings, limit: int | None = None) -> None:

@@ -26,7 +26,7 @@ from megatron_prism.memory import allocator, nccl_buffers
 from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse
 
 if TYPE_CHECKING:
-    from megatron_prism.memory.peaks import Holding
+    from megatron_prism.memory.peaks import HeldMemory
 
 __all__ = ["Baseline", "Change", "compare", "load", "measure", "peak_memory", "save"]
 
@@ -44,7 +44,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # would end a line of a report, 
 _NUMBERS = ("count", "peak_allocated", "peak_reserved")
 
 
-class At(TypedDict):
+class PeakPlace(TypedDict):
     """Where a class peaks."""
 
     step: str
@@ -55,8 +55,8 @@ class At(TypedDict):
     site: str
 
 
-class Origin(TypedDict):
-    """A ``Holding``, as JSON has it."""
+class BaselineOrigin(TypedDict):
+    """A ``HeldMemory``, as JSON has it."""
 
     kind: str
     module: str
@@ -65,26 +65,26 @@ class Origin(TypedDict):
     count: int
 
 
-class Known(TypedDict, total=False):
+class OptionalFigures(TypedDict, total=False):
     """What releases before this one did not write; ``nccl`` and the device's need a calibration."""
 
     reserved_between: list[int]
     growth: int | None
-    growth_top: list[Origin]
+    growth_top: list[BaselineOrigin]
     nccl: int | None
     peak_device: int | None
 
 
-class Figures(Known):
+class ClassMemoryFigures(OptionalFigures):
     """Of one class of ranks; bytes."""
 
     ranks: str
     count: int
     peak_allocated: int
     peak_reserved: int
-    at: At
+    at: PeakPlace
     by_category: dict[str, int]
-    top: list[Origin]
+    top: list[BaselineOrigin]
     smaller: int
 
 
@@ -93,7 +93,7 @@ class Baseline:
     """job: what decides the numbers (arguments, versions, tier); classes: name -> its figures."""
 
     job: Mapping[str, str]
-    classes: Mapping[str, Figures]
+    classes: Mapping[str, ClassMemoryFigures]
     device: str = PROVENANCE["peak_device"]  # what peak_device is made of
 
     @property
@@ -114,7 +114,7 @@ def peak_memory(
     programs: Programs,
     *,
     alloc_conf: str = "",
-    device: str | os.PathLike[str] | nccl_buffers.Calibration | None = "h200",
+    device: str | os.PathLike[str] | nccl_buffers.BufferCalibration | None = "h200",
 ) -> Baseline:
     """Find the peak memory of every class of ranks, and what is alive then.
 
@@ -127,7 +127,7 @@ def peak_memory(
     Raises:
         UsageError: the programs recorded no memory or did not train.
     """
-    if device is not None and not isinstance(device, nccl_buffers.Calibration):
+    if device is not None and not isinstance(device, nccl_buffers.BufferCalibration):
         device = nccl_buffers.read(device)
     return measure(programs, alloc_conf, device)
 
@@ -169,7 +169,7 @@ class Change:
 
 
 def measure(
-    programs: Programs, alloc_conf: str = "", device: nccl_buffers.Calibration | None = None
+    programs: Programs, alloc_conf: str = "", device: nccl_buffers.BufferCalibration | None = None
 ) -> Baseline:
     """The figures of ``programs``; ``device`` says what processes and communicators take.
 
@@ -185,8 +185,8 @@ def measure(
             )
     world = programs.world
     job = {**programs.source, "world": str(world), "alloc_conf": alloc_conf}
-    device = device or nccl_buffers.Calibration()
-    classes: dict[str, Figures] = {}
+    device = device or nccl_buffers.BufferCalibration()
+    classes: dict[str, ClassMemoryFigures] = {}
     for one in analyse(programs, settings):
         nccl = device.nccl(nccl_buffers.used_by(programs, one.program))
         beyond = None if nccl is None or device.process is None else nccl + device.process
@@ -198,7 +198,7 @@ def measure(
     return Baseline(job, classes, device.provenance())
 
 
-def _origin(h: Holding) -> Origin:
+def _origin(h: HeldMemory) -> BaselineOrigin:
     return {
         "kind": h.kind,
         "module": h.module,
@@ -208,7 +208,7 @@ def _origin(h: Holding) -> Origin:
     }
 
 
-def _figures(one: ClassMemory) -> Figures:
+def _figures(one: ClassMemory) -> ClassMemoryFigures:
     top, op = one.peak, one.peak.op
     listed = [_origin(h) for h in top.holdings[:TOP]]
     left = sum(h.num_bytes for h in top.holdings[TOP:])
@@ -345,7 +345,9 @@ def _same_job(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         )
 
 
-def _change(name: str, old: Figures | None, new: Figures | None, tol_bytes: int) -> Change:
+def _change(
+    name: str, old: ClassMemoryFigures | None, new: ClassMemoryFigures | None, tol_bytes: int
+) -> Change:
     if old is None or new is None:
         there = new if old is None else old
         assert there is not None
@@ -365,7 +367,7 @@ def _change(name: str, old: Figures | None, new: Figures | None, tol_bytes: int)
     return Change(what, name, new["ranks"], first, second, kinds, _origins(old, new), moved)
 
 
-def _origins(old: Figures, new: Figures) -> tuple[Growth, ...]:
+def _origins(old: ClassMemoryFigures, new: ClassMemoryFigures) -> tuple[Growth, ...]:
     """What each origin holds more; a line that only moved within its file is the same origin."""
     exact: dict[tuple[str, str, str], int] = {}
     for sign, side in ((-1, old), (1, new)):

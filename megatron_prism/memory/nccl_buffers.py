@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from megatron_prism.replay.costs.machine import Row
 
 __all__ = [
-    "Calibration",
+    "BufferCalibration",
     "Communicator",
     "ON_HOST",
     "SMALL",
-    "Used",
+    "ConnectedCommunicators",
     "connection_bytes",
     "fitting",
     "read",
@@ -80,7 +80,7 @@ class Communicator:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class BufferCalibration:
     """What a host was measured to take; see ``benchmarks/device_memory.py``.
 
     process : bytes beyond reserved of a training process without communicators; None: unknown
@@ -150,7 +150,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
 
 
-def fitting(device: str) -> Calibration | None:
+def fitting(device: str) -> BufferCalibration | None:
     """The shipped calibration of a host of such devices (``NVIDIA H200``); None if none is."""
     for name, path in shipped().items():
         if name in device.lower().split():
@@ -158,7 +158,7 @@ def fitting(device: str) -> Calibration | None:
     return None
 
 
-def read(name: str | os.PathLike[str]) -> Calibration:
+def read(name: str | os.PathLike[str]) -> BufferCalibration:
     """The shipped calibration of that name, or a file that ``benchmarks/device_memory.py`` wrote.
 
     UsageError for anything else.
@@ -181,7 +181,7 @@ def read(name: str | os.PathLike[str]) -> Calibration:
         ) from error
 
 
-def _calibration(stored: Row) -> Calibration:
+def _calibration(stored: Row) -> BufferCalibration:
     cells: dict[tuple[str, int, int, str], list[int]] = {}
     for row in stored["rows"]:
         if not all(type(size) is int for size in row["bytes"]) or not row["bytes"]:
@@ -211,7 +211,7 @@ def _calibration(stored: Row) -> Calibration:
         pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
         if pair is not None and size == 2 and len(pair) == 2:
             alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
-    return Calibration(process, once, alone, str(stored["source"]))
+    return BufferCalibration(process, once, alone, str(stored["source"]))
 
 
 def _once(cells: dict[tuple[str, int, int, str], list[int]]) -> int:
@@ -238,7 +238,7 @@ _REDUCES = ("all_reduce", "reduce", "barrier")
 _EXCHANGES = ("all_to_all", "all_to_all_single")
 
 
-class Used:
+class ConnectedCommunicators:
     """The communicators that a rank's calls have connected, in the order of their first use.
 
     Messages of a batch go through their group's communicator, which connects the two; each pair of
@@ -299,7 +299,7 @@ def used_by(programs: Programs, index: int) -> tuple[Communicator, ...]:
     program = programs.programs[index]
     rank = int(programs.ranks_of(index)[0])
     ops = program.ops
-    used = Used()
+    used = ConnectedCommunicators()
     used.add(WORLD_GROUP, programs.world.size, "barrier", 0)
     sizes = {WORLD_GROUP: programs.world.size}
     calls = ops[(ops["name"] >= CODE["mark"] + 1) & (ops["group"] != 0)]

@@ -34,7 +34,16 @@ from megatron_prism.core.world import AXES, World, format_ranks
 from megatron_prism.graph.classes import equal_programs
 from megatron_prism.memory import allocator
 
-__all__ = ["KINDS", "ClassMemory", "Holding", "analyse", "class_name", "growth", "overflow", "peak"]
+__all__ = [
+    "KINDS",
+    "ClassMemory",
+    "HeldMemory",
+    "analyse",
+    "class_name",
+    "growth",
+    "overflow",
+    "peak",
+]
 
 KINDS = ("param", "grad", "optim", "act", "comm", "tmp", "other")
 _COMM = re.compile(r"p2p_communication\.py|tensor_parallel/mappings\.py|param_and_grad_buffer\.py")
@@ -42,7 +51,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldMemory:
     """Storages that are alive together and have one origin; layer numbers are ``*``."""
 
     kind: str
@@ -70,7 +79,7 @@ class Peak:
     op: Op
     index: int
     site: str
-    holdings: tuple[Holding, ...]
+    holdings: tuple[HeldMemory, ...]
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -112,7 +121,7 @@ class ClassMemory:
     reserved: int
     between: tuple[int, int]
     program: int = 0
-    growth: tuple[Holding, ...] | None = None
+    growth: tuple[HeldMemory, ...] | None = None
 
 
 def peak(program: Program) -> Peak | None:
@@ -152,7 +161,7 @@ def _runs(program: Program) -> np.ndarray:
     return found
 
 
-def _holdings(program: Program, top: int) -> tuple[Holding, ...]:
+def _holdings(program: Program, top: int) -> tuple[HeldMemory, ...]:
     """What is alive after event ``top``, by kind, module and site."""
     events = program.allocations
     ids, which = np.unique(events["storage"], return_inverse=True)
@@ -174,11 +183,11 @@ def _holdings(program: Program, top: int) -> tuple[Holding, ...]:
         entry = total.setdefault(key, [0, 0])
         entry[0] += int(held[one])
         entry[1] += 1
-    made = [Holding(*key, num_bytes=size, count=n) for key, (size, n) in total.items()]
+    made = [HeldMemory(*key, num_bytes=size, count=n) for key, (size, n) in total.items()]
     return tuple(sorted(made, key=lambda h: (-h.num_bytes, h.key)))
 
 
-def growth(program: Program) -> tuple[Holding, ...] | None:
+def growth(program: Program) -> tuple[HeldMemory, ...] | None:
     """What is alive after the iteration and was not before it, by origin, largest first.
 
     An origin that replaces what it left the last time has not grown.  None in a job's first
@@ -200,7 +209,7 @@ def growth(program: Program) -> tuple[Holding, ...] | None:
         entry = total.setdefault((_NUMBER.sub("*", module), site), [0, 0])
         entry[0] += int(left[one] - stood[one])
         entry[1] += 1 if left[one] > stood[one] else -1
-    made = [Holding("other", *key, num_bytes=size, count=n) for key, (size, n) in total.items()]
+    made = [HeldMemory("other", *key, num_bytes=size, count=n) for key, (size, n) in total.items()]
     return tuple(sorted((h for h in made if h.num_bytes), key=lambda h: (-h.num_bytes, h.key)))
 
 
@@ -209,9 +218,9 @@ def overflow(
 ) -> Overflow | None:
     """Where the program runs out of ``limit`` bytes of segments; None if they are enough for its
     iteration, and for all that the process had asked for before, where that is known."""
-    full = allocator.replay(_changes(program), settings, limit).full
+    full = allocator.replay_requests(_changes(program), settings, limit).full
     if full is None:
-        full = allocator.replay(program.history.tolist(), settings, limit).full
+        full = allocator.replay_requests(program.history.tolist(), settings, limit).full
         return None if full is None else Overflow(None, "", full.size, full.reserved)
     row = program.allocations[full.event]
     at = min(int(row["before"]), len(program) - 1)
@@ -282,7 +291,7 @@ def analyse(
                    "job with --prism-tier meta")  # fmt: skip
             raise UsageError(f"rank {program.rank} recorded no allocations", fix=fix)
         heard = program.history.tolist() or _changes(program)
-        least, most = (allocator.replay(heard, settings, ahead=n).peak_reserved
+        least, most = (allocator.replay_requests(heard, settings, ahead=n).peak_reserved
                        for n in (0, allocator.AHEAD))  # fmt: skip
         name, shown = class_name(programs.world, ranks.tolist()), format_ranks(ranks.tolist())
         found.append(ClassMemory(name, shown, ranks.size, top, (least + most) // 2, (least, most),

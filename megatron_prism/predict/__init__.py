@@ -11,7 +11,7 @@ regime per iteration.
     campaign.py       will N iterations finish by then, failures and restarts included?
 """
 
-from megatron_prism.predict.campaign import Plan, RunPrediction, predict_run
+from megatron_prism.predict.campaign import Campaign, RunPrediction, predict_run
 from megatron_prism.predict.compare import Comparison, compare
 from megatron_prism.predict.distributions import Quantile, needed, quantile
 from megatron_prism.predict.predict import Prediction, predict
@@ -21,8 +21,8 @@ from megatron_prism.predict.whatifs import Study, study
 
 __all__ = [
     "CallSpread",
+    "Campaign",
     "Comparison",
-    "Plan",
     "Prediction",
     "Quantile",
     "RunPrediction",

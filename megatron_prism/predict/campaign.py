@@ -24,8 +24,17 @@ from megatron_prism.predict.distributions import proportion
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import Variability
 
-__all__ = ["Plan", "RunPrediction", "best_interval", "check_plan", "daly", "expected", "finish",
-           "predict_run", "young"]  # fmt: skip
+__all__ = [
+    "Campaign",
+    "RunPrediction",
+    "best_interval",
+    "check_campaign",
+    "daly",
+    "expected",
+    "finish",
+    "predict_run",
+    "young",
+]
 
 _CLUSTERS, _ITERATIONS = 48, 24  # that are drawn
 _RUNS = 10_000
@@ -36,7 +45,7 @@ _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Plan:
+class Campaign:
     """A run; durations in ns.
 
     deadline   : from the start; None: only how long it takes
@@ -65,7 +74,7 @@ class RunPrediction:
     expected  : mean ns in closed form, to hold against ``mean``, that of the draws
     """
 
-    plan: Plan
+    plan: Campaign
     chance: float | None
     chance_low: float | None
     chance_high: float | None
@@ -107,7 +116,7 @@ def best_interval(checkpoint: float, mtbf: float) -> float:
     return low * mtbf
 
 
-def expected(work: float, plan: Plan, interval: float) -> float:
+def expected(work: float, plan: Campaign, interval: float) -> float:
     """Mean ns to do ``work``, checkpoints, failures and restarts included; the last stretch ends
     the run, without a checkpoint."""
     stretches, last = _stretches(work, interval)
@@ -128,7 +137,7 @@ def _stretches(work: float, interval: float) -> tuple[int, float]:
 
 
 def finish(
-    work: np.ndarray, plan: Plan, interval: float, rng: np.random.Generator
+    work: np.ndarray, plan: Campaign, interval: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ns to the end, failures) of a run for each ``work``, ns."""
     pairs = [_stretches(one, interval) for one in work.tolist()]
@@ -181,7 +190,7 @@ def _wasted(
 def predict_run(
     sampler: Sampler,
     spread: Variability,
-    plan: Plan,
+    plan: Campaign,
     *,
     progress: Callable[[float], object] | None = None,
 ) -> RunPrediction:
@@ -190,7 +199,7 @@ def predict_run(
     UsageError for plans that cannot be: a deadline before the first iteration, checkpoints so rare
     that the job never gets to one.
     """
-    check_plan(plan)
+    check_campaign(plan)
     drawn = np.empty((_CLUSTERS, _ITERATIONS))
     for cluster in range(_CLUSTERS):
         drawn[cluster] = sampler.of_cluster(spread, cluster, _ITERATIONS)
@@ -232,7 +241,7 @@ def predict_run(
     )
 
 
-def check_plan(plan: Plan) -> None:
+def check_campaign(plan: Campaign) -> None:
     """UsageError for a plan that cannot be."""
     if plan.iterations < 1:
         raise UsageError("a run has iterations", fix="iterations=500000")
@@ -244,7 +253,7 @@ def check_plan(plan: Plan) -> None:
         raise UsageError("a cost is negative", fix="checkpoint_cost=30s restart=10min")
 
 
-def _check_failures(took: float, plan: Plan) -> None:
+def _check_failures(took: float, plan: Campaign) -> None:
     """PrismError for a run of ``took`` ns that fails more often than can be drawn."""
     if plan.mtbf is not None and took > _FAILURES * plan.mtbf:
         often = f"{took / plan.mtbf:,.0f} times, once in {plan.mtbf / 1e9:g} s"
@@ -252,7 +261,7 @@ def _check_failures(took: float, plan: Plan) -> None:
                          fix="mtbf= of the whole job; restart= well below it")  # fmt: skip
 
 
-def _interval(plan: Plan, iteration: float) -> tuple[float, float | None]:
+def _interval(plan: Campaign, iteration: float) -> tuple[float, float | None]:
     """(ns of work between checkpoints, whole iterations; the best)."""
     best = None
     if plan.mtbf is not None:

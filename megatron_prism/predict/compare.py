@@ -27,7 +27,7 @@ from megatron_prism.predict.predict import (
 )
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.replay.priced_graph import PricedGraph
-from megatron_prism.replay.whatif import count as microbatches
+from megatron_prism.replay.whatif import microbatch_count as microbatches
 
 __all__ = ["Chance", "Comparison", "compare"]
 
@@ -66,7 +66,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class RestsOn:
+class Provenance:
     """Where a layout's figures come from: its spreads, how its calls vary, its durations."""
 
     spreads: str
@@ -85,7 +85,7 @@ class Comparison:
     samples: int
     seed: int
     note: str
-    rests_on: Mapping[str, RestsOn]
+    rests_on: Mapping[str, Provenance]
 
     def to_json(self) -> dict[str, object]:
         """What ``prism predict --against --json`` prints; times in ns."""
@@ -157,7 +157,7 @@ def compare(
             )
         )
     rests_on = {
-        name: RestsOn(spread.variability.source, spread.said, priced.prices.used())
+        name: Provenance(spread.variability.source, spread.said, priced.prices.used())
         for (name, priced), spread in zip(layouts.items(), spreads, strict=True)
     }
     return Comparison(tuple(found), count, seed, _note(found), rests_on)

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import rendered
 from megatron_prism.core.program import Programs
-from megatron_prism.predict.campaign import Plan, RunPrediction, check_plan, predict_run
+from megatron_prism.predict.campaign import Campaign, RunPrediction, check_campaign, predict_run
 from megatron_prism.predict.distributions import Quantile, quantile
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import (
@@ -28,7 +28,7 @@ from megatron_prism.predict.variability import (
     fitted,
     is_timed,
 )
-from megatron_prism.predict.variability import variability as shipped
+from megatron_prism.predict.variability import read_variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
@@ -105,7 +105,7 @@ class Prediction:
 
     def to_html(self) -> str:
         """One self-contained page with the distribution, and the study if there is one."""
-        return rendered("report.distribution:render", self, str)
+        return rendered("report.distribution:render_distribution", self, str)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Spreads:
     """How much everything varies.
 
     variability : of GPUs, steps, calls, the network, hosts
-    calls       : of calls that a calibration has samples of; None: as ``variability`` says
+    calls       : of calls that a calibration has samples of; None: as ``read_variability`` says
     said        : how calls vary, in words
     """
 
@@ -123,7 +123,7 @@ class Spreads:
 
 
 def spreads_of(priced: PricedGraph, variability: VariabilityLike = None) -> Spreads:
-    """The spreads of a world: ``variability`` as of ``predict``, calls as its calibration has
+    """The spreads of a world: ``read_variability`` as of ``predict``, calls as its calibration has
     samples of them."""
     spread = _variability(variability, priced.programs)
     calls, file = None, "" if priced.calibration is None else priced.calibration.path
@@ -155,7 +155,7 @@ def predict(
     seed: int = 0,
     levels: Sequence[float] = QUANTILES,
     slow_by: float = 1.2,
-    plan: Plan | None = None,
+    plan: Campaign | None = None,
     what_ifs: Sequence[float] | bool = False,
     progress: Progress | None = None,
 ) -> Prediction:
@@ -183,7 +183,7 @@ def predict(
     if any(not 0 < level < 1 for level in levels) or not 0 < slow_by <= _SLOWEST:
         raise UsageError(f"slow is a factor up to {_SLOWEST:,}, quantiles < 1", fix="slow=1.2")
     if plan is not None:
-        check_plan(plan)
+        check_campaign(plan)
     priced = programs
     if not isinstance(priced, PricedGraph):
         priced = price(priced, machine=machine, calibration=calibration, what_if=what_if)

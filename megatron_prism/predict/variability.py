@@ -27,7 +27,15 @@ from megatron_prism.replay.costs import Prices, machine
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.prices import _both_ways, _shape
 
-__all__ = ["CallSpread", "PARTS", "Variability", "call_spread", "fitted", "is_timed", "variability"]
+__all__ = [
+    "CallSpread",
+    "PARTS",
+    "Variability",
+    "call_spread",
+    "fitted",
+    "is_timed",
+    "read_variability",
+]
 
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
@@ -278,7 +286,7 @@ def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float)
     return found
 
 
-def variability(name: str | os.PathLike[str]) -> Variability:
+def read_variability(name: str | os.PathLike[str]) -> Variability:
     """The spreads of that name or in that file.  UsageError says what is wrong with them."""
     own = ("shapes", "calls_by")  # not a file's
     names = [one.name for one in dataclasses.fields(Variability) if one.name not in own]

@@ -40,7 +40,7 @@ CLASSES = 64  # in which one rank is made slow: those that compute longest
 
 
 @dataclass(frozen=True)
-class Bar:
+class TornadoBar:
     """p95 in ns if the spread of ``what`` were half, and twice as large; ``base`` as it is."""
 
     what: str
@@ -88,7 +88,7 @@ class Study:
     node of each kind."""
 
     base: float
-    tornado: tuple[Bar, ...]
+    tornado: tuple[TornadoBar, ...]
     placement: Placement
     hot: tuple[HotNode, ...]
     scale: tuple[Point, ...]
@@ -158,7 +158,7 @@ def tornado(
     spread: Variability,
     count: int,
     progress: Callable[[float], object] | None = None,
-) -> tuple[Bar, ...]:
+) -> tuple[TornadoBar, ...]:
     """Parts of the variability, kinds of calls and classes' GPUs, the strongest first."""
 
     def run(what: Variability, **changes: object) -> float:
@@ -181,7 +181,7 @@ def tornado(
             add(f"GPUs of class {index}", lambda by, index=index: run(spread, calm={index: by}))  # type: ignore[misc]
     bars = []
     for place, (what, job) in enumerate(jobs):
-        bars.append(Bar(what, job(0.5), job(2.0), base))
+        bars.append(TornadoBar(what, job(0.5), job(2.0), base))
         if progress is not None:
             progress((place + 1) / len(jobs))
     return tuple(sorted(bars, key=lambda bar: -abs(bar.doubled - bar.halved)))

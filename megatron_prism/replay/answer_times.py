@@ -1,9 +1,9 @@
 """When do virtual ranks answer a local one?  The rest of the world as a few sums and one maximum.
 
-In : a WorldGraph in which every local rank is a class of its own (``whatif.apart``), and Prices.
-Out: Releases.  A *local interaction* is a meeting of a local rank with at least one virtual one.
-Between local interactions virtual ranks meet only each other and compute for fixed times, so the
-end E of interaction j is
+In : a WorldGraph in which every local rank is a class of its own (``whatif.with_own_classes``), and
+Prices. Out: Releases.  A *local interaction* is a meeting of a local rank with at least one virtual
+one. Between local interactions virtual ranks meet only each other and compute for fixed times, so
+the end E of interaction j is
 
     E_j = max(T_j + c_j, max over terms (i, w): E_i + w)
 
@@ -46,7 +46,7 @@ from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import durations_of
 
-__all__ = ["Releases", "START", "cuts", "kept", "releases", "terms"]
+__all__ = ["AnswerTimes", "START", "cuts", "kept", "build_answer_times", "terms"]
 
 
 START = -1  # the beginning of time, before any interaction
@@ -233,7 +233,7 @@ _UNROLLED = (2, 3)  # iterations; the second where two do not settle
 
 
 @dataclass(frozen=True)
-class Releases:
+class AnswerTimes:
     """The interactions of the local ranks in one iteration, in an order in which they can happen.
 
     local  : the local ranks
@@ -280,7 +280,7 @@ class Releases:
         return found
 
 
-def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Releases:
+def build_answer_times(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> AnswerTimes:
     """What the virtual ranks of ``graph`` answer to the ``local`` ranks.
 
     PrismError if the job hangs, or a local rank is not a class of its own.
@@ -298,7 +298,7 @@ def releases(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> Release
 
 def _table(
     graph: WorldGraph, prices: Prices, local: Sequence[int], classes: list[int], unrolled: int
-) -> Releases:
+) -> AnswerTimes:
     """The last of ``unrolled`` iterations."""
     dag = build(graph, unrolled)
     if len(dag.order) < len(dag):
@@ -319,7 +319,7 @@ def _table(
     every = np.concatenate([*known, np.empty(0, dtype=np.int64)])
     causes = cause[every]
     member, op, of = _members(dag, classes, cut, number)
-    return Releases(
+    return AnswerTimes(
         tuple(local),
         member,
         op,
@@ -333,8 +333,8 @@ def _table(
     )
 
 
-def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) -> Releases:
-    """As ``releases``, from a file in ``folder`` if the same was asked before.
+def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) -> AnswerTimes:
+    """As ``build_answer_times``, from a file in ``folder`` if the same was asked before.
 
     The file's name is a digest of all that decides the table.  One that cannot be read is made
     anew; a folder that cannot be written is left without.
@@ -343,9 +343,9 @@ def kept(graph: WorldGraph, prices: Prices, local: Sequence[int], folder: Path) 
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             found = {name: stored[name] for name in _COLUMNS}
-            return Releases(tuple(local), loose=int(stored["loose"]), **found)
+            return AnswerTimes(tuple(local), loose=int(stored["loose"]), **found)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-        made = releases(graph, prices, local)
+        made = build_answer_times(graph, prices, local)
     columns = {name: getattr(made, name) for name in _COLUMNS}
     with suppress(UsageError), whole_file(path, force=True) as written:
         np.savez(written, allow_pickle=False, loose=made.loose, **columns)

@@ -30,7 +30,7 @@ from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import Timeline, durations_of
 
-__all__ = ["Faults", "ports", "replay", "simulate"]
+__all__ = ["NetworkFaults", "ports", "replay_network", "simulate_network"]
 
 
 _OUT, _IN = 0, 1
@@ -91,8 +91,8 @@ _FOREVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Faults:
-    """What goes wrong.  Classes; a fault of one rank needs a class of it (``whatif.apart``).
+class NetworkFaults:
+    """What goes wrong, by class; a fault of one rank needs ``whatif.with_own_classes``.
 
     stuck : (class, op) of segments and calls that begin and never end, in every iteration
     stops : class -> ns from which on nothing of it begins or ends
@@ -103,7 +103,7 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Blocked:
+class BlockedRank:
     """A rendezvous that some have come to and others have not; or all have, and it never ends."""
 
     rendezvous: int
@@ -113,7 +113,7 @@ class Blocked:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NetworkOutcome:
     """When every node began and ended, ns; -1: never."""
 
     dag: Dag
@@ -126,7 +126,7 @@ class Outcome:
         return bool((self.end < 0).any())
 
     @cached_property
-    def blocked(self) -> list[Blocked]:
+    def blocked(self) -> list[BlockedRank]:
         """Every rendezvous at which somebody waits for good, in the order of their coming."""
         dag, found = self.dag, []
         for node in np.flatnonzero((dag.kind == MEET) & (self.end < 0)).tolist():
@@ -137,21 +137,22 @@ class Outcome:
                 here, missing = set(owners[came].tolist()), set(owners[~came].tolist())
                 since = int(self.end[ready][came].min())
                 number, iteration = int(dag.op[node]), int(dag.iteration[node])
-                one = Blocked(number, iteration, tuple(sorted(here)), tuple(sorted(missing)))
+                one = BlockedRank(number, iteration, tuple(sorted(here)), tuple(sorted(missing)))
                 found.append((since, number, one))
         return [one for _, _, one in sorted(found, key=lambda item: item[:2])]
 
 
-def replay(
+def replay_network(
     graph: WorldGraph,
     prices: Prices,
     iterations: int = 2,
     links: Links | None = None,
-    faults: Faults | None = None,
+    faults: NetworkFaults | None = None,
 ) -> Timeline:
-    """``iterations`` iterations in a row, as ``timeline.replay``.  PrismError if the job hangs."""
+    """``iterations`` iterations in a row, as ``timeline.build_timeline``.  PrismError if the job
+    hangs."""
     dag = build(graph, iterations)
-    outcome = simulate(dag, durations_of(dag, prices), links, faults)
+    outcome = simulate_network(dag, durations_of(dag, prices), links, faults)
     if outcome.hangs:
         raise PrismError(
             f"the job hangs: {int((outcome.end < 0).sum())} steps never end",
@@ -160,12 +161,12 @@ def replay(
     return Timeline(graph, prices, dag, outcome.begin, outcome.end, iterations)
 
 
-def simulate(
-    dag: Dag, durations: np.ndarray, links: Links | None = None, faults: Faults | None = None
-) -> Outcome:
+def simulate_network(
+    dag: Dag, durations: np.ndarray, links: Links | None = None, faults: NetworkFaults | None = None
+) -> NetworkOutcome:
     """Play the events.  ``durations`` int64 [n] ns, of transfers that have their links alone."""
     n = len(dag)
-    durations, last = _with_faults(dag, durations, faults or Faults())
+    durations, last = _with_faults(dag, durations, faults or NetworkFaults())
     start, port = _ports(dag, links)
     first, after = dag.followers
     begin, end = np.full(n, -1, dtype=np.int64), np.full(n, -1, dtype=np.int64)
@@ -177,10 +178,12 @@ def simulate(
     per_link = [np.full(count, -1, dtype=np.int64), *np.zeros((3, count), dtype=np.int64)]
     changed = [np.diff(dag.start), begin, end, *nodes, *slots, *per_link]
     loops.run(_play, given, changed)
-    return Outcome(dag, begin, end)
+    return NetworkOutcome(dag, begin, end)
 
 
-def _with_faults(dag: Dag, durations: np.ndarray, faults: Faults) -> tuple[np.ndarray, np.ndarray]:
+def _with_faults(
+    dag: Dag, durations: np.ndarray, faults: NetworkFaults
+) -> tuple[np.ndarray, np.ndarray]:
     """(durations with NEVER, the last moment at which each node may begin or end)."""
     last = np.full(len(dag), _FOREVER, dtype=np.int64)
     durations = durations.copy()

@@ -24,30 +24,30 @@ from megatron_prism.core.slices import PACED, PEERS
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import timeline
 from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.costs.overlap_factors import KINDS, Overlap
+from megatron_prism.replay.costs.overlap_factors import KINDS, OverlapFactors
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["replay"]
+__all__ = ["replay_with_overlap"]
 
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN = 0.5  # of a segment: products
 
 
-def replay(
+def replay_with_overlap(
     graph: WorldGraph,
     prices: Prices,
-    factors: Mapping[str, Overlap],
+    factors: Mapping[str, OverlapFactors],
     source: str,
     iterations: int = 2,
 ) -> Timeline:
     """The timeline with every overlap's cost; ``source`` says who measured the factors."""
     if not factors:
-        return timeline.replay(graph, prices, iterations)
+        return timeline.build_timeline(graph, prices, iterations)
     costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
     if graph.programs.source.get(PEERS) == PACED:
         for lost in costs:
             lost[:, 0] = 0
-    found = timeline.replay(graph, prices, iterations)
+    found = timeline.build_timeline(graph, prices, iterations)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source)
         times = timeline.evaluate(found.dag, timeline.durations_of(found.dag, now))
@@ -59,7 +59,7 @@ def replay(
     return found
 
 
-def _lost(graph: WorldGraph, index: int, factors: Mapping[str, Overlap]) -> np.ndarray:
+def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) -> np.ndarray:
     """float64 [kind of computing, computing or call, op of a class]: 1 - 1 / factor; 0 for what is
     no call, or was not measured."""
     program = graph.program_list[index]

@@ -23,14 +23,13 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import overlap, whatif
-from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.costs import price as price_ops
+from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.timeline import replay as evaluate
-from megatron_prism.replay.whatif import SlowNic, data_parallel, microbatches
+from megatron_prism.replay.timeline import build_timeline as evaluate
+from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
 
 __all__ = ["PricedGraph", "WhatIf", "price", "replay"]
 
@@ -153,7 +152,9 @@ def price(
     found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
     if measured is None or not measured.overlap:
         return found
-    settled = overlap.replay(graph, prices, measured.overlap, measured.source, iterations)
+    settled = overlap.replay_with_overlap(
+        graph, prices, measured.overlap, measured.source, iterations
+    )
     found = dataclasses.replace(found, prices=settled.prices)
     vars(found)["timeline"] = settled  # it is there already
     return found
@@ -195,21 +196,21 @@ def _calls(words: int | str) -> tuple[str, str]:
 def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
     """The programs of the world of the what-ifs, which are named in their source."""
     if what_if.microbatches is not None:
-        programs = microbatches(programs, what_if.microbatches)
+        programs = with_microbatches(programs, what_if.microbatches)
     if what_if.dp is not None:
-        programs = data_parallel(programs, what_if.dp)
+        programs = with_data_parallel(programs, what_if.dp)
     for ranks, factor in _pairs(what_if.slow):
-        programs = whatif.slow(programs, programs.world.select(str(ranks)), factor)
-    programs = whatif.marked(programs, what_if.slow_nics)
+        programs = whatif.with_slow_ranks(programs, programs.world.select(str(ranks)), factor)
+    programs = whatif.with_slow_nics(programs, what_if.slow_nics)
     if what_if.moved is not None:
-        programs = whatif.assumed(programs, f"on {there.name}")
+        programs = whatif.with_assumption(programs, f"on {there.name}")
     for words, factor in _pairs(what_if.faster):
         name, group = _calls(words)
         where = f" in {group}" if group else ""
         what = f"{name or 'all'} calls{where} {factor} times as fast"
-        programs = whatif.assumed(programs, what)
+        programs = whatif.with_assumption(programs, what)
     for rank in what_if.alone:
-        programs = whatif.apart(programs, [rank], f"local rank {rank}")
+        programs = whatif.with_own_classes(programs, [rank], f"local rank {rank}")
     return programs
 
 
@@ -222,13 +223,13 @@ def _prices(
 ) -> Prices:
     """Prices of the changed world before overlaps; ``calibration`` is of ``there``."""
     if what_if.moved is not None:
-        prices = whatif.moved(graph, here, there, calibration)
+        prices = whatif.move_prices(graph, here, there, calibration)
     else:
         prices = price_ops(graph, here, calibration)
     for words, factor in _pairs(what_if.faster):
-        prices = whatif.faster(graph, prices, factor, *_calls(words))
-    prices = whatif.slowed(graph, prices)
-    return whatif.priced(graph, prices, there, what_if.slow_nics)
+        prices = whatif.scale_prices(graph, prices, factor, *_calls(words))
+    prices = whatif.slow_down_prices(graph, prices)
+    return whatif.price_slow_nics(graph, prices, there, what_if.slow_nics)
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

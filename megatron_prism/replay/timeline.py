@@ -31,7 +31,7 @@ __all__ = [
     "cost_of",
     "critical_path",
     "evaluate",
-    "replay",
+    "build_timeline",
     "schedule_timeline",
 ]
 
@@ -412,10 +412,10 @@ class Timeline:
 
     def to_chrome_trace(self) -> str:
         """A Chrome trace, for ui.perfetto.dev."""
-        return rendered("report.chrome_trace:render", self, str)
+        return rendered("report.chrome_trace:render_timeline", self, str)
 
 
-def replay(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
+def build_timeline(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
     """Replay ``iterations`` iterations without contention.  PrismError if the job hangs."""
     dag = build(graph, iterations)
     durations = durations_of(dag, prices)

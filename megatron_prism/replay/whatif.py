@@ -4,7 +4,7 @@ In : Programs, or a WorldGraph and its Prices.  Out: the same kind of value, cha
 changed in place.  What a function assumes is in ``Programs.source["what-if"]`` or in the new
 provenance of the prices that it changed.
 
-slow        : some ranks compute slower (``slowed`` applies it to prices)
+slow        : some ranks compute slower (``slow_down_prices`` applies it to prices)
 apart       : some ranks in classes of their own, for faults of one rank
 faster      : calls of one kind or group take another time
 moved       : the same programs on another machine
@@ -29,24 +29,24 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay.costs import Prices, price
+from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
 
 __all__ = [
     "SlowNic",
-    "apart",
-    "assumed",
-    "count",
-    "data_parallel",
-    "faster",
-    "marked",
-    "microbatches",
-    "moved",
-    "priced",
-    "slow",
-    "slowed",
+    "with_own_classes",
+    "with_assumption",
+    "microbatch_count",
+    "with_data_parallel",
+    "scale_prices",
+    "with_slow_nics",
+    "with_microbatches",
+    "move_prices",
+    "price_slow_nics",
+    "with_slow_ranks",
+    "slow_down_prices",
 ]
 
 
@@ -54,7 +54,7 @@ _SLOWED = "slowed x"
 _FINEST = 1000  # denominators of factors
 
 
-def apart(programs: Programs, ranks: Iterable[int], why: str = "apart") -> Programs:
+def with_own_classes(programs: Programs, ranks: Iterable[int], why: str = "apart") -> Programs:
     """The same world, in which ``ranks`` say at their end what sets them apart: ``why``.
 
     So they are in other classes than the rest, and whatever they meet splits as far as it must.
@@ -66,10 +66,10 @@ def apart(programs: Programs, ranks: Iterable[int], why: str = "apart") -> Progr
         mine = chosen[of[chosen] == index]
         of[mine] = len(more)
         more.append(_marked(programs.programs[index], int(mine[0]), why))
-    return used(dataclasses.replace(programs, programs=tuple(more), program_of=of))
+    return without_unused(dataclasses.replace(programs, programs=tuple(more), program_of=of))
 
 
-def used(programs: Programs) -> Programs:
+def without_unused(programs: Programs) -> Programs:
     """The same world without programs that no rank runs."""
     kept, of = np.unique(programs.program_of, return_inverse=True)
     left = tuple(programs.programs[index] for index in kept.tolist())
@@ -88,18 +88,23 @@ def _marked(program: Program, rank: int, note: str) -> Program:
     return dataclasses.replace(program, rank=rank, ops=ops, strings=strings)
 
 
-def slow(programs: Programs, ranks: Iterable[int], factor: Fraction | float | str) -> Programs:
+def with_slow_ranks(
+    programs: Programs, ranks: Iterable[int], factor: Fraction | float | str
+) -> Programs:
     """``ranks`` take ``factor`` times as long to compute (3/2: half as long again).
 
-    The programs carry it as a mark; ``slowed`` puts it into prices.  Twice slow is the product.
+    The programs carry it as a mark; ``slow_down_prices`` puts it into prices.  Twice slow is the
+    product.
     """
     ranks = list(ranks)
-    made = apart(programs, ranks, f"{_SLOWED}{fraction(factor)}")
-    return assumed(made, f"ranks {format_ranks(sorted(set(ranks)))} compute {factor} times as long")
+    made = with_own_classes(programs, ranks, f"{_SLOWED}{parse_factor(factor)}")
+    return with_assumption(
+        made, f"ranks {format_ranks(sorted(set(ranks)))} compute {factor} times as long"
+    )
 
 
-def slowed(graph: WorldGraph, prices: Prices) -> Prices:
-    """``prices``, with the segments of slow ranks as long as ``slow`` says, rounded up."""
+def slow_down_prices(graph: WorldGraph, prices: Prices) -> Prices:
+    """Return ``prices`` with segments of slow ranks longer by their factor, rounded up."""
     compute, source = list(prices.compute), list(prices.compute_source)
     sources = list(prices.sources)
     for index, program in enumerate(graph.program_list):
@@ -118,7 +123,7 @@ def slowed(graph: WorldGraph, prices: Prices) -> Prices:
     )
 
 
-def faster(
+def scale_prices(
     graph: WorldGraph,
     prices: Prices,
     factor: Fraction | float | str,
@@ -128,7 +133,7 @@ def faster(
     """Calls of ``name`` (all_reduce, …; send means messages) in ``group`` are ``factor`` times as
     fast; empty: all of them; tp means TENSOR_MODEL_PARALLEL_GROUP, as in faults.  UsageError if
     there are none."""
-    speed = fraction(factor)
+    speed = parse_factor(factor)
     name = "send" if name == "recv" else name
     meet = graph.rendezvous
     firsts, chosen = meet.start[:-1], np.zeros(len(meet), dtype=bool)
@@ -156,7 +161,7 @@ def faster(
     )
 
 
-def moved(
+def move_prices(
     graph: WorldGraph, here: Machine, there: Machine, calibration: Calibration | None = None
 ) -> Prices:
     """Prices on ``there`` of programs whose segments were measured on ``here``.
@@ -166,9 +171,9 @@ def moved(
     """
     unknown = [_unmeasured(program) for program in graph.programs.programs]
     bare = dataclasses.replace(graph, programs=_with(graph.programs, unknown))
-    old, new = price(graph, here), price(graph, there, calibration)
+    old, new = price_ops(graph, here), price_ops(graph, there, calibration)
     # both by roofline alone: one of them may have no op table
-    base, roof = (price(bare, dataclasses.replace(one, ops="")) for one in (here, there))
+    base, roof = (price_ops(bare, dataclasses.replace(one, ops="")) for one in (here, there))
     compute, source, sources = [], [], list(new.sources)
     for index in range(len(graph.classes)):
         measured = old.compute_source[index] == MEASURED
@@ -183,7 +188,7 @@ def moved(
     )
 
 
-def assumed(programs: Programs, what: str) -> Programs:
+def with_assumption(programs: Programs, what: str) -> Programs:
     """The programs, with one more thing that is not as captured in their source."""
     said = programs.source.get("what-if")
     text = what if said is None else f"{said}; {what}"
@@ -204,7 +209,7 @@ def _with(programs: Programs, changed: list[Program]) -> Programs:
 _MOST = 10**6  # times as long; more is none that anybody means, and 64 bits of ns end
 
 
-def fraction(factor: Fraction | float | str) -> Fraction:
+def parse_factor(factor: Fraction | float | str) -> Fraction:
     """A factor as a ratio of small numbers.  UsageError unless it is one above 0."""
     try:
         found = Fraction(str(factor)).limit_denominator(_FINEST)
@@ -241,7 +246,7 @@ _BUCKET_GROWS = 40  # ranks
 _GROWS_WITH_BATCH = {"tokens_per_iteration", "model_flops_per_iteration"}  # with the global batch
 
 
-def data_parallel(programs: Programs, dp: int) -> Programs:
+def with_data_parallel(programs: Programs, dp: int) -> Programs:
     """The world with data-parallel size ``dp``.
 
     WorldError if there is no such world, ProgramError if the replicas are not alike or a call's
@@ -281,8 +286,8 @@ def data_parallel(programs: Programs, dp: int) -> Programs:
     source = {**programs.source}
     for key in (k for k in _GROWS_WITH_BATCH & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * dp // old.dp)
-    scaled = used(dataclasses.replace(bare, programs=tuple(made), source=source))
-    return assumed(scaled, _said(old.dp, dp, widths))
+    scaled = without_unused(dataclasses.replace(bare, programs=tuple(made), source=source))
+    return with_assumption(scaled, _said(old.dp, dp, widths))
 
 
 def _said(old: int, new: int, widths: set[tuple[int, int]]) -> str:
@@ -387,18 +392,18 @@ _RELATIVE = ("microbatch", "handle", "batch", "ns", "kernels", "note", "flops", 
 _GROWS_WITH_MICROBATCHES = {"tokens_per_iteration", "model_flops_per_iteration", "microbatches"}
 
 
-def count(programs: Programs) -> int:
+def microbatch_count(programs: Programs) -> int:
     """Microbatches of an iteration; 0 if the programs name none."""
     return 1 + max(int(p.ops["microbatch"].max(initial=-1)) for p in programs.programs)
 
 
-def microbatches(programs: Programs, wanted: int) -> Programs:
+def with_microbatches(programs: Programs, wanted: int) -> Programs:
     """The world with ``wanted`` microbatches an iteration.
 
     ProgramError if a program does not repeat itself often enough, or the schedule cannot have that
     number.
     """
-    there, world = count(programs), programs.world
+    there, world = microbatch_count(programs), programs.world
     if wanted == there:
         return programs
     if not there:
@@ -428,7 +433,7 @@ def microbatches(programs: Programs, wanted: int) -> Programs:
     for key in (k for k in _GROWS_WITH_MICROBATCHES & set(source) if source[k].isdecimal()):
         source[key] = str(int(source[key]) * wanted // there)
     changed = dataclasses.replace(programs, programs=made, source=source)
-    return assumed(
+    return with_assumption(
         changed, f"{wanted} microbatches instead of {there}: the steady state's periods repeated"
     )
 
@@ -552,15 +557,17 @@ def _numbered(batch: np.ndarray, source: np.ndarray, given: np.ndarray) -> np.nd
 SlowNic = tuple[tuple[int, ...], float, int]  # ranks, bandwidth factor, more latency in ns
 
 
-def marked(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
+def with_slow_nics(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
     """The same world with the ranks of every slow NIC in classes of their own."""
     for ranks, factor, latency in nics:
         what = f"NIC of {format_ranks(ranks)}: bandwidth x {factor:g}, latency + {latency} ns"
-        programs = assumed(apart(programs, ranks, what), what)
+        programs = with_assumption(with_own_classes(programs, ranks, what), what)
     return programs
 
 
-def priced(graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]) -> Prices:
+def price_slow_nics(
+    graph: WorldGraph, prices: Prices, machine: Machine, nics: Sequence[SlowNic]
+) -> Prices:
     """``prices`` with the calls between nodes of every slow NIC longer."""
     for nic in nics:
         prices = _one(graph, prices, machine, nic)

@@ -86,7 +86,7 @@ _NOTE = 300  # characters of a note or a list of ranks
 _PLACES = 1000  # more threads than one lane ever needs
 
 
-def render(timeline: Timeline) -> str:
+def render_timeline(timeline: Timeline) -> str:
     """The last iteration as a Chrome trace."""
     indices = range(len(timeline.graph.classes))
     early = max((-_earliest(timeline, i) for i in indices), default=0)

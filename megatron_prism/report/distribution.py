@@ -28,7 +28,7 @@ table{border-collapse:collapse}td,th{padding:2px 14px 2px 0;text-align:right}
 _BLUE, _RED, _GREY = "#2f6fd0", "#c2483d", "#8b949e"
 
 
-def render(prediction: Prediction) -> str:
+def render_distribution(prediction: Prediction) -> str:
     """The page."""
     title, study, run = prediction.world, prediction.study, prediction.run
     parts = [

@@ -18,7 +18,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["ClassFigures", "Figures", "Value", "figures", "name_class", "path_parts"]
+__all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "name_class", "path_parts"]
 
 
 HOST_PART = "host: "  # what begins so is a host that issues work
@@ -37,7 +37,7 @@ class PathPart:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallTotals:
     """One kind of call of one group, per rank (the mean over the ranks that make it).
 
     ranks   : that make it
@@ -96,7 +96,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     return tuple(sorted(parts, key=lambda part: -part.ns))
 
 
-def calls_of(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
+def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, float]]:
     """(calls by group and name, mean ns of communication per rank by source)."""
     graph, prices = timeline.graph, timeline.prices
     size = graph.programs.world.size
@@ -128,7 +128,9 @@ def calls_of(timeline: Timeline) -> tuple[tuple[Call, ...], dict[str, float]]:
     for (group, name), sum_ in sums.items():
         count_, num_bytes, moving_, waiting = (sum_[1:] / sum_[0]).tolist()
         said = "; ".join(sorted(sources[group, name]))
-        calls.append(Call(group, name, int(sum_[0]), count_, num_bytes, moving_, waiting, said))
+        calls.append(
+            CallTotals(group, name, int(sum_[0]), count_, num_bytes, moving_, waiting, said)
+        )
     return tuple(sorted(calls, key=lambda call: -(call.moving + call.waiting) * call.ranks)), busy
 
 
@@ -145,7 +147,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class ClassFigures:
+class ClassMetrics:
     """One class; times in ns.  compute, exposed, waiting and idle add up to ``total``.
 
     critical   : how much of the critical path its computing is, and its host's issuing
@@ -177,7 +179,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Metrics:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
 
     low_ns, high_ns : of the iteration, if what is modelled on its critical path is as far off as
@@ -205,9 +207,9 @@ class Figures:
     tokens_per_s: Value
     flops_per_gpu: Value
     mfu: Value
-    classes: tuple[ClassFigures, ...]
+    classes: tuple[ClassMetrics, ...]
     path: tuple[PathPart, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[CallTotals, ...]
     sources: tuple[Source, ...]
 
     def mean(self, field: str) -> dict[str, float]:
@@ -221,11 +223,11 @@ class Figures:
 
 
 def to_json(timeline: Timeline) -> dict[str, object]:
-    """``figures`` as plain values."""
-    return asdict(figures(timeline))
+    """``timeline_metrics`` as plain values."""
+    return asdict(timeline_metrics(timeline))
 
 
-def figures(timeline: Timeline) -> Figures:
+def timeline_metrics(timeline: Timeline) -> Metrics:
     """The numbers of ``timeline``."""
     graph, iteration = timeline.graph, timeline.iteration_ns
     size = graph.programs.world.size
@@ -244,7 +246,7 @@ def figures(timeline: Timeline) -> Figures:
         on_path[part.source] += part.ns
     whole = (iteration or 1) * size
     off = round(sum(ns * _error(text) for text, ns in on_path.items()))
-    return Figures(
+    return Metrics(
         sizes=str(graph.programs.world),
         world=str(graph),
         source={key: short(text) for key, text in graph.programs.source.items()},
@@ -305,7 +307,7 @@ def name_class(timeline: Timeline, index: int) -> str:
     return f"stage {mine[0]}" if alone else f"stage {mine[0]}, class {index}"
 
 
-def _classes(timeline: Timeline) -> list[ClassFigures]:
+def _classes(timeline: Timeline) -> list[ClassMetrics]:
     graph, slack = timeline.graph, timeline.slack()
     critical = critical_by_class(timeline)
     found = []
@@ -314,7 +316,7 @@ def _classes(timeline: Timeline) -> list[ClassFigures]:
         ranks = format_ranks(graph.classes.ranks(index).tolist())
         live = program.live_bytes()
         found.append(
-            ClassFigures(
+            ClassMetrics(
                 index=index,
                 name=name_class(timeline, index),
                 ranks=ranks if len(ranks) <= _RANKS else ranks[: _RANKS - 2] + " …",

@@ -22,7 +22,7 @@ import numpy as np
 from megatron_prism.core.ops import CODE, PHASE_NAMES, label
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report import text
-from megatron_prism.report.metrics import Figures, figures
+from megatron_prism.report.metrics import Metrics, timeline_metrics
 
 __all__ = ["live_memory", "merge", "page_data", "path_rows", "render", "step_codes"]
 
@@ -128,7 +128,7 @@ _NOTE = 160
 
 def page_data(timeline: Timeline) -> dict[str, Any]:
     """The whole page as one value."""
-    found = figures(timeline)
+    found = timeline_metrics(timeline)
     drawn = _drawn(found)
     names = _Names(timeline)
     spans = {index: timeline.spans(index) for index in drawn}
@@ -158,13 +158,13 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _drawn(found: Figures) -> list[int]:
+def _drawn(found: Metrics) -> list[int]:
     """The classes that are drawn: those most on the critical path, in their order."""
     ranked = sorted(found.classes, key=lambda one: (-one.critical, one.index))
     return sorted(one.index for one in ranked[:ROWS])
 
 
-def _figures(found: Figures) -> dict[str, Any]:
+def _figures(found: Metrics) -> dict[str, Any]:
     value = asdict(found)
     value["exposed_by_group"] = found.mean("exposed")
     value["waiting_by_group"] = found.mean("waiting")

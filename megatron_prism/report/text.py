@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_prism.core.units import format_bytes, format_ns
 from megatron_prism.replay.costs import ERRORS
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.report.metrics import ClassFigures, Figures, Value, figures
+from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
 
 __all__ = ["render"]
 
@@ -20,7 +20,7 @@ _SHORT = 100  # characters of a provenance that fits in a line
 
 def render(timeline: Timeline) -> str:
     """The summary, ending in a newline."""
-    found = figures(timeline)
+    found = timeline_metrics(timeline)
     parts = [_head(found), _accounts(found), _path(found), _calls(found), _sources(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -30,7 +30,7 @@ def format_flops(flops: float) -> str:
     return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:,.3g} GFLOP/s"
 
 
-def _head(found: Figures) -> str:
+def _head(found: Metrics) -> str:
     lines = [found.sizes, found.world]
     source = {**found.source}
     what_if = source.pop("what-if", None)
@@ -64,7 +64,7 @@ def _head(found: Figures) -> str:
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
 
 
-def _basis(found: Figures) -> str:
+def _basis(found: Metrics) -> str:
     kinds: dict[str, float] = {}
     for source in found.sources:
         kind = source.text.partition(":")[0]
@@ -84,7 +84,7 @@ def _value(value: Value, write: object) -> str:
     return f"{write(value.value)}  ({value.basis})"  # type: ignore[operator]
 
 
-def _accounts(found: Figures) -> str:
+def _accounts(found: Metrics) -> str:
     """Where each class's iteration went: one column per class, whose parts add up to the total."""
     if not found.iteration_ns:
         return ""
@@ -100,7 +100,7 @@ def _accounts(found: Figures) -> str:
     return "\n".join(lines[:-1])
 
 
-def _account_block(found: Figures, block: Sequence[ClassFigures], scale: int) -> list[str]:
+def _account_block(found: Metrics, block: Sequence[ClassMetrics], scale: int) -> list[str]:
     rows: list[list[str]] = [
         ["", *(one.name for one in block)],
         ["ranks", *(f"{one.count:,}" for one in block)],
@@ -120,7 +120,7 @@ def _account_block(found: Figures, block: Sequence[ClassFigures], scale: int) ->
     return _columns(rows)
 
 
-def _path(found: Figures) -> str:
+def _path(found: Metrics) -> str:
     if not found.path:
         return ""
     total = sum(part.ns for part in found.path)
@@ -139,7 +139,7 @@ def _path(found: Figures) -> str:
     return "\n".join(_columns(rows))
 
 
-def _calls(found: Figures) -> str:
+def _calls(found: Metrics) -> str:
     if not found.calls:
         return ""
     head = ["communication of a rank that does it", "ranks", "calls", "bytes", "moves", "waits"]
@@ -158,7 +158,7 @@ def _calls(found: Figures) -> str:
     return "\n".join(_columns(rows))
 
 
-def _sources(found: Figures) -> str:
+def _sources(found: Metrics) -> str:
     """Shares first; what the data themselves are based on (in brackets) once, below."""
     if not found.sources:
         return ""

@@ -1,9 +1,9 @@
 """Would the peers make this call now?  Every call of a local rank, checked before data moves.
 
-``Rendezvous`` compares with what the derived programs of the peers say (group, sequence, operation,
-dtype, size, root, reduction, splits); ``Neighbours`` with what other local ranks are about to call,
-through their store.  Both count per group as NCCL does: collectives in one FIFO, messages in one
-per directed pair.  Comparison is only inside a group.  What differs goes to ``fail``, which
+``CallCheck`` compares with what the derived programs of the peers say (group, sequence, operation,
+dtype, size, root, reduction, splits); ``LocalCallCheck`` with what other local ranks are about to
+call, through their store.  Both count per group as NCCL does: collectives in one FIFO, messages in
+one per directed pair.  Comparison is only inside a group.  What differs goes to ``fail``, which
 raises.
 """
 
@@ -23,7 +23,7 @@ from megatron_prism.core.ops import DTYPES, Op
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-__all__ = ["Neighbours", "Rendezvous", "differences", "frames", "gloo_does", "nccl_lets_through"]
+__all__ = ["LocalCallCheck", "CallCheck", "differences", "frames", "gloo_does", "nccl_lets_through"]
 
 
 _MOST = 12
@@ -139,7 +139,7 @@ _BYTES = {"dtype", "shape"}
 _FEW = 1 << 12  # bytes: of larger messages only equal ones were measured
 
 
-class Rendezvous:
+class CallCheck:
     """Counts the calls of one rank and asks the programs of its peers."""
 
     def __init__(self, peers: Peers, fail: Fail) -> None:
@@ -243,7 +243,7 @@ def _kind(found: list[str]) -> str:
     return found[0].partition(":")[0]
 
 
-class Neighbours:
+class LocalCallCheck:
     """Local ranks tell each other their next collective before they make it.
 
     A store of all local processes holds, per group and sequence, one line per rank.

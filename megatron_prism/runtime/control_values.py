@@ -1,9 +1,9 @@
 """What did the real peers say?  Control values of a real run, kept so that a rank alone can hear
 them.
 
-``Recorder`` watches a run in which all ranks are local and keeps, for one rank, what steers sizes:
-the integer results of its all-gathers (MoE token counts) and its own routing decisions.
-``Replayer`` gives them back in the same order to that rank alone.  Payloads are not kept: they
+``ValueRecorder`` watches a run in which all ranks are local and keeps, for one rank, what steers
+sizes: the integer results of its all-gathers (MoE token counts) and its own routing decisions.
+``ValueReplayer`` gives them back in the same order to that rank alone.  Payloads are not kept: they
 steer no size.
 
 File ``rank-NNNNNN.npz`` in the recording's folder: a JSON header (format, world, rank, the job's
@@ -31,7 +31,7 @@ from megatron_prism.runtime.listeners import CallListener, TrainingListener
 if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Recorder", "Replayer"]
+__all__ = ["ValueRecorder", "ValueReplayer"]
 
 FORMAT = 1
 _LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger
@@ -48,7 +48,7 @@ def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:06d}.npz"
 
 
-class Recorder(CallListener, TrainingListener):
+class ValueRecorder(CallListener, TrainingListener):
     """Collects control values of this process; ``save`` writes them when the run has trained.
 
     header : what must match at replay, besides the format (world, rank); the job's arguments
@@ -88,7 +88,7 @@ class Recorder(CallListener, TrainingListener):
             np.savez_compressed(file, header=np.array(header), **arrays)  # type: ignore[arg-type]
 
 
-class Replayer(CallListener):
+class ValueReplayer(CallListener):
     """Gives a recording back, value by value; what it does not hold stays mirrored, and is counted.
 
     Raises UsageError for a missing, truncated or foreign file, and for another run's recording.

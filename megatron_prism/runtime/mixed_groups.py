@@ -19,10 +19,10 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.runtime.answers import fill_rows
-from megatron_prism.runtime.partial_sums import Parts
+from megatron_prism.runtime.partial_sums import PartialSums
 from megatron_prism.runtime.values import Values
 
-__all__ = ["Mixed"]
+__all__ = ["PartiallyLocalGroup"]
 
 # reduce ops of 0 and 1 as bytes
 _FOR_BOOLS = {"sum": "max", "product": "min", "band": "min", "bor": "max"}
@@ -33,7 +33,7 @@ def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-class Mixed:
+class PartiallyLocalGroup:
     """Answers for one group.
 
     real      : the real c10d group of the local members, in group-rank order
@@ -65,11 +65,11 @@ class Mixed:
         opts.reduceOp = getattr(dist.ReduceOp, op.upper())
         self.real.allreduce([tensor], opts).wait()
 
-    def _parts_of(self, op: str, parts: Parts | None) -> Parts | None:
+    def _parts_of(self, op: str, parts: PartialSums | None) -> PartialSums | None:
         """What completes this reduction: with all members here there is nothing to complete."""
         return parts if op == "sum" and len(self.positions) < self.n else None
 
-    def reduced(self, tensor: torch.Tensor, op: str, parts: Parts | None = None) -> None:
+    def reduced(self, tensor: torch.Tensor, op: str, parts: PartialSums | None = None) -> None:
         """In place: the reduction over the local members, each counted once per mirror.
 
         parts : completes a sum of which every member holds a part (``Values.of_parts``)
@@ -111,7 +111,7 @@ class Mixed:
         return outs
 
     def all_gather(
-        self, out: torch.Tensor, shard: torch.Tensor, parts: Parts | None = None
+        self, out: torch.Tensor, shard: torch.Tensor, parts: PartialSums | None = None
     ) -> None:
         """``out`` [n*k]; slots of virtual members keep their values if the gather is in place."""
         if not shard.numel():
@@ -139,7 +139,7 @@ class Mixed:
         out: torch.Tensor,
         whole: torch.Tensor,
         op: str,
-        parts: Parts | None = None,
+        parts: PartialSums | None = None,
         sequence: bool = False,
     ) -> None:
         """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced().

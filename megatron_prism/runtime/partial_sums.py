@@ -1,20 +1,21 @@
 """What do members contribute that are not there, where mirrors of the local member would be wrong?
 
-``Rows``: a sum to which exactly one member gives each part.  Of a table whose rows are dealt out
-over a group (Megatron's VocabParallelEmbedding) every member looks up its own rows and leaves zeros
-for the others; the sum over the group is the whole lookup.  Mirrored zeros stay zeros, and whole
-sequences of zeros are no activations: a norm's backward multiplies by 1 / sqrt(eps) there, layer
-after layer, and matrix products run faster on zeros than on data.  So what a virtual member looks
-up is a row of the local table, as its own looks alike.
+``PartialLookup``: a sum to which exactly one member gives each part.  Of a table whose rows are
+dealt out over a group (Megatron's VocabParallelEmbedding) every member looks up its own rows and
+leaves zeros for the others; the sum over the group is the whole lookup.  Mirrored zeros stay zeros,
+and whole sequences of zeros are no activations: a norm's backward multiplies by 1 / sqrt(eps)
+there, layer after layer, and matrix products run faster on zeros than on data.  So what a virtual
+member looks up is a row of the local table, as its own looks alike.
 
-``Once``: sums over a vocabulary that is dealt out (Megatron's vocabulary-parallel loss).  Mirrored,
+``LocalVocabularySum``: sums over a vocabulary that is dealt out (Megatron's
+vocabulary-parallel loss).  Mirrored,
 no target could be likelier than 1 / n, so the loss would never fall, and its gradients would grow.
 The vocabulary of such a run is what the local members hold: virtual ones add nothing.
 
-``Blocks``: counts of what goes to every expert.  Mirrored, a rank that likes its own experts would
-be liked by everybody, and get more tokens than there are.  So virtual members send what they are
-sent: a rank alone gets as many tokens as it routes, and the experts of all ranks are as the local
-ones.  Of several local ranks, each of whom some virtual ones mirror, this holds about.
+``BalancedExpertCounts``: counts of what goes to every expert.  Mirrored, a rank that likes its own
+experts would be liked by everybody, and get more tokens than there are.  So virtual members send
+what they are sent: a rank alone gets as many tokens as it routes, and the experts of all ranks are
+as the local ones.  Of several local ranks, each of whom some virtual ones mirror, this holds about.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Blocks", "Once", "Parts", "Rows", "holds_sequences"]
+__all__ = [
+    "BalancedExpertCounts",
+    "LocalVocabularySum",
+    "PartialSums",
+    "PartialLookup",
+    "holds_sequences",
+]
 
 _NOTHING = -1e4  # far below logits, and half precision has it, too
 
@@ -39,7 +46,7 @@ def holds_sequences(desc: str) -> bool:
     return desc == "TENSOR_MODEL_PARALLEL_GROUP"
 
 
-class Parts:
+class PartialSums:
     """What calls made inside ``Values.of_parts`` are answered with; by itself it changes nothing.
 
     once : whether sums are those of the local members alone
@@ -62,7 +69,7 @@ class Parts:
         """
 
 
-class Once(Parts):
+class LocalVocabularySum(PartialSums):
     """Members that are not there add nothing to sums.
 
     What is gathered from them is so small that it is no maximum and its exponential is 0:
@@ -80,7 +87,7 @@ class Once(Parts):
                 slots[position].fill_(_NOTHING if shard.is_floating_point() else 0)
 
 
-class Blocks(Parts):
+class BalancedExpertCounts(PartialSums):
     """The last dimension of what is gathered counts experts, in blocks, one for every rank.
 
     experts : of all ranks
@@ -114,7 +121,7 @@ class Blocks(Parts):
                     slots[position].view_as(rows).copy_(windows[position // self.ways - own])
 
 
-class Rows(Parts):
+class PartialLookup(PartialSums):
     """The lookup of ``tokens`` in a table of which every member holds ``len(table)`` rows.
 
     table  : [rows, width], the local member's

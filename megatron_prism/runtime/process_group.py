@@ -22,16 +22,16 @@ from torch import distributed as dist
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import answers
-from megatron_prism.runtime.mixed_groups import Mixed
+from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
 from megatron_prism.runtime.partial_sums import holds_sequences
 from megatron_prism.runtime.values import Exchange, is_ring
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Answer, Args
-    from megatron_prism.runtime.pacing.device import End
+    from megatron_prism.runtime.pacing.device import StreamEnd
     from megatron_prism.runtime.world import VirtualWorld
 
-__all__ = ["Done", "PrismGroup", "arguments", "message_size", "size_of"]
+__all__ = ["CompletedWork", "PrismGroup", "arguments", "message_size", "size_of"]
 
 
 def size_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -72,10 +72,10 @@ def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tenso
     return _flat(args[1]), first
 
 
-_unfinished: list[tuple[End, object]] = []  # (end, tensors) of calls whose handles are gone
+_unfinished: list[tuple[StreamEnd, object]] = []  # (end, tensors) of calls whose handles are gone
 
 
-class Done(dist.Work):
+class CompletedWork(dist.Work):
     """The handle of a call that needs nothing more from the host.
 
     An answer is complete when its method returns, or at ``after``'s event on another stream: then
@@ -83,14 +83,14 @@ class Done(dist.Work):
     result and no source.
     """
 
-    _end: End | None = None
+    _end: StreamEnd | None = None
     _held: object = None
 
     def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
         super().__init__()
         self._outs, self._source = outs, source
 
-    def after(self, end: End, held: object) -> Done:
+    def after(self, end: StreamEnd, held: object) -> CompletedWork:
         """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
         self._end, self._held = end, held
         return self
@@ -235,27 +235,27 @@ class PrismGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to open: every answer is complete when its call returns."""
 
-    def _end_coalescing(self, device: torch.device) -> Done:
-        return Done()
+    def _end_coalescing(self, device: torch.device) -> CompletedWork:
+        return CompletedWork()
 
     # -- bookkeeping ----------------------------------------------------------------------------
     def _done(
         self, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], distance: int = 0
-    ) -> Done:
+    ) -> CompletedWork:
         self.sequence += 1
         num_bytes = BY_NAME[op].payload(size_of(ins), size_of(outs))
         self._count(self.desc, self._n, op, num_bytes, distance)
         for observe in self.world.observers:
             observe(self, op, ins, outs)
-        return Done(outs)
+        return CompletedWork(outs)
 
-    def _mixed_for(self, tensor: torch.Tensor) -> Mixed | None:
+    def _mixed_for(self, tensor: torch.Tensor) -> PartiallyLocalGroup | None:
         return None if tensor.is_meta else self._mixed
 
     # -- collectives ----------------------------------------------------------------------------
     def allreduce(
         self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None
-    ) -> Done:
+    ) -> CompletedWork:
         op = answers.reduce_op_name(opts.reduceOp) if opts is not None else "sum"
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
@@ -268,14 +268,14 @@ class PrismGroup(dist.ProcessGroup):
 
     def broadcast(
         self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions | None = None
-    ) -> Done:
+    ) -> CompletedWork:
         root = opts.rootRank if opts is not None else 0
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
                 mixed.broadcast(tensor, root)
         return self._done("broadcast", tensors, tensors)
 
-    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> Done:
+    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions) -> CompletedWork:
         op = answers.reduce_op_name(opts.reduceOp)
         for tensor in tensors:
             if (mixed := self._mixed_for(tensor)) is not None:
@@ -290,7 +290,9 @@ class PrismGroup(dist.ProcessGroup):
         else:
             answers.all_gather(out, shard, self._n, self._p, self._values)
 
-    def _allgather_base(self, out: torch.Tensor, shard: torch.Tensor, opts: object = None) -> Done:
+    def _allgather_base(
+        self, out: torch.Tensor, shard: torch.Tensor, opts: object = None
+    ) -> CompletedWork:
         self._gather_one(out, shard)
         return self._done("all_gather", (shard,), (out,))
 
@@ -298,7 +300,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(
         self, outs: list[torch.Tensor], shards: list[torch.Tensor], opts: object = None
-    ) -> Done:
+    ) -> CompletedWork:
         for out, shard in zip(outs, shards, strict=True):
             self._gather_one(out, shard)
         return self._done("all_gather", shards, outs)
@@ -307,7 +309,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def allgather(
         self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
-    ) -> Done:
+    ) -> CompletedWork:
         for outs, shard in zip(out_lists, shards, strict=True):
             if (mixed := self._mixed_for(shard)) is not None:
                 mixed.gather_list(outs, shard)
@@ -317,7 +319,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def allgather_coalesced(
         self, out_lists: list[list[torch.Tensor]], shards: list[torch.Tensor], opts: object = None
-    ) -> Done:
+    ) -> CompletedWork:
         # c10d hands one list per rank here, one entry per input: the transpose of allgather's
         return self.allgather([list(outs) for outs in zip(*out_lists, strict=True)], shards, opts)
 
@@ -330,7 +332,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(
         self, out: torch.Tensor, whole: torch.Tensor, opts: dist.ReduceScatterOptions
-    ) -> Done:
+    ) -> CompletedWork:
         self._scatter_one(out, whole, answers.reduce_op_name(opts.reduceOp))
         return self._done("reduce_scatter", (whole,), (out,))
 
@@ -338,7 +340,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(
         self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: dist.ReduceScatterOptions
-    ) -> Done:
+    ) -> CompletedWork:
         op = answers.reduce_op_name(opts.reduceOp)
         for out, whole in zip(outs, wholes, strict=True):
             self._scatter_one(out, whole, op)
@@ -351,7 +353,7 @@ class PrismGroup(dist.ProcessGroup):
         outs: list[torch.Tensor],
         part_lists: list[list[torch.Tensor]],
         opts: dist.ReduceScatterOptions,
-    ) -> Done:
+    ) -> CompletedWork:
         op = answers.reduce_op_name(opts.reduceOp)
         for out, parts in zip(outs, part_lists, strict=True):
             if (mixed := self._mixed_for(out)) is not None:
@@ -368,7 +370,7 @@ class PrismGroup(dist.ProcessGroup):
         out_splits: Sequence[int],
         in_splits: Sequence[int],
         opts: object = None,
-    ) -> Done:
+    ) -> CompletedWork:
         if (mixed := self._mixed_for(source)) is not None:
             mixed.all_to_all_list(self._split(out, out_splits), self._split(source, in_splits))
         else:
@@ -383,7 +385,7 @@ class PrismGroup(dist.ProcessGroup):
 
     def alltoall(
         self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: object = None
-    ) -> Done:
+    ) -> CompletedWork:
         if (mixed := self._mixed_for(ins[0])) is not None:
             mixed.all_to_all_list(outs, ins)
         else:
@@ -396,7 +398,7 @@ class PrismGroup(dist.ProcessGroup):
         out_lists: list[list[torch.Tensor]],
         shards: list[torch.Tensor],
         opts: dist.GatherOptions,
-    ) -> Done:
+    ) -> CompletedWork:
         outs = out_lists[0] if out_lists else []
         if (mixed := self._mixed_for(shards[0])) is not None:
             mixed.gather(outs, shards[0], opts.rootRank)
@@ -409,7 +411,7 @@ class PrismGroup(dist.ProcessGroup):
         outs: list[torch.Tensor],
         part_lists: list[list[torch.Tensor]],
         opts: dist.ScatterOptions,
-    ) -> Done:
+    ) -> CompletedWork:
         parts = part_lists[0] if part_lists else []
         if (mixed := self._mixed_for(outs[0])) is not None:
             mixed.scatter(outs[0], parts, opts.rootRank, self._values)
@@ -419,7 +421,7 @@ class PrismGroup(dist.ProcessGroup):
             self._values.receive(outs[0])
         return self._done("scatter", parts, outs)
 
-    def barrier(self, opts: object = None) -> Done:
+    def barrier(self, opts: object = None) -> CompletedWork:
         if self._mixed is not None:
             self._mixed.barrier(self.world.device)
         return self._done("barrier", (), ())
@@ -454,7 +456,7 @@ class PrismGroup(dist.ProcessGroup):
             return mixed.real.recv([t.detach() for t in tensors], index, tag)
         for tensor in tensors if ring is None else ():
             self._values.receive(tensor)
-        return Done(tensors, peer)
+        return CompletedWork(tensors, peer)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         if (mixed := self._mixed_for(tensors[0])) is not None:

@@ -25,7 +25,7 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.runtime.pacing.device import Driver
-from megatron_prism.runtime.partial_sums import Parts
+from megatron_prism.runtime.partial_sums import PartialSums
 
 __all__ = ["COUNT", "Exchange", "TokenVectors", "Values", "is_ring", "rms"]
 
@@ -101,7 +101,7 @@ class Values:
         self.policy = name
         self.path = path or None
         self.loss_scale: Callable[[], torch.Tensor] | None = None
-        self.parts: Parts | None = None
+        self.parts: PartialSums | None = None
         self._seed = seed * 1_000_003 + rank
         self._generators: dict[torch.device, torch.Generator] = {}
         self._expected: dict[int, str] = {}
@@ -133,7 +133,7 @@ class Values:
         return self.policy != "noise" and tensor.is_floating_point()
 
     @contextlib.contextmanager
-    def of_parts(self, parts: Parts) -> Iterator[None]:
+    def of_parts(self, parts: PartialSums) -> Iterator[None]:
         """Sums and gathers inside the block are of ``parts``, under any policy."""
         self.parts = parts
         try:

@@ -29,11 +29,11 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
 from megatron_prism.runtime.listeners import CallListener, overriding
-from megatron_prism.runtime.mixed_groups import Mixed
+from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import Values
 
-__all__ = ["Row", "Tally", "VirtualWorld", "current", "start", "stop", "values_of"]
+__all__ = ["TrafficRow", "TrafficCounter", "VirtualWorld", "current", "start", "stop", "values_of"]
 
 
 # (group description, its size, collective, how many places further the other end is, of a batch)
@@ -41,7 +41,7 @@ Way = tuple[str, int, str, int, bool]
 
 
 @dataclass(frozen=True)
-class Row:
+class TrafficRow:
     """``bytes`` is the message size summed over calls (see ``Collective.payload``)."""
 
     group: str
@@ -51,7 +51,7 @@ class Row:
     bytes: int
 
 
-class Tally:
+class TrafficCounter:
     """Counts of calls and bytes by (group description, group size, collective)."""
 
     def __init__(self) -> None:
@@ -98,21 +98,21 @@ class Tally:
             (*key, size) for key, entry in self._counts.items() for size in sorted(set(entry[2:]))
         ]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrafficRow]:
         """All rows, largest traffic first, ties by name so that two runs print the same."""
-        rows = [Row(*key, entry[0], entry[1]) for key, entry in self._counts.items()]
+        rows = [TrafficRow(*key, entry[0], entry[1]) for key, entry in self._counts.items()]
         return sorted(rows, key=lambda r: (-r.bytes, -r.calls, r.group, r.group_size, r.op))
 
-    def copy(self) -> Tally:
+    def copy(self) -> TrafficCounter:
         """An independent snapshot."""
-        other = Tally()
+        other = TrafficCounter()
         other._counts = {key: list(value) for key, value in self._counts.items()}
         other._ways = dict(self._ways)
         return other
 
-    def since(self, earlier: Tally) -> Tally:
+    def since(self, earlier: TrafficCounter) -> TrafficCounter:
         """What was added after ``earlier`` was copied from this tally."""
-        delta = Tally()
+        delta = TrafficCounter()
         for key, (calls, size, *ends) in self._counts.items():
             before = earlier._counts.get(key, (0, 0))
             if calls != before[0]:
@@ -146,7 +146,7 @@ class VirtualWorld:
         device: torch.device,
         store: dist.Store | None = None,
         backend: str = "gloo",
-        tally: Tally | None = None,
+        tally: TrafficCounter | None = None,
         listeners: Sequence[CallListener] = (),
     ) -> None:
         self.size, self.rank = size, rank
@@ -156,7 +156,7 @@ class VirtualWorld:
         self.shapes_only = device.type == "meta"
         self.store = store
         self.backend = backend
-        self.tally = Tally() if tally is None else tally
+        self.tally = TrafficCounter() if tally is None else tally
         self.listen(*listeners)
         self.changes = ProcessChanges()  # while this world is up
         self._num_real: dict[str, int] = {}
@@ -224,7 +224,7 @@ class VirtualWorld:
 
     def connect(
         self, group: PrismGroup, backend: str | None = None
-    ) -> tuple[dist.ProcessGroup | None, Mixed | None]:
+    ) -> tuple[dist.ProcessGroup | None, PartiallyLocalGroup | None]:
         """(real group of the local members or None, answers for a mixed group or None)."""
         if len(self.local_ranks) < 2 or self.shapes_only:
             return None, None
@@ -238,7 +238,9 @@ class VirtualWorld:
         if len(local) == len(group.ranks) and nccl:
             return real, None
         positions = [group.ranks.index(rank) for rank in local]
-        return real, Mixed(real, positions, len(group.ranks), group.ranks.index(self.rank))
+        return real, PartiallyLocalGroup(
+            real, positions, len(group.ranks), group.ranks.index(self.rank)
+        )
 
     def _real_group(self, local: Sequence[int], desc: str, nccl: bool) -> dist.ProcessGroup:
         """A c10d group of the processes that run ``local``.

@@ -21,7 +21,11 @@ from torch import multiprocessing
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
 from megatron_prism.runtime import world as session
-from megatron_prism.runtime.partial_sums import Blocks, Once, Rows
+from megatron_prism.runtime.partial_sums import (
+    BalancedExpertCounts,
+    LocalVocabularySum,
+    PartialLookup,
+)
 from megatron_prism.runtime.values import Values
 
 R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
@@ -98,11 +102,11 @@ def compare(rank, store):
         changes.undo()  # of the world before
         torch_patches.replace_functions(world, changes)
         torch_patches.register(group, "gloo")
-        with world.values.of_parts(Rows(table(rank, dtype), tokens)):
+        with world.values.of_parts(PartialLookup(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))
-        with world.values.of_parts(Blocks(2 * n, 2)):
+        with world.values.of_parts(BalancedExpertCounts(2 * n, 2)):
             got += gathered_and_once(group, n, counts(rank, rank, n), summand)[:1]
-        with world.values.of_parts(Once()):
+        with world.values.of_parts(LocalVocabularySum()):
             got += gathered_and_once(group, n, counts(rank, rank, n), summand)[1:]
         products.append((f"{local} of {n} {policy} {dtype}", *transposed(group, n, rank)))
         names = ("all_reduce", "reduce_scatter", "counts", "once")

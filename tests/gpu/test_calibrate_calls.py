@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_prism.emulate.calibrate_rank import Behind
+from megatron_prism.emulate.calibrate_rank import CallTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +18,7 @@ pytestmark = [
 def measure(tmp_path_factory):
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    yield Behind()
+    yield CallTimer()
     dist.destroy_process_group()
 
 

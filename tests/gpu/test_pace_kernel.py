@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.answer_times import Releases
+from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
 from megatron_prism.runtime.pacing.kernel_source import ADDED
 from megatron_prism.runtime.pacing.moves import COPY, KINDS, Move
-from megatron_prism.runtime.pacing.pacer import Call, Pacer
-from megatron_prism.runtime.process_group import Done
+from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
+from megatron_prism.runtime.process_group import CompletedWork
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def table_of(seed, count=40):
             back.append(0 if earlier else 1)
             weight.append(int(rng.integers(0, 200_000)))
         start.append(len(cause))
-    return Releases(
+    return AnswerTimes(
         (0,),
         np.zeros(count, np.int32),
         np.arange(count, dtype=np.int32),
@@ -57,11 +57,12 @@ def test_ends_are_those_of_the_table(seed):
     launcher = Launcher(table, launches, device)
     size = [torch.zeros(1 << 18, device=device), torch.zeros(1 << 10, device=device)]
     calls = [
-        Call("all_reduce", "TP", i, 1 + 4 * (i % 3), large=i % 2 == 0) for i in range(len(launches))
+        PacedCall("all_reduce", "TP", i, 1 + 4 * (i % 3), large=i % 2 == 0)
+        for i in range(len(launches))
     ]
     pacer = Pacer(calls, launcher, Streams(launcher.driver, device))
     group = SimpleNamespace(desc="TP", _mixed=None)
-    answer = lambda group, tensors, opts: Done(tensors)  # noqa: E731
+    answer = lambda group, tensors, opts: CompletedWork(tensors)  # noqa: E731
     for _ in range(ITERATIONS):
         pacer.begin()
         for i in range(len(calls)):
@@ -92,7 +93,7 @@ def alone(own):
     from megatron_prism.runtime.pacing.device import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    table = Releases(
+    table = AnswerTimes(
         (0,), one, one, one, np.array([own]), 0, np.zeros(2, np.int64), none, none, none
     )
     return Launcher(table, [[0]], torch.device("cuda", torch.cuda.current_device()))
@@ -217,7 +218,7 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
 
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = alone(1_000)
-    call = Call("all_reduce", "TP", 0)
+    call = PacedCall("all_reduce", "TP", 0)
     pacer = Pacer([call], launcher, Streams(launcher.driver, device))
     group = SimpleNamespace(desc="TP", _mixed=None)
     pacer.lags.append(launcher.lag())
@@ -229,7 +230,7 @@ def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
         if busy:
             torch.cuda._sleep(2_000_000)  # about a millisecond
         opts = SimpleNamespace(asyncOp=False)
-        pacer.record(group, "all_reduce", lambda group, *args: Done(), ([], opts), {})
+        pacer.record(group, "all_reduce", lambda group, *args: CompletedWork(), ([], opts), {})
         came.append(launcher.stamps()["came"][pacer.iteration % RING, 0])
         issued.append(pacer.now_issued[0])
     pacer.lags.append(launcher.lag())

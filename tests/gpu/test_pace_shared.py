@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prism.replay.answer_times import Releases
+from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout
 
 pytestmark = [
@@ -40,7 +40,7 @@ def table_of_two():
     member, of, cause, back = (np.array(a, np.int32) for a in (member, of, cause, back))
     op, own = np.arange(len(of), dtype=np.int32), rng.integers(1_000, 60_000, COUNT)
     weight = np.array(weight, np.int64)
-    return Releases((0, 1), member, op, of, own, 0, np.array(start), cause, back, weight)
+    return AnswerTimes((0, 1), member, op, of, own, 0, np.array(start), cause, back, weight)
 
 
 def launches_of(table, process):

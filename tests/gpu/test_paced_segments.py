@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.replay.answer_times import Releases
+from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
-from megatron_prism.runtime.pacing.pacer import Call, Pacer
-from megatron_prism.runtime.process_group import Done
+from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
+from megatron_prism.runtime.process_group import CompletedWork
 from megatron_prism.runtime.recorder import events
 from megatron_prism.runtime.recorder.recorder import PacedRecorder
 
@@ -27,12 +27,12 @@ def recorder():
     from megatron_prism.runtime.pacing.device import Launcher
 
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
-    table = Releases(
+    table = AnswerTimes(
         (0,), one, one, one, np.array([OWN_NS]), 0, np.zeros(2, np.int64), none, none, none
     )
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = Launcher(table, [[0]], device)
-    pacer = Pacer([Call("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
+    pacer = Pacer([PacedCall("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
     made = PacedRecorder(0, "cuda", pacer)
     changes = ProcessChanges()
     events.report_to(made, changes)
@@ -41,7 +41,10 @@ def recorder():
 
 
 def ask(recorder):
-    opts, answer = SimpleNamespace(asyncOp=True), lambda group, tensors, opts: Done(tensors)
+    opts, answer = (
+        SimpleNamespace(asyncOp=True),
+        lambda group, tensors, opts: CompletedWork(tensors),
+    )
     tensors = [torch.zeros(8, device="cuda")]
     return recorder.record(GROUP, "all_reduce", answer, (tensors, opts), {})
 

@@ -28,7 +28,7 @@ from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import dumps, export, fault_plan
 from megatron_prism.hang import fault_planting as faults
-from megatron_prism.hang.from_programs import of_graph
+from megatron_prism.hang.from_programs import diagnose_graph
 
 HERE = pathlib.Path(__file__).parent
 
@@ -92,15 +92,15 @@ def world(name):
 def planted(case):
     """(the standstill, the truth)."""
     found = faults.plant(world(case.world), [fault_plan.parse(f) for f in case.faults])
-    return stall.run(found.programs, found.faults), found
+    return stall.run_until_stalled(found.programs, found.faults), found
 
 
 def judged(case, folder, state, **how):
     """The verdict from the dumps of ``state`` in ``folder``, and nothing else."""
     export.write(state, folder, **how)
     if case.where != "programs":
-        return hang.of_dumps(dumps.read_in_process(folder))
-    found = of_graph(world_graph.build(state.programs))
+        return hang.diagnose_dumps(dumps.read_in_process(folder))
+    found = diagnose_graph(world_graph.build(state.programs))
     return dataclasses.replace(found, seq=found.seq + 1)  # programs count from 0
 
 

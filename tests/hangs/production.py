@@ -19,7 +19,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import stall
-from megatron_prism.graph.stall import Fault
+from megatron_prism.graph.stall import RankFault
 from megatron_prism.hang import export
 
 TP, EP = "TENSOR_MODEL_PARALLEL_GROUP", "EXPERT_MODEL_PARALLEL_GROUP"
@@ -176,7 +176,7 @@ def stands(*ranks, part="3", at=40, silent=False):
                 if name == part:
                     break
                 before += len(ops)
-            faults[rank] = Fault(host=before + at, silent=silent)
+            faults[rank] = RankFault(host=before + at, silent=silent)
         return faults
 
     return change
@@ -185,7 +185,7 @@ def stands(*ranks, part="3", at=40, silent=False):
 def device_stops(rank, part="3", at=40):
     """A kernel there does not end; its host goes on."""
     stop = stands(rank, part=part, at=at)
-    return lambda it: {r: stall.Fault(device=f.host) for r, f in stop(it).items()}
+    return lambda it: {r: stall.RankFault(device=f.host) for r, f in stop(it).items()}
 
 
 def both(*changes):
@@ -353,7 +353,7 @@ def other_names(rank, a, b):
 
 def of_another_job(ranks, name="interleaved"):
     def change(values):
-        state = stall.run(job(name).programs(), {ranks[0]: Fault(host=100)})
+        state = stall.run_until_stalled(job(name).programs(), {ranks[0]: RankFault(host=100)})
         for rank, value in export.dumps_of(state, active_only=True):
             if rank in ranks:
                 values[rank] = value
@@ -389,7 +389,7 @@ def called(words):
 
 def of_a_larger_job(values):
     """Ranks 16 to 31 of an earlier job of 32 lie in the folder."""
-    state = stall.run(dynamic(), {20: Fault(host=9)})
+    state = stall.run_until_stalled(dynamic(), {20: RankFault(host=9)})
     values |= {r: v for r, v in export.dumps_of(state, active_only=True) if r > 15}
 
 
@@ -752,7 +752,7 @@ def standstill(fault, name):
     it = _plain_job(bases[name]()) if name in bases else (
         _on_default() if name == "default" else job(name))  # fmt: skip
     faults = fault(it) or {}  # changes the programs, too
-    return stall.run(it.programs(), faults)
+    return stall.run_until_stalled(it.programs(), faults)
 
 
 def dumps(one, place):

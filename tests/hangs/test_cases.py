@@ -14,7 +14,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import dumps, fault_plan, fault_planting, from_programs
-from megatron_prism.hang.from_programs import of_graph
+from megatron_prism.hang.from_programs import diagnose_graph
 
 HERE = Path(__file__).parent
 WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
@@ -42,9 +42,9 @@ def test_with_less_recorded_nobody_innocent_is_named(case, tmp_path):
 @pytest.mark.parametrize("name", sorted(set(WORLDS) - BROKEN))
 def test_controls_are_clean(name, tmp_path):
     """The same worlds without a fault; 0.19 and a coefficient of 0 for A1."""
-    assert of_graph(world_graph.build(cases.world(name))).verdict == "healthy"
+    assert diagnose_graph(world_graph.build(cases.world(name))).verdict == "healthy"
     if cases.world(name).world.size < 100:
-        state = stall.run(cases.world(name))
+        state = stall.run_until_stalled(cases.world(name))
         found = cases.judged(CASES[0], tmp_path / "d", state)
         assert (state.finished, found.verdict, found.exit_code) == (True, "healthy", 0)
 
@@ -63,9 +63,9 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
     programs = cases.world("a1_pp4")
     assert programs.source["megatron_core"] == "0.16.1"
     if from_dumps:
-        found = from_programs.of_standstill(stall.run(programs))
+        found = from_programs.diagnose_stall(stall.run_until_stalled(programs))
     else:
-        found = of_graph(world_graph.build(programs))
+        found = diagnose_graph(world_graph.build(programs))
     assert {c.rank for c in found.culprits} == set(range(256))
     assert {c.kind for c in found.culprits} == {"shape"}
     assert (found.verdict, found.exit_code) == ("mismatch", 1)
@@ -78,7 +78,7 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
 
 def test_a1_with_two_stages_says_that_nobody_can_tell():
     """4 against 5 numbers, one stage each: naming either would be a guess."""
-    found = of_graph(world_graph.build(cases.world("a1_pp2")))
+    found = diagnose_graph(world_graph.build(cases.world("a1_pp2")))
     assert (found.verdict, found.culprits, found.exit_code) == ("mismatch", (), 1)
     assert (found.group, found.op) == ("PIPELINE_MODEL_PARALLEL_GROUP", "all_reduce")
     assert "4 elements on rank 0, 5 elements on rank 1" in found.evidence[0]
@@ -105,8 +105,8 @@ def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
     assert planted.culprits == ranks
     assert all(hit.label[-1] in "FB" or hit.label == "O" for hit in planted.hits)
     parts = []
-    state = stall.run(planted.programs, planted.faults)
-    found = from_programs.of_standstill(state, told=parts.append)
+    state = stall.run_until_stalled(planted.programs, planted.faults)
+    found = from_programs.diagnose_stall(state, told=parts.append)
     assert parts == sorted(parts)
     assert len(parts) == 8 - len(ranks)  # the others leave no dump
     assert parts[-1] <= 1
@@ -157,7 +157,7 @@ def test_fr_trace_itself_fails_where_one_side_of_a_batch_was_never_posted(posted
     theirs = cases.fr_trace(tmp_path)
     assert isinstance(theirs, str) is fails, theirs
     assert not fails or theirs.startswith("fails (KeyError in its utils.py:")
-    assert hang.of_dumps(dumps.read_in_process(tmp_path)).exit_code != 0
+    assert hang.diagnose_dumps(dumps.read_in_process(tmp_path)).exit_code != 0
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -318,11 +318,11 @@ def test_check_sees_calls_that_match_and_wait_in_a_circle(tmp_path, capsys):
 
 # -- reports --------------------------------------------------------------------------------------
 def test_markdown_and_page_say_the_verdict_and_let_nothing_through(tmp_path, capsys):
-    from megatron_prism.hang.verdict import Blamed, Diagnosis, Waiting
+    from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
     from megatron_prism.report import hang as report
 
     evil = "<script>alert(1)</script>|`*```"
-    found = Diagnosis("mismatch", (Blamed(3, "dtype", evil),), (Waiting(1, (3,), evil, evil, 4),),
+    found = Diagnosis("mismatch", (Culprit(3, "dtype", evil),), (Waiting(1, (3,), evil, evil, 4),),
                       evil, "all_reduce", 4, evidence=(evil,), missing=(evil,))  # fmt: skip
     page, text = report.page(found), report.markdown(found)
     assert "<script" not in page
@@ -351,7 +351,7 @@ def test_whose_watchdog_fires_first():
             entry["time_created_ns"] += 1_700_000_000 * 10**9
             entry["timeout_ms"] = 60_000 if rank == 8 else 600_000
         dumps[rank] = of_value(value, rank)
-    found = hang.of_dumps(DumpSet(dumps))
+    found = hang.diagnose_dumps(DumpSet(dumps))
     assert found.watchdog.startswith("rank 8, 60.0 s after")
     assert "WorkNCCL(SeqNum=" in found.watchdog
     assert "OpType=" in found.watchdog

@@ -8,7 +8,7 @@ from test_reality import FULL, GIL, judged, said, values
 
 from megatron_prism.cli import main as cli
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.state import State
+from megatron_prism.hang.state import JobState
 
 NAMES = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "dp": "DATA_PARALLEL_GROUP",
          "pp": "PIPELINE_MODEL_PARALLEL_GROUP", "mp": "MODEL_PARALLEL_GROUP"}  # fmt: skip
@@ -126,7 +126,7 @@ def test_the_record_that_closes_a_batch_is_no_call_that_others_made():
             dump.call("pp", "recv 1<-0" if rank // 3 else "send 0->1", p2p_seq_id=turn + 1)
             dump.call("pp", "coalesced", input_sizes=[], output_sizes=[], collective_seq_id=0)
     made = {r: of_value(dump.value(), r) for r, dump in dumps.items()}
-    state = State(DumpSet(made))
+    state = JobState(DumpSet(made))
     (call,) = (e for e in state.dumps[0].entries if not e.pair and e.op != "coalesced")
     assert not state.skipped(2, call)
 

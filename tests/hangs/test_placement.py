@@ -26,7 +26,7 @@ PAIRS = ("send", "recv")
 def placed(name, fault, start=0, **how):
     """(state, Placed); every counter is ``start`` larger, as after other iterations."""
     found = plant(cases.world(name), [parse(fault)])
-    state = stall.run(found.programs, found.faults)
+    state = stall.run_until_stalled(found.programs, found.faults)
     values = dict(export.dumps_of(state, **how))
     for value in values.values():
         for status in value["pg_status"].values():
@@ -37,7 +37,7 @@ def placed(name, fault, start=0, **how):
             entry["p2p_seq_id"] += start
             entry["record_id"] += 10 * start
     dumps = DumpSet({r: of_value(v, r) for r, v in values.items()})
-    return state, alignment.place(dumps, hang.of_dumps(dumps), cases.world(name))
+    return state, alignment.confirm_verdict(dumps, hang.diagnose_dumps(dumps), cases.world(name))
 
 
 def issued(state, rank):
@@ -77,14 +77,14 @@ def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
 def test_a_wrong_verdict_is_not_confirmed():
     """Blame another rank: then the others do not stand where they stood."""
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=20")])
-    state = stall.run(found.programs, found.faults)
+    state = stall.run_until_stalled(found.programs, found.faults)
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
-    verdict = hang.of_dumps(dumps)
+    verdict = hang.diagnose_dumps(dumps)
     wrong = dataclasses.replace(
         verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
     )
-    assert alignment.place(dumps, verdict, cases.world("moe")).confirmed
-    assert not alignment.place(dumps, wrong, cases.world("moe")).confirmed
+    assert alignment.confirm_verdict(dumps, verdict, cases.world("moe")).confirmed
+    assert not alignment.confirm_verdict(dumps, wrong, cases.world("moe")).confirmed
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
     """Counters go on from iteration to iteration, and every group made a few calls before."""
     world = cases.world("moe")
     found = plant(world, [parse("gil@rank=10,group=tp,nth=3")])
-    state = stall.run(found.programs, found.faults)
+    state = stall.run_until_stalled(found.programs, found.faults)
     dumps = {}
     for rank, value in export.dumps_of(state):
         per = Counter(op.group for op in world.of(rank) if op.group and op.name not in PAIRS)
@@ -118,7 +118,7 @@ def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
             entry["collective_seq_id"] += more[entry["pg_id"]]
         dumps[rank] = of_value(value, rank)
     dumps = DumpSet(dumps)
-    places = alignment.place(dumps, hang.of_dumps(dumps), world).places
+    places = alignment.confirm_verdict(dumps, hang.diagnose_dumps(dumps), world).places
     assert {p.iteration for p in places} == {iterations + 1}
 
 
@@ -128,10 +128,10 @@ def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
 
     world = cases.world("moe")
     found = plant(world, [parse("gil@rank=10,group=tp,nth=20")])
-    state = stall.run(found.programs, found.faults)
+    state = stall.run_until_stalled(found.programs, found.faults)
     dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
-    verdict = hang.of_dumps(dumps)
-    where = alignment.place(dumps, verdict, world)
+    verdict = hang.diagnose_dumps(dumps)
+    where = alignment.confirm_verdict(dumps, verdict, world)
 
     def answer(change, differs=(), steps=3):
         ops = [op for op in world.of(10) if op.group]
@@ -186,7 +186,7 @@ def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
 
 def test_the_command(tmp_path, capsys):
     found = plant(cases.world("moe"), [parse("gil@rank=10,group=tp,nth=3")])
-    folder = export.write(stall.run(found.programs, found.faults), tmp_path / "d")
+    folder = export.write(stall.run_until_stalled(found.programs, found.faults), tmp_path / "d")
     where = str(cases.HERE / "worlds" / "moe.txt")
     assert cli.main(["hang", "--dumps", str(folder), "--programs", where, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)

@@ -42,13 +42,13 @@ def _values(fault, active_only, change):
         change(it)
     faults = fault(it) or {}
     how = ACTIVE if active_only else FULL
-    state = stall.run(it.programs(), faults)
+    state = stall.run_until_stalled(it.programs(), faults)
     return pickle.dumps(dict(export.dumps_of(state, **how)))
 
 
 def judged(made):
     """(who is named, the verdict)."""
-    found = hang.of_dumps(DumpSet({r: dumps.of_value(v, r) for r, v in made.items()}))
+    found = hang.diagnose_dumps(DumpSet({r: dumps.of_value(v, r) for r, v in made.items()}))
     return {c.rank for c in found.culprits}, found
 
 
@@ -309,7 +309,7 @@ def test_a_batch_waits_for_all_that_is_in_it():
     step += "- recv CONTEXT_PARALLEL_GROUP bf16 out=8 peer=-1 batch={0}\n- host_wait note=device\n"
     for rank in range(4):
         ring += f"program ranks={rank}\n" + "".join(step.format(i) for i in range(4))
-    state = stall.run(parse(ring, "ring"), {2: stall.Fault(host=3)})
+    state = stall.run_until_stalled(parse(ring, "ring"), {2: stall.RankFault(host=3)})
     named, found = judged(dict(export.dumps_of(state)))
     assert (named, found.verdict) == ({2}, "host stuck")
     waits = {row.rank: row.waits_for for row in found.victims}

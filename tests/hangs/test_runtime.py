@@ -19,11 +19,16 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options as flags
-from megatron_prism.emulate.call_guard import Guard, ProgramPeers
+from megatron_prism.emulate.call_guard import CallGuard, ProgramPeers
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.hang import fault_plan
 from megatron_prism.runtime import world
-from megatron_prism.runtime.call_check import Neighbours, Rendezvous, gloo_does, nccl_lets_through
+from megatron_prism.runtime.call_check import (
+    CallCheck,
+    LocalCallCheck,
+    gloo_does,
+    nccl_lets_through,
+)
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.values import Values
 
@@ -53,7 +58,7 @@ def job(tmp_path):
         asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
                             path if strict else None, strict, sanitize, policy, truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
-        guard = Guard(options, asked, SimpleNamespace(name="cpu", live=None), None)
+        guard = CallGuard(options, asked, SimpleNamespace(name="cpu", live=None), None)
         world.stop()  # of a job before
         world.start(
             world.VirtualWorld(
@@ -138,7 +143,7 @@ def test_messages_that_were_not_posted_are_missed_at_the_end_of_the_iteration(ma
            * 2 for name in ("send", "recv")]  # fmt: skip
     said = []
     programs = Programs.one_per_rank([Program.from_ops(r, ops[r]) for r in (0, 1)], World(2, tp=2))
-    one = Rendezvous(ProgramPeers(programs, 1), lambda *a: said.append(a))
+    one = CallCheck(ProgramPeers(programs, 1), lambda *a: said.append(a))
     one.begin()
     for _ in range(made):
         one.check(ops[1][0], 1, 2)
@@ -402,7 +407,7 @@ def test_the_truth_is_written_before_it_happens(job, tmp_path):
 # -- local ranks among themselves -----------------------------------------------------------------
 def test_neighbours_compare_before_they_call():
     store, said = dist.HashStore(), []
-    ranks = [Neighbours(store, r, lambda *a: said.append(a), 0.1) for r in (0, 1)]
+    ranks = [LocalCallCheck(store, r, lambda *a: said.append(a), 0.1) for r in (0, 1)]
     calls = [Op("broadcast", TP, "int32", 1, 1, root=0), Op("broadcast", TP, "int64", 1, 1, root=0)]
     ranks[0].check(calls[0], "k", {0: 0, 1: 1}, "a.py:1")
     assert said[0][0] == "missing"  # rank 1 does not come in time
@@ -425,7 +430,7 @@ def test_neighbours_may_give_a_gather_more_than_others(share, says):
     calls = [
         Op("all_gather", TP, "bf16", own, 14, splits=((own,) * 3, all_)) for own, all_ in shares
     ]
-    ranks = [Neighbours(store, r, lambda *a: said.append(a), 0.1) for r in range(3)]
+    ranks = [LocalCallCheck(store, r, lambda *a: said.append(a), 0.1) for r in range(3)]
     for rank in (2, 0, 1):
         ranks[rank].check(calls[rank], "k", {0: 0, 1: 1, 2: 2}, "a.py:1")
     met = [call for call in said if call[0] != "missing"]

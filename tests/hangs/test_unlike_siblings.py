@@ -38,9 +38,9 @@ def judged(world, unlike, change, how):
     for rank, edit in change.items():
         edit(ops[rank])
     programs = Programs.one_per_rank([Program.from_ops(r, o) for r, o in ops.items()], world)
-    state = stall.run(programs)
+    state = stall.run_until_stalled(programs)
     assert not state.finished
-    return hang.of_dumps(dumps_of(state, **how))
+    return hang.diagnose_dumps(dumps_of(state, **how))
 
 
 def repeats(nth, name="reduce_scatter"):

@@ -23,7 +23,7 @@ FOUND = [one for one in patch.statuses(without_cuda.every_patch()) if one.state 
 
 
 def context():
-    return patch.Context(lambda: None, TrainingMonitor(), True, (0,), 0)
+    return patch.PatchContext(lambda: None, TrainingMonitor(), True, (0,), 0)
 
 
 def test_this_release_has_every_target(capsys):

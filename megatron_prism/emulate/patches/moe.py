@@ -12,9 +12,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from megatron_prism.emulate.patch import Context, Patch, refused
-from megatron_prism.runtime.control_values import Recorder, Replayer
-from megatron_prism.runtime.partial_sums import Blocks
+from megatron_prism.emulate.patch import Patch, PatchContext, refused
+from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
+from megatron_prism.runtime.partial_sums import BalancedExpertCounts
 from megatron_prism.runtime.world import values_of
 
 __all__ = ["patches_for_recording"]
@@ -28,7 +28,7 @@ def _settings() -> Any:
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
-def _norm_of_heads(module: ModuleType, context: Context) -> None:
+def _norm_of_heads(module: ModuleType, context: PatchContext) -> None:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
     up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
     this one, and a stage without MTP layers would leave a call out that the others make."""
@@ -71,7 +71,7 @@ _MTP_HEADS: tuple[Patch, ...] = tuple(
 )
 
 
-def _no_flex(module: ModuleType, context: Context) -> None:
+def _no_flex(module: ModuleType, context: PatchContext) -> None:
     """Their kernels write into the memory of the other ranks, which are not there."""
     names = {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
@@ -84,7 +84,7 @@ def _no_flex(module: ModuleType, context: Context) -> None:
             context.replace(getattr(module, owner), "__init__", make)
 
 
-def _balanced_peers(module: ModuleType, context: Context) -> None:
+def _balanced_peers(module: ModuleType, context: PatchContext) -> None:
     """Counts and routing maps of virtual ranks are ours, seen from where they are."""
     if context.meta:
         return
@@ -95,7 +95,7 @@ def _balanced_peers(module: ModuleType, context: Context) -> None:
             if values is None:
                 return original(self, *args, **kwargs)
             ways = self.tp_ep_group.size() // self.ep_size
-            blocks = Blocks(self.config.num_moe_experts, self.num_local_experts, ways)
+            blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
             with values.of_parts(blocks):
                 return original(self, *args, **kwargs)
 
@@ -136,10 +136,10 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
-def patches_for_recording(recording: Recorder | Replayer | None) -> tuple[Patch, ...]:
+def patches_for_recording(recording: ValueRecorder | ValueReplayer | None) -> tuple[Patch, ...]:
     """The seam that keeps, or gives back, what every MoE layer's router decides."""
 
-    def routing(module: ModuleType, context: Context) -> None:
+    def routing(module: ModuleType, context: PatchContext) -> None:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
                 result = original(self, *args, **kwargs)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from megatron_prism.emulate import device_memory
-from megatron_prism.emulate.patch import PROTECTS, Context, Patch
+from megatron_prism.emulate.patch import PROTECTS, Patch, PatchContext
 from megatron_prism.emulate.patches.startup import _get_args
 
 __all__ = ["PATCHES"]
 
 
-def _no_checkpoints(module: ModuleType, context: Context) -> None:
+def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
 
     Rank 0 would also fail: it looks for the shards of all ranks (dist_checkpointing validation).
@@ -52,7 +52,7 @@ def _no_checkpoints(module: ModuleType, context: Context) -> None:
 
 
 def _only_real(
-    context: Context, instead: str = ""
+    context: PatchContext, instead: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For ``_wrap``: nothing happens unless all ranks are local; ``instead`` is said of it once."""
     told: list[str] = []
@@ -71,13 +71,13 @@ def _only_real(
     return make
 
 
-def _no_gradients(module: ModuleType, context: Context) -> None:
+def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
     said = "gradients are not written: --save names the real job's folder"
     context.replace(module, "save_grads", _only_real(context, said))
 
 
-def _no_values_to_read(module: ModuleType, context: Context) -> None:
+def _no_values_to_read(module: ModuleType, context: PatchContext) -> None:
     """Which iteration a checkpoint is of comes back through a device tensor, and so does the rest:
     on shapes a job begins where one without ``--load`` does."""
 
@@ -94,7 +94,7 @@ def _no_values_to_read(module: ModuleType, context: Context) -> None:
     context.replace(module, "load_checkpoint", make)
 
 
-def _unchecked_shards(module: ModuleType, context: Context) -> None:
+def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
     context.replace(module, "validate_sharding_integrity", _only_real(context))
 
@@ -107,7 +107,7 @@ _WRITERS = {
 }
 
 
-def _no_writers(module: ModuleType, context: Context) -> None:
+def _no_writers(module: ModuleType, context: PatchContext) -> None:
     """Megatron makes them on the last rank, and lives without them on all others."""
     told: list[str] = []
 
@@ -140,7 +140,7 @@ _OTHERS = {
 }
 
 
-def _no_others(module: ModuleType, context: Context) -> None:
+def _no_others(module: ModuleType, context: PatchContext) -> None:
     """They begin by emptying the real job's file of that rank, or end by replacing it."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,13 +160,13 @@ def _no_others(module: ModuleType, context: Context) -> None:
     context.replace(module, "set_global_variables", make)
 
 
-def _no_sniffing(module: ModuleType, context: Context) -> None:
+def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
     said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
     context.replace(module, "run_gpu_sniff_test", _only_real(context, said))
 
 
-def _no_progress(module: ModuleType, context: Context) -> None:
+def _no_progress(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 appends to a file in ``--save``; its barrier stays."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,12 +182,12 @@ def _no_progress(module: ModuleType, context: Context) -> None:
     context.replace(module, "append_to_progress_log", make)
 
 
-def _no_throughputs(module: ModuleType, context: Context) -> None:
+def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
     """At a checkpoint it reads the file back, which only rank 0's host need have."""
     context.replace(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
 
 
-def _no_traces(module: ModuleType, context: Context) -> None:
+def _no_traces(module: ModuleType, context: PatchContext) -> None:
     """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
     name.  ``--profile`` goes with it: without a profiler it would start the one of CUDA."""
 

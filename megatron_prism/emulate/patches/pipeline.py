@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate.patch import Context, Patch, refused
+from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.emulate.patches.startup import _get_args
 from megatron_prism.runtime.world import current, values_of
 
@@ -59,7 +59,7 @@ def _tell(model: Any, labels: torch.Tensor) -> None:
     world.aside(fill)  # the real job has it from another rank
 
 
-def _received_tokens(module: ModuleType, context: Context) -> None:
+def _received_tokens(module: ModuleType, context: PatchContext) -> None:
     """A stage with labels learns from vectors of tokens; from noise it could not."""
     if context.meta:
         return
@@ -104,7 +104,7 @@ class _Zeroed:
         return made.zero_() if pair else made
 
 
-def _whole_ring(module: ModuleType, context: Context) -> None:
+def _whole_ring(module: ModuleType, context: PatchContext) -> None:
     """Where gradients of keys and values go round, the last rank writes half of what it sends."""
     if context.meta:
         return
@@ -124,7 +124,7 @@ def _whole_ring(module: ModuleType, context: Context) -> None:
         context.set(attention, "backward", staticmethod(make(attention.backward)))
 
 
-def _own_broadcasts(module: ModuleType, context: Context) -> None:
+def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     """Scripts other than GPT's send a batch and its sizes by ``broadcast_data``.  A rank that reads
     the batch itself, because its source is virtual, has both; on shapes the sizes could not be read
     back.  The calls stay, and so does the one buffer that all tensors are views of."""
@@ -148,7 +148,7 @@ def _own_broadcasts(module: ModuleType, context: Context) -> None:
     context.replace(module, "broadcast_data", make)
 
 
-def _images_have_places(module: ModuleType, context: Context) -> None:
+def _images_have_places(module: ModuleType, context: PatchContext) -> None:
     """LLaVA's sequences are as long as the values of its tokens say: refused before it is built."""
     if context.meta:
         what = "LLaVA puts images where the tokens say, and tier meta has no values"
@@ -209,7 +209,7 @@ _RECEIVED: tuple[Patch, ...] = (
 )
 
 
-def _label_phases(module: ModuleType, context: Context) -> None:
+def _label_phases(module: ModuleType, context: PatchContext) -> None:
     """Tell the proof (and through it the memory tracker) which microbatch runs."""
     proof = context.proof
 
@@ -248,7 +248,7 @@ def _label_phases(module: ModuleType, context: Context) -> None:
         context.replace(module, name, schedule)
 
 
-def _label_combined(module: ModuleType, context: Context) -> None:
+def _label_combined(module: ModuleType, context: PatchContext) -> None:
     """The same for a forward and a backward that run layer by layer beside each other: what they
     do counts as the forward's."""
     proof = context.proof
@@ -301,7 +301,7 @@ _LABELS: tuple[Patch, ...] = (
 )
 
 
-def _label_receives(module: ModuleType, context: Context) -> None:
+def _label_receives(module: ModuleType, context: PatchContext) -> None:
     """Say which received tensor is an activation and which a gradient: their scales differ."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,7 +382,7 @@ def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], It
     )
 
 
-def _scaled_gradients(module: ModuleType, context: Context) -> None:
+def _scaled_gradients(module: ModuleType, context: PatchContext) -> None:
     """A received gradient carries the loss scale that the last stage multiplied its loss by.
 
     The optimizer divides by it again: without it gradients of middle stages come out 2^32 times too

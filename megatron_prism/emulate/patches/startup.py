@@ -18,7 +18,7 @@ import torch
 
 from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import options
-from megatron_prism.emulate.patch import SPEEDS_UP, Context, Patch
+from megatron_prism.emulate.patch import SPEEDS_UP, Patch, PatchContext
 
 __all__ = ["PATCHES"]
 
@@ -26,7 +26,7 @@ __all__ = ["PATCHES"]
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def _fast_groups(module: ModuleType, context: Context) -> None:
+def _fast_groups(module: ModuleType, context: PatchContext) -> None:
     """Enumerate only the groups that hold a local rank; the others are nobody's here."""
     local = context.local_ranks
 
@@ -59,14 +59,14 @@ def _fast_groups(module: ModuleType, context: Context) -> None:
 # -- start-up --------------------------------------------------------------------------------------
 
 
-def _our_flags(module: ModuleType, context: Context) -> None:
+def _our_flags(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda parser, *args, **kwargs: options.add_flags(original(parser, *args, **kwargs))
 
     context.replace(module, "add_megatron_arguments", make)
 
 
-def _virtual_first(module: ModuleType, context: Context) -> None:
+def _virtual_first(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.distributed.is_initialized():
@@ -78,7 +78,7 @@ def _virtual_first(module: ModuleType, context: Context) -> None:
     context.replace(module, "_initialize_distributed", make)
 
 
-def _compile_once(module: ModuleType, context: Context) -> None:
+def _compile_once(module: ModuleType, context: PatchContext) -> None:
     """The dataset helper is compiled by whoever stands for rank 0, and only if it is missing."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +118,7 @@ def _helpers_present() -> bool:
     return False
 
 
-def _compile_as_leader(module: ModuleType, context: Context) -> None:
+def _compile_as_leader(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 compiles; without it the leading local rank must (initialize.py:183 @0.16.1)."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +148,7 @@ _DATA_READERS = frozenset(
 )
 
 
-def _own_batches(module: ModuleType, context: Context) -> None:
+def _own_batches(module: ModuleType, context: PatchContext) -> None:
     """A rank whose tensor-parallel source is virtual reads the batch itself.
 
     Real ranks with tp > 0 receive it; a virtual source has nothing to send (0.16.1 would read an
@@ -173,7 +173,7 @@ def _own_batches(module: ModuleType, context: Context) -> None:
 
 
 @contextlib.contextmanager
-def _acting_as_rank_0(context: Context) -> Iterator[None]:
+def _acting_as_rank_0(context: PatchContext) -> Iterator[None]:
     """``torch.distributed.get_rank()`` answers 0 on the leading local rank inside."""
     if not context.leads or context.rank == 0:
         yield
@@ -186,7 +186,7 @@ def _acting_as_rank_0(context: Context) -> Iterator[None]:
         torch.distributed.get_rank = original
 
 
-def _build_indices(module: ModuleType, context: Context) -> None:
+def _build_indices(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 builds the sample index, the others load it (gpt_dataset.py:442 @0.16.1)."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ def _build_indices(module: ModuleType, context: Context) -> None:
     context.replace(module.BlendedMegatronDatasetBuilder, "build", make)
 
 
-def _train_flags(module: ModuleType, context: Context) -> None:
+def _train_flags(module: ModuleType, context: PatchContext) -> None:
     """Ranks without data learn from rank 0 that the job trains; a virtual rank 0 cannot say so.
 
     With its own zeros, or those of the local rank that rank 0 mirrors, a rank exits 0 without
@@ -232,7 +232,7 @@ def _get_args() -> Any:
 # -- log -------------------------------------------------------------------------------------------
 
 
-def _speak(module: ModuleType, context: Context) -> None:
+def _speak(module: ModuleType, context: PatchContext) -> None:
     """What a virtual rank 0 or last rank would print, the leading local rank prints."""
 
     def make(is_local: Callable[[], bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

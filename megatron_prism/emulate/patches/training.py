@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_prism.core.errors import PrismError, UnsupportedError
-from megatron_prism.emulate.patch import PROTECTS, SPEEDS_UP, Context, Patch
+from megatron_prism.emulate.patch import PROTECTS, SPEEDS_UP, Patch, PatchContext
 from megatron_prism.emulate.patches.startup import _get_args
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.world import current
@@ -19,7 +19,7 @@ from megatron_prism.runtime.world import current
 __all__ = ["PATCHES"]
 
 
-def _token_count(module: ModuleType, context: Context) -> None:
+def _token_count(module: ModuleType, context: PatchContext) -> None:
     """The last stage counts the tokens; for a virtual one they are what the flags say.
 
     Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
@@ -36,7 +36,7 @@ def _token_count(module: ModuleType, context: Context) -> None:
     context.replace(module, "finalize_model_grads", make)
 
 
-def _tied_embedding(module: ModuleType, context: Context) -> None:
+def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
     """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
 
     The first stage keeps its weights, the last one draws weights of the same distribution
@@ -95,7 +95,7 @@ def _followed_by_more(args: Any) -> bool:
     return any(interval and number % interval == 0 for interval in intervals)
 
 
-def _prove(module: ModuleType, context: Context) -> None:
+def _prove(module: ModuleType, context: PatchContext) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     proof = context.proof
 
@@ -159,7 +159,7 @@ def _prove(module: ModuleType, context: Context) -> None:
     context.replace(module, "pretrain", whole)
 
 
-def _no_restarts(module: ModuleType, context: Context) -> None:
+def _no_restarts(module: ModuleType, context: PatchContext) -> None:
     """It waits at a store of its own until every rank of the job has come."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ def _no_restarts(module: ModuleType, context: Context) -> None:
     context.replace(module, "maybe_wrap_for_inprocess_restart", make)
 
 
-def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
+def _no_megatron_fsdp(module: ModuleType, context: PatchContext) -> None:
     """It gathers where every rank's shard begins and ends; shards that do not add up stop it."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +198,7 @@ def _no_megatron_fsdp(module: ModuleType, context: Context) -> None:
         context.replace(module, "FullyShardedDataParallel", make)
 
 
-def _own_words(module: ModuleType, context: Context) -> None:
+def _own_words(module: ModuleType, context: PatchContext) -> None:
     """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:

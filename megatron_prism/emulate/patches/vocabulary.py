@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate.patch import Context, Patch
-from megatron_prism.runtime.partial_sums import Once, Rows
+from megatron_prism.emulate.patch import Patch, PatchContext
+from megatron_prism.runtime.partial_sums import LocalVocabularySum, PartialLookup
 from megatron_prism.runtime.world import values_of
 
 
@@ -37,7 +37,7 @@ def labels_of_locals(
     return mapped
 
 
-def _mirrored_labels(module: ModuleType, context: Context) -> None:
+def _mirrored_labels(module: ModuleType, context: PatchContext) -> None:
     """The network that mirrors make up is trained on labels that it can learn."""
     if context.meta:
         return
@@ -49,7 +49,7 @@ def _mirrored_labels(module: ModuleType, context: Context) -> None:
                 return original(self, labels, logits)
             owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
             labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
-            with values.of_parts(Once()):
+            with values.of_parts(LocalVocabularySum()):
                 return original(self, labels, logits)
 
         return call
@@ -69,7 +69,7 @@ _LOSS: tuple[Patch, ...] = (
 )
 
 
-def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
+def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
     """What the embedding's sum over tp is complete with; None if nothing is missing or known.
 
     A weight that is not this rank's whole partition (DTensor, 0.19's gtp_remat) is not known here.
@@ -81,10 +81,10 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> Rows | None:
         return None
     # [b, s] is looked up, and [s, b, h] reduced and scattered
     order = tokens.transpose(0, 1) if embedding.reduce_scatter_embeddings else tokens
-    return Rows(weight, order)
+    return PartialLookup(weight, order)
 
 
-def _whole_lookup(module: ModuleType, context: Context) -> None:
+def _whole_lookup(module: ModuleType, context: PatchContext) -> None:
     """Only data of the call's answer changes: gradients go where the local mask lets them."""
     if context.meta:
         return

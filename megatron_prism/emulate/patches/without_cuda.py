@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.emulate.patch import Context, Patch, refused
+from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, vocabulary
 from megatron_prism.runtime.devices import cuda, kernels, stand_ins
 from megatron_prism.runtime.te.moe import counts
@@ -22,14 +22,14 @@ from megatron_prism.runtime.te.moe import counts
 __all__ = ["FUSED_ATTENTION", "every_patch", "patches_for"]
 
 
-def _mla_rope(module: ModuleType, context: Context) -> None:
+def _mla_rope(module: ModuleType, context: PatchContext) -> None:
     """The rotary embedding of multi-latent attention is four triton kernels by default."""
     for name, kernel in kernels.KERNELS.items():
         if hasattr(module, name):
             context.set(module, name, kernel)
 
 
-def _no_triton(module: ModuleType, context: Context) -> None:
+def _no_triton(module: ModuleType, context: PatchContext) -> None:
     """A triton kernel without a stand-in: triton's own words are that libcuda.so is missing."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def _no_triton(module: ModuleType, context: Context) -> None:
     context.replace(owner, "run", make)
 
 
-def _no_graphs(module: ModuleType, context: Context) -> None:
+def _no_graphs(module: ModuleType, context: PatchContext) -> None:
     """They are captured after some iterations of warm-up: this comes before it."""
     fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
     for owner in ("FullCudaGraphWrapper", "CudaGraphManager", "TECudaGraphHelper"):
@@ -55,34 +55,34 @@ def _no_graphs(module: ModuleType, context: Context) -> None:
             context.replace(getattr(module, owner), "__init__", make)
 
 
-def _plain_memory(module: ModuleType, context: Context) -> None:
+def _plain_memory(module: ModuleType, context: PatchContext) -> None:
     """Buffers that NCCL uses directly are as large as others; nvcc would build their pool."""
     context.set(module, "init", lambda: None)
     context.set(module, "create_nccl_mem_pool", lambda symmetric=None: None)
     context.set(module, "nccl_mem", lambda pool, **kwargs: contextlib.nullcontext())
 
 
-def _hadamard(module: ModuleType, context: Context) -> None:
+def _hadamard(module: ModuleType, context: PatchContext) -> None:
     """Sparse attention's indexer turns its queries and keys with a CUDA package's kernel."""
     if module.hadamard_transform is None:
         context.set(module, "hadamard_transform", kernels.transform)
 
 
-def _no_fsdp2(module: ModuleType, context: Context) -> None:
+def _no_fsdp2(module: ModuleType, context: PatchContext) -> None:
     """torch shards what it has moved to the CUDA device itself."""
     what = "--use-torch-fsdp2 shards parameters on a CUDA device"
     make = refused(what, "leave it out, or --prism-tier cuda")
     context.replace(module.TorchFullyShardedDataParallel, "__init__", make)
 
 
-def _no_offloaded_optimizer(module: ModuleType, context: Context) -> None:
+def _no_offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
     """It sorts parameters by the device they are on, and here that is one for all."""
     what = "--optimizer-cpu-offload moves states between a CUDA device and its host"
     make = refused(what, "leave it out, or --prism-tier cuda")
     context.replace(module.HybridDeviceOptimizer, "__init__", make)
 
 
-def _no_low_precision(module: ModuleType, context: Context) -> None:
+def _no_low_precision(module: ModuleType, context: PatchContext) -> None:
     """Said when the model's configuration is made, and not by its first forward pass."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,12 +124,12 @@ def _low_precision(config: Any, meta: bool) -> dict[tuple[str, str], Any]:
 _RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
-def _no_affinity(module: ModuleType, context: Context) -> None:
+def _no_affinity(module: ModuleType, context: PatchContext) -> None:
     """There is no GPU whose NUMA node this process could move to."""
     context.replace(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
 
 
-def _refuse_allgather(module: ModuleType, context: Context) -> None:
+def _refuse_allgather(module: ModuleType, context: PatchContext) -> None:
     """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
     make = refused(
         "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
@@ -139,7 +139,7 @@ def _refuse_allgather(module: ModuleType, context: Context) -> None:
     context.replace(module.MoEAllGatherTokenDispatcher, "__init__", make)
 
 
-def _refuse_offloading(module: ModuleType, context: Context) -> None:
+def _refuse_offloading(module: ModuleType, context: PatchContext) -> None:
     """Nothing would leave the counted bytes: tensors of one device are not moved."""
     make = refused(
         "--fine-grained-activation-offloading moves activations to the host, "
@@ -149,7 +149,7 @@ def _refuse_offloading(module: ModuleType, context: Context) -> None:
     context.replace(module.ChunkOffloadHandler, "__init__", make)
 
 
-def _no_mixers(module: ModuleType, context: Context) -> None:
+def _no_mixers(module: ModuleType, context: PatchContext) -> None:
     """Their packages are CUDA kernels, and do not even install on a host without nvcc."""
     for owner, what, fix in _MIXERS:
         if hasattr(module, owner):
@@ -299,18 +299,18 @@ _KERNELS_META: tuple[Patch, ...] = (
 )
 
 
-def _no_fused_kernels(module: ModuleType, context: Context) -> None:
+def _no_fused_kernels(module: ModuleType, context: PatchContext) -> None:
     """Start-up runs ``$CUDA_HOME/bin/nvcc -V`` unconditionally at 0.16.1."""
     context.set(module, "load", lambda args: None)
 
 
-def _name_without_te(module: ModuleType, context: Context) -> None:
+def _name_without_te(module: ModuleType, context: PatchContext) -> None:
     """0.16.1 tests a name that it only binds if Transformer Engine imports."""
     if not hasattr(module, "te_general_gemm"):
         context.set(module, "te_general_gemm", None)
 
 
-def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
+def _sequence_parallel_norm(module: ModuleType, context: PatchContext) -> None:
     """torch's norm refuses sequence parallelism; ours marks its weights as Megatron expects."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +325,7 @@ def _sequence_parallel_norm(module: ModuleType, context: Context) -> None:
     context.replace(module.WrappedTorchNorm, "__new__", make)
 
 
-def _context_parallel_attention(module: ModuleType, context: Context) -> None:
+def _context_parallel_attention(module: ModuleType, context: PatchContext) -> None:
     """The local attention refuses context parallelism; ours gathers keys and values over cp."""
     base = module.DotProductAttention
 
@@ -357,7 +357,7 @@ def _context_parallel_attention(module: ModuleType, context: Context) -> None:
     context.replace(base, "forward", forward)
 
 
-def _one_generator(module: ModuleType, context: Context) -> None:
+def _one_generator(module: ModuleType, context: PatchContext) -> None:
     """Device and host share one generator here, so the tracker's check for a leak always fires."""
 
     def keep(record: logging.LogRecord) -> bool:
@@ -377,7 +377,7 @@ def _one_generator(module: ModuleType, context: Context) -> None:
     context.replace(module, "_get_cuda_rng_state", make)
 
 
-def _flash_attention(module: ModuleType, context: Context) -> None:
+def _flash_attention(module: ModuleType, context: PatchContext) -> None:
     """Megatron's local attention holds the s x s scores; production kernels never do."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -391,7 +391,7 @@ def _flash_attention(module: ModuleType, context: Context) -> None:
     context.replace(module.DotProductAttention, "forward", make, again=True)
 
 
-def _balanced_splits(module: ModuleType, context: Context) -> None:
+def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
     """Shapes have no routing: every expert gets its even share, and the host knows it at once.
 
     The one point where the dispatcher needs data is its copy of the splits to the host
@@ -426,7 +426,7 @@ def _balanced_splits(module: ModuleType, context: Context) -> None:
     context.replace(module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", make)
 
 
-def _static_permute(module: ModuleType, context: Context) -> None:
+def _static_permute(module: ModuleType, context: PatchContext) -> None:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -440,7 +440,7 @@ def _static_permute(module: ModuleType, context: Context) -> None:
     context.replace(module, "permute", make)
 
 
-def _always_finite(module: ModuleType, context: Context) -> None:
+def _always_finite(module: ModuleType, context: PatchContext) -> None:
     """Shapes have no infinities: the check reads a number that is not there."""
     context.replace(
         module.MixedPrecisionOptimizer,
@@ -449,7 +449,7 @@ def _always_finite(module: ModuleType, context: Context) -> None:
     )
 
 
-def _believe_the_step(module: ModuleType, context: Context) -> None:
+def _believe_the_step(module: ModuleType, context: PatchContext) -> None:
     """Whether the update was applied goes through a device tensor; on shapes the host's word
     counts.
     """

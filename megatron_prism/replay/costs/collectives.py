@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
 from megatron_prism.replay.costs.machine import Machine
-from megatron_prism.replay.costs.overlap_factors import Overlap, read_rows
+from megatron_prism.replay.costs.overlap_factors import OverlapFactors, read_rows
 
 if TYPE_CHECKING:
     from megatron_prism.replay.costs.machine import Row
@@ -204,7 +204,7 @@ class Calibration:
     source: str = ""
     host: dict[tuple[str, bool], int] = field(default_factory=dict)
     again: dict[tuple[str, bool], int] = field(default_factory=dict)
-    overlap: dict[str, Overlap] = field(default_factory=dict)
+    overlap: dict[str, OverlapFactors] = field(default_factory=dict)
     path: str = ""
 
     def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_prism.replay.costs.machine import Row
 
 __all__ = [
-    "Kernel",
+    "MeasuredKernel",
     "MEASURED",
     "MIXED",
     "OPS",
@@ -81,7 +81,7 @@ _ADAM_BYTES = 28, 16  # of an element: as our stand-in counts it, as recorded of
 
 
 @dataclass(frozen=True)
-class Kernel:
+class MeasuredKernel:
     """One kernel of a segment, as recorded.
 
     shapes : of up to three tensors; turned: whether each lies in memory by columns
@@ -95,10 +95,10 @@ class Kernel:
     bytes: int
 
     @staticmethod
-    def parse(name: str, shapes: str, dtype: str, flops: int, num_bytes: int) -> Kernel:
+    def parse(name: str, shapes: str, dtype: str, flops: int, num_bytes: int) -> MeasuredKernel:
         """``shapes``: what stood in the brackets."""
         found = [_SHAPE.match(text) for text in shapes.split(",")]
-        return Kernel(
+        return MeasuredKernel(
             name,
             tuple(tuple(map(int, one[1].split("x"))) if one else () for one in found),
             tuple(bool(one and one[2]) for one in found),
@@ -153,9 +153,11 @@ class OpTable:
     grids: dict[str, _Grid]
     kernels: dict[str, tuple[np.ndarray, np.ndarray]]
     sustained: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
-    _known: dict[Kernel, float | None] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[MeasuredKernel, float | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
-    def ns(self, kernel: Kernel) -> float | None:
+    def ns(self, kernel: MeasuredKernel) -> float | None:
         """How long it took; None if nothing like it was measured."""
         if kernel not in self._known:
             look = self._looks.get(kernel.name, self._by_size)
@@ -170,7 +172,7 @@ class OpTable:
         return max(1.0, sum(factors) / len(factors)) if factors else 1.0
 
     @cached_property
-    def _looks(self) -> dict[str, Callable[[Kernel], float | None]]:
+    def _looks(self) -> dict[str, Callable[[MeasuredKernel], float | None]]:
         return {
             **dict.fromkeys(_SINGLE, self._product),
             **dict.fromkeys(_BATCHED, self._batched),
@@ -178,7 +180,7 @@ class OpTable:
             "grouped_gemm": lambda _: None,
         }
 
-    def _product(self, kernel: Kernel) -> float | None:
+    def _product(self, kernel: MeasuredKernel) -> float | None:
         """C[m, n] = A[m, k] B[k, n]; tn, nn, nt say how A and B lie."""
         found = _as_product(kernel)
         if found is None:
@@ -190,7 +192,7 @@ class OpTable:
         grid = self.grids.get(f"gemm {layout} {dtype}")
         return None if grid is None else grid.at(sizes)
 
-    def _batched(self, kernel: Kernel) -> float | None:
+    def _batched(self, kernel: MeasuredKernel) -> float | None:
         """Of attention without a fused kernel: two sides as long as the sequence, one short."""
         shapes = kernel.shapes[-2:] if kernel.name == "baddbmm" else kernel.shapes[:2]
         if len(shapes) < 2 or any(len(shape) != 3 for shape in shapes):
@@ -202,7 +204,7 @@ class OpTable:
                 return None if grid is None else grid.at((batch, one, size))
         return None
 
-    def _attention(self, kernel: Kernel) -> float | None:
+    def _attention(self, kernel: MeasuredKernel) -> float | None:
         """Causal, by flops: 2 products forward, 5 backward, of heads x s x s x d each, halved."""
         if not kernel.shapes or len(kernel.shapes[0]) < 3:
             return None
@@ -218,7 +220,7 @@ class OpTable:
                 return grid.at((elements / (s * d), s, d))
         return None
 
-    def _by_size(self, kernel: Kernel) -> float | None:
+    def _by_size(self, kernel: MeasuredKernel) -> float | None:
         if kernel.flops:
             return None
         dtype, moved = _LIKE.get(kernel.dtype, kernel.dtype), kernel.bytes
@@ -236,7 +238,7 @@ class OpTable:
         return None
 
 
-def _as_product(kernel: Kernel) -> tuple[str, int, int, int] | None:
+def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
     """(layout, m, n, k)."""
     shapes, turned = kernel.shapes, kernel.turned
     if kernel.name == "addmm":
@@ -332,7 +334,7 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     rest, rows = compute[~measured], ops[~measured]
     columns = [rows[name].tolist() for name in ("note", "flops", "traffic", "kernels")]
     table = table_of(machine)
-    known: dict[tuple[int, ...], Parts] = {}
+    known: dict[tuple[int, ...], SegmentParts] = {}
     found = []
     for key in zip(*columns, strict=True):
         if key not in known:
@@ -346,7 +348,7 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     return ns, source
 
 
-class Parts(NamedTuple):
+class SegmentParts(NamedTuple):
     """ns of a segment: products and other kernels by the table, and what is a roofline."""
 
     products: float
@@ -354,7 +356,7 @@ class Parts(NamedTuple):
     roof: int
 
 
-def _slowdown(parts: list[Parts], table: OpTable | None) -> float:
+def _slowdown(parts: list[SegmentParts], table: OpTable | None) -> float:
     """Factor of products under the power limit; it changes their share of the time, on which it
     depends."""
     products, others = sum(p.products for p in parts), sum(p.others + p.roof for p in parts)
@@ -369,7 +371,7 @@ def _slowdown(parts: list[Parts], table: OpTable | None) -> float:
 _ROUNDS = 4  # the share hardly changes with the factor
 
 
-def _priced(parts: Parts, slower: float) -> tuple[int, int]:
+def _priced(parts: SegmentParts, slower: float) -> tuple[int, int]:
     """(ns, source)."""
     by_table = round(slower * parts.products + parts.others)
     share = parts.roof / max(1, by_table + parts.roof)
@@ -387,7 +389,7 @@ _read = functools.lru_cache(maxsize=4)(read)
 
 def parts_of(
     note: str, flops: int, traffic: int, kernels: int, machine: Machine, table: OpTable | None
-) -> Parts:
+) -> SegmentParts:
     """One segment by its kernels; what they leave of its flops and bytes is one more."""
     flops, traffic = max(0, flops), max(0, traffic)
     products, others, roof, kernels = 0.0, 0.0, 0, max(1, kernels)
@@ -396,7 +398,7 @@ def parts_of(
         own = int(match["flops"]), int(match["bytes"])
         one = None
         if table is not None:
-            one = table.ns(Kernel.parse(name, match["shapes"], match["dtype"], *own))
+            one = table.ns(MeasuredKernel.parse(name, match["shapes"], match["dtype"], *own))
         if one is None:
             roof += count * _kernel(name, *own, match["dtype"], machine)
         elif name in PRODUCTS:
@@ -409,14 +411,14 @@ def parts_of(
     if kernels > 0:
         rest = _kernel("", max(0, flops), max(0, traffic), "bfloat16", machine)
         roof += max(rest, kernels * machine.kernel_ns)
-    return _planted(note, Parts(products, others, roof))
+    return _planted(note, SegmentParts(products, others, roof))
 
 
-def _planted(note: str, parts: Parts) -> Parts:
+def _planted(note: str, parts: SegmentParts) -> SegmentParts:
     """``parts`` as many times as long as faults say that were planted in the segment."""
     while match := _SLOWER.match(note):
         by, note = float(match[1]), note[match.end() :]
-        parts = Parts(parts.products * by, parts.others * by, math.ceil(parts.roof * by))
+        parts = SegmentParts(parts.products * by, parts.others * by, math.ceil(parts.roof * by))
     return parts
 
 

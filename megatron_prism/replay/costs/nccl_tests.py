@@ -35,7 +35,7 @@ _EXAMPLE = "all_reduce_perf -b 16K -e 1G -f 2 -g 8 > all_reduce_perf.txt"
 
 
 @dataclass(frozen=True)
-class Run:
+class NcclTestsRun:
     """One program's figures.
 
     op       : our name; sendrecv is ``exchange``, a pair that sends both ways
@@ -53,7 +53,7 @@ class Run:
     version: str = ""
 
 
-def read(path: str | Path) -> Run:
+def read(path: str | Path) -> NcclTestsRun:
     """UsageError says what the file is instead."""
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
@@ -69,7 +69,7 @@ def read(path: str | Path) -> Run:
     return found
 
 
-def _text(path: str, text: str) -> Run:
+def _text(path: str, text: str) -> NcclTestsRun:
     lines = text.splitlines()
     ranks = [match for match in map(_RANK.match, lines) if match]
     if not ranks:
@@ -102,7 +102,7 @@ def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, f
     return int(words[0]), float(words[at]), float(words[at + 1]), float(words[at + 2])
 
 
-def _json(path: str, text: str) -> Run:
+def _json(path: str, text: str) -> NcclTestsRun:
     stored = json.loads(text)
     devices = stored["config"]["devices"]
     hosts = [one["hostname"] for one in devices if int(one.get("group", 0)) == 0]
@@ -130,7 +130,7 @@ def _checked(
     rows: Iterable[tuple[int, float, float, float]],
     device: str,
     version: str,
-) -> Run:
+) -> NcclTestsRun:
     """The run, if it can be what it says."""
     names = {_PROGRAMS[name] for name in _PROGRAM.findall(said)}
     if len(names) != 1:
@@ -153,7 +153,7 @@ def _checked(
             raise ValueError(f"{num_bytes} bytes take {min(times)} us and {max(times)} us")
     found = tuple((size, statistics.median(times)) for size, times in sorted(kept.items()))
     per_node = max(hosts.count(host) for host in set(hosts))
-    return Run(path, op, ranks, per_node, found, device, version)
+    return NcclTestsRun(path, op, ranks, per_node, found, device, version)
 
 
 def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
@@ -167,7 +167,7 @@ def _check_ratio(op: str, ranks: int, algorithm: float, bus: float) -> None:
         )
 
 
-def calibration(runs: Iterable[Run], node_gpus: int | None = None) -> dict[str, object]:
+def calibration(runs: Iterable[NcclTestsRun], node_gpus: int | None = None) -> dict[str, object]:
     """What ``read_calibration`` reads.  ``node_gpus``: of one NVLink domain, if hosts are smaller.
 
     UsageError for runs that contradict each other.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_prism.replay.costs.machine import Row
 
-__all__ = ["KINDS", "METHOD", "Overlap", "read_rows"]
+__all__ = ["KINDS", "METHOD", "OverlapFactors", "read_rows"]
 
 KINDS = ("gemm", "memory")  # of computing: products, and additions
 METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
@@ -30,7 +30,7 @@ _SHARE = 0.5  # of the rounds of the row that has most of them
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapFactors:
     """Factors of one kind of call.
 
     points : kind of computing -> ascending (message bytes, factor of computing, of the call)
@@ -50,7 +50,7 @@ class Overlap:
         return compute, call
 
 
-def read_rows(rows: Iterable[Row]) -> dict[str, Overlap]:
+def read_rows(rows: Iterable[Row]) -> dict[str, OverlapFactors]:
     """Collective -> factors.  ValueError for a factor that cannot be."""
     found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     known = [row for row in rows if row.get("method") == METHOD]
@@ -71,7 +71,7 @@ def read_rows(rows: Iterable[Row]) -> dict[str, Overlap]:
             what = f"{row['op']} of {size} bytes beside {row['kind']}"
             raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
     return {
-        name: Overlap(
+        name: OverlapFactors(
             {
                 kind: tuple((size, *pair) for size, pair in sorted(sizes.items()))
                 for kind, sizes in kinds.items()

@@ -17,7 +17,7 @@ from megatron_prism.replay.costs.host import host_ns, host_sources
 from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.replay.costs.machine import Machine
 
-__all__ = ["ERRORS", "Prices", "price"]
+__all__ = ["ERRORS", "Prices", "price_ops"]
 
 # How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: what
 # the GPU's power limit takes from products that go on (benchmarks/results/h200_x4_rates.json), for
@@ -69,7 +69,9 @@ class Prices:
         return tuple(self.sources[code] for code in sorted(codes))
 
 
-def price(graph: WorldGraph, machine: Machine, calibration: Calibration | None = None) -> Prices:
+def price_ops(
+    graph: WorldGraph, machine: Machine, calibration: Calibration | None = None
+) -> Prices:
     """Prices of every op: measured segments, then the op table, then roofline; measured calls, then
     the model."""
     calibration = calibration or Calibration()

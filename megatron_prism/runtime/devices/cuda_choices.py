@@ -23,7 +23,7 @@ from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context
+    from megatron_prism.runtime.devices.signatures import AutogradContext
 
 __all__ = ["choose_as_cuda", "replace_compile"]
 
@@ -108,7 +108,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: torch.Tensor | None, dims: int
+        ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor | None, dims: int
     ) -> torch.Tensor:
         rows = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=torch.float32, device=x.device)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -118,7 +118,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Context, grad: torch.Tensor
+        ctx: AutogradContext, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, rows = ctx.saved_tensors
         into = torch.empty_like(x)

@@ -19,7 +19,7 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 __all__ = ["KERNELS", "add_module", "add_modules", "fused", "transform"]
@@ -101,12 +101,12 @@ def add_modules(changes: ProcessChanges) -> str:
 
 class _Transform(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: AutogradContext, x: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.scale = scale
         return _transformed(x, scale)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         return _transformed(grad, ctx.scale), None
 
 

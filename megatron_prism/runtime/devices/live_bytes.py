@@ -92,7 +92,7 @@ workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
 
 
 @dataclass
-class Peak:
+class LivePeak:
     """The largest number of live bytes and the labels that held then (phase, microbatch, …)."""
 
     bytes: int = 0
@@ -123,7 +123,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.device_type, self.meta, self.cublas = device, device == "meta", cublas
         self.now = 0
-        self.high = Peak()
+        self.high = LivePeak()
         self.parts: dict[str, int] = {}  # part of the job -> the most that was alive in it
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
         self.labels: dict[str, object] = {}
@@ -150,7 +150,7 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
-        self.high = Peak(self.now, dict(self.labels))
+        self.high = LivePeak(self.now, dict(self.labels))
         self._seen = self.now
 
     @contextlib.contextmanager
@@ -244,7 +244,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._running = max(self._running, self.now)
         if self.now > self.high.bytes:
-            self.high = Peak(
+            self.high = LivePeak(
                 self.now, self.labels
             )  # which nobody changes: ``scope`` makes new ones
         self._seen = min(self._running, self.high.bytes)

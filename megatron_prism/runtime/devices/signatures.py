@@ -13,7 +13,17 @@ import torch
 from torch import distributed as dist
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Context", "Device", "Grads", "Group", "Groups", "Handle", "Init", "Trackers", "Weight"]
+__all__ = [
+    "AutogradContext",
+    "Device",
+    "Grads",
+    "Group",
+    "Groups",
+    "Handle",
+    "Init",
+    "Trackers",
+    "Weight",
+]
 
 Device = torch.device | str | int | None
 Group = dist.ProcessGroup | None  # None: no group, or the default one
@@ -22,7 +32,7 @@ Grads = tuple[torch.Tensor | None, ...]  # one for each argument of forward
 Init = Callable[[torch.Tensor], object]  # fills a parameter in place
 
 
-class Context(FunctionCtx):
+class AutogradContext(FunctionCtx):
     """What forward keeps for backward: tensors, and any attributes that a function sets."""
 
     saved_tensors: tuple[torch.Tensor, ...]

@@ -20,7 +20,7 @@ from torch.nn import functional
 from megatron_prism.runtime.devices.kernels import fused
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context
+    from megatron_prism.runtime.devices.signatures import AutogradContext
 
 __all__ = [
     "FlashAttention",
@@ -34,7 +34,7 @@ __all__ = [
 Permuted = tuple[torch.Tensor | None, ...]  # tokens, probs, index; more in later releases
 
 
-class Config(Protocol):
+class ModelConfig(Protocol):
     """What a norm asks of Megatron's TransformerConfig."""
 
     normalization: str
@@ -52,7 +52,7 @@ class SequenceParallelNorm(torch.nn.Module):
     ones.
     """
 
-    def __init__(self, config: Config, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: ModelConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.shape, self.eps = (hidden_size,), eps
         self.rms = config.normalization == "RMSNorm"
@@ -81,14 +81,16 @@ class _GatherSequence(torch.autograd.Function):
     """All-gather over the context-parallel group forward, reduce-scatter backward (dim 0)."""
 
     @staticmethod
-    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: AutogradContext, tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.group, ctx.tokens = group, tensor.shape[0]
         out = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
         dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = grad.new_empty(ctx.tokens, *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
@@ -130,7 +132,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: AutogradContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         s, b, heads, _ = query.shape
         out = query.new_empty(s, b, heads * value.shape[-1])
@@ -141,7 +143,7 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value, _, _ = ctx.saved_tensors
         s, b, heads, size = query.shape
         pairs = b * heads * s * key.shape[0] * (size + value.shape[-1])

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import ArrayLike
 
-    from megatron_prism.replay.answer_times import Releases
+    from megatron_prism.replay.answer_times import AnswerTimes
     from megatron_prism.runtime.pacing.moves import Move
 
-__all__ = ["Driver", "End", "Launcher", "NOT_READY", "Streams"]
+__all__ = ["Driver", "StreamEnd", "Launcher", "NOT_READY", "Streams"]
 
 
 Function = Callable[..., int]  # answers a status
@@ -174,7 +174,7 @@ class Streams:
         self.driver.synchronize(stream)
 
 
-class End:
+class StreamEnd:
     """When what is on ``stream`` now ends: an event that is used again once nobody holds this."""
 
     __slots__ = ("_streams", "handle")
@@ -229,7 +229,7 @@ class Launcher:
 
     def __init__(
         self,
-        table: Releases,
+        table: AnswerTimes,
         launches: list[list[int]],
         device: torch.device,
         shared: Shared | None = None,
@@ -391,7 +391,7 @@ class Launcher:
         return found
 
 
-def _columns(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+def _columns(table: AnswerTimes, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """What the kernel reads and writes, by the names of TABLE."""
     words = {"i": np.int32, "q": np.int64}
     given: dict[str, tuple[str, ArrayLike]] = {

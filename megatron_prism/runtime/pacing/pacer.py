@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.listeners import CallListener
-from megatron_prism.runtime.pacing.device import End, Streams
+from megatron_prism.runtime.pacing.device import StreamEnd, Streams
 from megatron_prism.runtime.pacing.kernel_source import RING
 from megatron_prism.runtime.pacing.moves import Move, move_of
-from megatron_prism.runtime.process_group import Done
+from megatron_prism.runtime.process_group import CompletedWork
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.pacing.device import Launcher
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Batch", "Call", "Pacer"]
+__all__ = ["Batch", "PacedCall", "Pacer"]
 
 
 class Batch:
@@ -51,11 +51,11 @@ class Batch:
         self._launch, self._blocks = -1, 0
         self._move: Move | None = None
         self._answers: list[Callable[[], object]] = []
-        self._made: list[tuple[Done, Args]] = []
+        self._made: list[tuple[CompletedWork, Args]] = []
 
     def add(
-        self, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
-    ) -> Done:
+        self, group: PrismGroup, call: PacedCall, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> CompletedWork:
         self._group, self._launch = group, call.launch
         self._blocks += call.blocks
         self._host += call.host
@@ -64,7 +64,7 @@ class Batch:
             self._move = move = self._pacer.move(group, call.op, answer, args, kwargs)
         if move is None:
             self._answers.append(lambda: answer(group, *args, **kwargs))
-        made = Done(args[0], args[1] if call.op == "recv" else -1)
+        made = CompletedWork(args[0], args[1] if call.op == "recv" else -1)
         self._made.append((made, args))
         return made
 
@@ -86,7 +86,7 @@ class Batch:
             lane.stream, launch, pacer.iteration, pacer.first, not self._answers, self._blocks,
             self._move,
         )  # fmt: skip
-        lane.end = end = End(streams, lane.stream)
+        lane.end = end = StreamEnd(streams, lane.stream)
         for made, args in self._made:
             made.after(end, args)
         while perf_counter_ns() < self._begin + self._host:
@@ -94,7 +94,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Call:
+class PacedCall:
     """One call that the program expects.
 
     launch : which launch of the table it belongs to, -1 if it has no virtual peer
@@ -112,7 +112,7 @@ class Call:
 
 
 @dataclass
-class Tally:
+class PaceCounter:
     """What became of the iterations."""
 
     paced: int = 0  # iterations that went as the program says
@@ -129,12 +129,12 @@ class Pacer(CallListener):
     """
 
     def __init__(
-        self, calls: Sequence[Call], launcher: Launcher, streams: Streams, cuda: bool = True
+        self, calls: Sequence[PacedCall], launcher: Launcher, streams: Streams, cuda: bool = True
     ) -> None:
         self.calls, self.launcher, self.streams = calls, launcher, streams
         self._cuda = cuda
         self._shared = getattr(launcher, "shared", None)
-        self.tally = Tally()
+        self.tally = PaceCounter()
         self.iteration = -1
         self.active = False
         self.first = 0  # since which iteration all ends are known
@@ -180,7 +180,7 @@ class Pacer(CallListener):
         if self._shared is not None:
             self._shared.leave(self.iteration)
 
-    def _expected(self, group: PrismGroup, op: str) -> Call | None:
+    def _expected(self, group: PrismGroup, op: str) -> PacedCall | None:
         """The program's next call if it is this one."""
         if self._at == len(self.calls):
             self.tally.extra += 1
@@ -234,7 +234,7 @@ class Pacer(CallListener):
         lane: _Lane,
         stream: int,
         group: PrismGroup,
-        call: Call,
+        call: PacedCall,
         answer: Answer,
         args: Args,
         kwargs: Kwargs,
@@ -244,16 +244,22 @@ class Pacer(CallListener):
         move = self.move(group, call.op, answer, args, kwargs)
         if move is not None:
             self._hold(lane.stream, call, move)
-            made: dist.Work | None = Done(move.outs)
+            made: dist.Work | None = CompletedWork(move.outs)
         else:
             with self.streams.on(lane.stream):
                 made = self._answered(lane.stream, group, call, answer, args, kwargs)
-        lane.end = end = End(self.streams, lane.stream)
-        assert isinstance(made, Done), made
+        lane.end = end = StreamEnd(self.streams, lane.stream)
+        assert isinstance(made, CompletedWork), made
         return made.after(end, args)
 
     def _in_order(
-        self, group: PrismGroup, stream: int, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+        self,
+        group: PrismGroup,
+        stream: int,
+        call: PacedCall,
+        answer: Answer,
+        args: Args,
+        kwargs: Kwargs,
     ) -> dist.Work | None:
         """On the caller's stream, but after what the communicator does on another."""
         lane = self._lanes.get(id(group))
@@ -263,7 +269,7 @@ class Pacer(CallListener):
         if move is None:
             return self._answered(stream, group, call, answer, args, kwargs)
         self._hold(stream, call, move)
-        return Done(move.outs)
+        return CompletedWork(move.outs)
 
     def move(
         self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
@@ -285,12 +291,18 @@ class Pacer(CallListener):
         group._count(group.desc, group._n, op, move.payload, distance)
         return move
 
-    def _hold(self, stream: int, call: Call, move: Move | None) -> None:
+    def _hold(self, stream: int, call: PacedCall, move: Move | None) -> None:
         launcher = self.launcher
         launcher.release(stream, call.launch, self.iteration, self.first, True, call.blocks, move)
 
     def _answered(
-        self, stream: int, group: PrismGroup, call: Call, answer: Answer, args: Args, kwargs: Kwargs
+        self,
+        stream: int,
+        group: PrismGroup,
+        call: PacedCall,
+        answer: Answer,
+        args: Args,
+        kwargs: Kwargs,
     ) -> dist.Work | None:
         """Answer on the current ``stream`` and hold it."""
         # with real members an answer waits for them, which is no part of coming to the call
@@ -334,4 +346,4 @@ class _Lane:
 
     stream: int
     begin: int
-    end: End | None = None
+    end: StreamEnd | None = None

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_prism.runtime.pacing.kernel_source import RING
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.pacing.pacer import Call, Pacer
+    from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 
 __all__ = ["at_once", "summary"]
 
@@ -109,9 +109,9 @@ def _last(pacer: Pacer, stamps: dict[str, np.ndarray]) -> int | None:
     return None
 
 
-def _first_calls(pacer: Pacer) -> list[tuple[Call, int]]:
+def _first_calls(pacer: Pacer) -> list[tuple[PacedCall, int]]:
     """(call, launch), a batch once."""
-    seen: dict[int, Call] = {}
+    seen: dict[int, PacedCall] = {}
     for call in pacer.calls:
         if call.launch >= 0:
             seen.setdefault(call.launch, call)

@@ -21,7 +21,7 @@ from megatron_prism.core.errors import PrismError, UsageError
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from megatron_prism.replay.answer_times import Releases
+    from megatron_prism.replay.answer_times import AnswerTimes
     from megatron_prism.runtime.pacing.device import Driver
 
 __all__ = ["Shared", "layout", "meet", "seats"]
@@ -52,7 +52,7 @@ def layout(
     return found
 
 
-def seats(table: Releases, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
+def seats(table: AnswerTimes, launches: list[list[int]], process: int) -> dict[str, np.ndarray]:
     """Per member of ``launches``, one after the other: whose arrivals its interaction waits for.
 
     A seat is a row of ``table.member``: a local rank in an interaction.  ``mine`` [members] is this

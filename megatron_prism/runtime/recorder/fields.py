@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.recorder import Recorder
 
-__all__ = ["Tracked", "details"]
+__all__ = ["RecordedWork", "details"]
 
 DTYPE = {
     torch.bfloat16: "bf16",
@@ -66,7 +66,7 @@ class Fields(TypedDict, total=False):
     kernels: int
 
 
-class Tracked(dist.Work):
+class RecordedWork(dist.Work):
     """The handle of a recorded call; waiting for it is an op."""
 
     def __init__(self, recorder: Recorder, handle: int, work: dist.Work) -> None:

@@ -33,7 +33,7 @@ _LATE = 0.05  # a segment that takes so much longer than its kernels waits for t
 _SURE = 0.01  # of a segment: what it may wait for the host so that its own time is its kernels'
 
 
-class Event(TypedDict, total=False):
+class TraceEvent(TypedDict, total=False):
     """One of a trace; times in us."""
 
     cat: str
@@ -46,7 +46,7 @@ class Event(TypedDict, total=False):
 class Trace(TypedDict, total=False):
     """As Kineto exports it; ``baseTimeNanoseconds`` is a number, or one as text."""
 
-    traceEvents: list[Event]
+    traceEvents: list[TraceEvent]
     baseTimeNanoseconds: int | str
 
 
@@ -86,7 +86,7 @@ class Launch(NamedTuple):
     name: str
 
 
-class Kernel(NamedTuple):
+class KernelSpan(NamedTuple):
     """ns of the trace, what launched it, and its name."""
 
     begin: int
@@ -95,7 +95,7 @@ class Kernel(NamedTuple):
     name: str
 
 
-def read(trace: Trace) -> tuple[dict[object, Launch], list[Kernel]]:
+def read(trace: Trace) -> tuple[dict[object, Launch], list[KernelSpan]]:
     """(launches by correlation, what the device did), as traced; words to neighbours left out."""
     launched, kernels = {}, []
     for event in trace["traceEvents"]:
@@ -106,7 +106,7 @@ def read(trace: Trace) -> tuple[dict[object, Launch], list[Kernel]]:
         elif category in _DEVICE and _WORDS not in name:
             begin = _ns(event["ts"])
             end, who = begin + _ns(event["dur"]), event["args"].get("correlation")
-            kernels.append(Kernel(begin, end, who, name))
+            kernels.append(KernelSpan(begin, end, who, name))
     return launched, kernels
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Collections", "HostClock", "Recording", "stamp", "typical"]
+__all__ = ["GarbageCollections", "HostClock", "Recording", "stamp", "typical"]
 
 
 _FULL = 2  # the oldest generation
@@ -31,7 +31,7 @@ _FULL = 2  # the oldest generation
 R = TypeVar("R")
 
 
-class Collections:
+class GarbageCollections:
     """ns of Python's own full collections of garbage between ``start`` and ``stop``.
 
     counts : says at the end of one whether it counts
@@ -66,7 +66,7 @@ class HostClock:
         self.running = False
         self._began = self._away = self._left = 0
         self._aside = False
-        self._collections = Collections(lambda: not self._aside)
+        self._collections = GarbageCollections(lambda: not self._aside)
 
     def start(self) -> None:
         self.running, self._away, self._aside = True, 0, False

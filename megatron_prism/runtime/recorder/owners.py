@@ -23,7 +23,7 @@ from megatron_prism.runtime.devices import live_bytes
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Owners", "Sites"]
+__all__ = ["AllocationOwners", "CallSites"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
 _OURS = ("/torch/", "/megatron_prism/tiers/", "/megatron_prism/slicer/", "/megatron_prism/virtual/")
@@ -32,7 +32,7 @@ _OURS = ("/torch/", "/megatron_prism/tiers/", "/megatron_prism/slicer/", "/megat
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 
-class Sites:
+class CallSites:
     """``core/tensor_parallel/mappings.py:31`` for frames; remembers what it has seen."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Sites:
         return found
 
 
-class Owners:
+class AllocationOwners:
     """Notes about storages of one rank.
 
     models    : its model chunks
@@ -88,7 +88,7 @@ class Owners:
     def __init__(self, models: Models = (), optimizer: object = None) -> None:
         self.models = [models] if isinstance(models, torch.nn.Module) else list(models)
         self.optimizer = optimizer
-        self.sites = Sites()
+        self.sites = CallSites()
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []

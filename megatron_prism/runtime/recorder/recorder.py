@@ -23,10 +23,15 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.core.program import Builder
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
-from megatron_prism.runtime.process_group import Done
-from megatron_prism.runtime.recorder.fields import Tracked, details
-from megatron_prism.runtime.recorder.measurements import Collections, HostClock, Recording, stamp
-from megatron_prism.runtime.recorder.owners import Owners
+from megatron_prism.runtime.process_group import CompletedWork
+from megatron_prism.runtime.recorder.fields import RecordedWork, details
+from megatron_prism.runtime.recorder.measurements import (
+    GarbageCollections,
+    HostClock,
+    Recording,
+    stamp,
+)
+from megatron_prism.runtime.recorder.owners import AllocationOwners
 from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 if TYPE_CHECKING:
@@ -69,7 +74,7 @@ class Recorder(CallListener, TrainingListener):
             live.meter = kernels.meter = self.meter
         self.active = self._quick = False
         self.clock = HostClock()  # of iterations that are not recorded
-        self._collections = Collections(lambda: not self._inside)  # of those that are
+        self._collections = GarbageCollections(lambda: not self._inside)  # of those that are
         self._builder = Builder()
         self._labels: Labels = {}
         self._inside = 0
@@ -82,7 +87,7 @@ class Recorder(CallListener, TrainingListener):
         self._hosts: list[tuple[int, int]] = []  # when the host began with each, and was through
         self._began = 0
         self._trace: list[str] = []  # what happened, in order, so that iterations can be compared
-        self.owners = Owners()
+        self.owners = AllocationOwners()
         self._events: dict[int, int] = {}
 
     # -- an iteration -----------------------------------------------------------------------------
@@ -101,7 +106,7 @@ class Recorder(CallListener, TrainingListener):
 
     def own_ns(self, probes: int = 200) -> int:
         """What recording adds to the host's time for a segment behind a call; CUDA only."""
-        done = Done()
+        done = CompletedWork()
         self.start(quick=True)
         for _ in range(probes):
             self.record(None, "barrier", lambda group: done, (), {})
@@ -115,7 +120,7 @@ class Recorder(CallListener, TrainingListener):
     def owned_by(self, models: Models, optimizer: object) -> None:
         """Whose memory it is; from here on also of what an iteration leaves to the next."""
         self.owners.remove()
-        self.owners = Owners(models, optimizer)
+        self.owners = AllocationOwners(models, optimizer)
         if self.meter is not None:
             self.owners.follow_forwards()
             self.meter.note = self.owners.note
@@ -243,7 +248,7 @@ class Recorder(CallListener, TrainingListener):
             made = answer(group, *args, **kwargs)
         finally:
             self._leave()
-        return made if made is None else Tracked(self, handle, made)
+        return made if made is None else RecordedWork(self, handle, made)
 
     def aside(self, answer: Callable[[], None]) -> None:
         """Do what stands for a virtual rank and is no call: it belongs to no segment either."""

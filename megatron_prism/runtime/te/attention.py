@@ -28,7 +28,13 @@ from megatron_prism.runtime.te.context_parallel import (
 )
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups, Trackers
+    from megatron_prism.runtime.devices.signatures import (
+        AutogradContext,
+        Grads,
+        Group,
+        Groups,
+        Trackers,
+    )
 
 __all__ = ["DotProductAttention", "SplitAlongDim", "apply_rotary_pos_emb"]
 
@@ -192,7 +198,11 @@ def _apply(
 class _RoPE(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, t: torch.Tensor, freqs: torch.Tensor, seqlens: torch.Tensor, opts: Options
+        ctx: AutogradContext,
+        t: torch.Tensor,
+        freqs: torch.Tensor,
+        seqlens: torch.Tensor,
+        opts: Options,
     ) -> torch.Tensor:
         freqs = freqs.float()
         ctx.save_for_backward(freqs, seqlens)
@@ -200,7 +210,7 @@ class _RoPE(torch.autograd.Function):
         return _apply(t, freqs, seqlens, opts, back=False)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         freqs, seqlens = ctx.saved_tensors
         return _apply(grad, freqs, seqlens, ctx.opts, back=True), None, None, None
 
@@ -252,7 +262,7 @@ def _packed(tensors: tuple[torch.Tensor, ...]) -> bool:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -280,7 +290,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         q, k, v, *_, last = ctx.saved_tensors
         sink = last if ctx.sinks else None
         grad = grad.contiguous()
@@ -311,14 +321,14 @@ class SplitAlongDim(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, mixed: torch.Tensor, dim: int, sizes: list[int], squeeze: bool = False
+        ctx: AutogradContext, mixed: torch.Tensor, dim: int, sizes: list[int], squeeze: bool = False
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.squeeze = dim, squeeze
         parts = torch.split(mixed, sizes, dim=dim)
         return tuple(p.squeeze(dim) for p in parts) if squeeze else parts
 
     @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> Grads:
         parts = [g.unsqueeze(ctx.dim) for g in grads] if ctx.squeeze else list(grads)
         return torch.cat(parts, dim=ctx.dim), None, None, None
 

@@ -34,7 +34,7 @@ from megatron_prism.runtime.te.rng import (
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (
-        Context,
+        AutogradContext,
         Device,
         Group,
         Init,
@@ -197,7 +197,7 @@ def weight_usage(needs_input_grad: bool) -> bool:
     return needs_input_grad or first_pass
 
 
-def keep(ctx: Context, *tensors: Kept) -> None:
+def keep(ctx: AutogradContext, *tensors: Kept) -> None:
     """save_for_backward of tensors and FP8 tensors (prepare_for_saving, quantized_tensor.py)."""
     flat: list[torch.Tensor | None] = []
     for tensor in tensors:
@@ -206,7 +206,7 @@ def keep(ctx: Context, *tensors: Kept) -> None:
     ctx.kept = tensors
 
 
-def kept(ctx: Context) -> list[Any]:
+def kept(ctx: AutogradContext) -> list[Any]:
     """What ``keep`` was given."""
     flat: list[torch.Tensor | None] = list(ctx.saved_tensors)
     found: list[Kept] = []

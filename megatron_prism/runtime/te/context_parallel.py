@@ -35,7 +35,7 @@ from megatron_prism.runtime.te.common import (
 )
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Groups
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Groups
 
 __all__ = [
     "COMM_TYPES",
@@ -121,13 +121,18 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str, group: Group
+        ctx: AutogradContext,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        form: str,
+        group: Group,
     ) -> tuple[torch.Tensor, ...]:
         ctx.form, ctx.group = form, group
         return tuple(to_heads([q, k, v], form, group))
 
     @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> Grads:
         return (*to_rows(list(grads), ctx.form, ctx.group), None, None)
 
 
@@ -135,12 +140,12 @@ class FromHeads(torch.autograd.Function):
     """The output's way back."""
 
     @staticmethod
-    def forward(ctx: Context, out: torch.Tensor, form: str, group: Group) -> torch.Tensor:
+    def forward(ctx: AutogradContext, out: torch.Tensor, form: str, group: Group) -> torch.Tensor:
         ctx.form, ctx.group = form, group
         return to_rows([out], form, group)[0]
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         return to_heads([grad], ctx.form, ctx.group)[0], None, None
 
 
@@ -327,7 +332,7 @@ def _pair(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -363,7 +368,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         q, kv, out, lse = ctx.saved_tensors
         o, ring, heads = ctx.o, ctx.ring, ctx.heads
         grad, dq = grad.contiguous(), torch.empty_like(q)
@@ -410,7 +415,7 @@ def _same(*tensors: torch.Tensor) -> list[torch.Tensor]:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -434,7 +439,7 @@ class _Gathered(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         q, k, v, *halves, lse = ctx.saved_tensors
         o, group = ctx.o, ctx.group
         me, size = group_rank(group), group_size(group)

@@ -15,7 +15,7 @@ from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.common import gather_along_first_dim, group_rank, group_size, refuse
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads, Group
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -45,7 +45,7 @@ def _forward_values(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         logits: torch.Tensor,
         target: torch.Tensor,
         label_smoothing: float = 0.0,
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.mean() if reduce_loss else loss.view(target.shape)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         (logits,) = ctx.saved_tensors
         if not logits.is_meta:
             scale = grad / ctx.reduced if ctx.reduced else grad[..., None]

@@ -32,7 +32,7 @@ from megatron_prism.runtime.te.linear_fp8 import check_dims, update
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (
-        Context,
+        AutogradContext,
         Device,
         Grads,
         Group,
@@ -64,7 +64,11 @@ class GroupedLinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, inp: torch.Tensor, splits: list[int], opts: SimpleNamespace, *params: Weight
+        ctx: AutogradContext,
+        inp: torch.Tensor,
+        splits: list[int],
+        opts: SimpleNamespace,
+        *params: Weight,
     ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
@@ -93,7 +97,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         return out.view(*inp.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         opts, weights = ctx.opts, ctx.weights
         found = kept(ctx)
         inputs, casts = found[: ctx.num_parts], found[ctx.num_parts :][: opts.count]
@@ -153,7 +157,11 @@ def _weight_gradients_fp8(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, inp: torch.Tensor, splits: list[int], opts: SimpleNamespace, *params: Weight
+        ctx: AutogradContext,
+        inp: torch.Tensor,
+        splits: list[int],
+        opts: SimpleNamespace,
+        *params: Weight,
     ) -> torch.Tensor:
         x = inp.reshape(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
@@ -174,7 +182,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out.view(*inp.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         parts = ctx.saved_tensors[: ctx.num_parts]
         opts, weights = ctx.opts, ctx.weights
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()

@@ -40,7 +40,7 @@ from megatron_prism.runtime.te.norm import Norm, norm_backward, norm_forward
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (
-        Context,
+        AutogradContext,
         Device,
         Grads,
         Group,
@@ -188,7 +188,7 @@ def add_linear_parameters(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         weight: Weight,
         inp: torch.Tensor,
         bias: torch.Tensor | None,
@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         x, _, _, _ = ctx.saved_tensors
         needs = (ctx.needs_input_grad[1], ctx.needs_input_grad[0], ctx.needs_input_grad[2])
         dx, dweight, dbias = finish_backward(grad, x, ctx.opts.weight, ctx.opts, needs)
@@ -278,7 +278,7 @@ class Linear(TransformerEngineBaseModule):
 class _LayerNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         inp: torch.Tensor,
         gamma: torch.Tensor,
         beta: torch.Tensor | None,
@@ -295,7 +295,7 @@ class _LayerNormLinear(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         x, _, _, _, gamma, normed, mean, rstd = ctx.saved_tensors
         wants = ctx.needs_input_grad
         needs = (any(wants[:3]), wants[3], wants[4])

@@ -32,7 +32,7 @@ from megatron_prism.runtime.te.norm import norm_backward, norm_forward
 from megatron_prism.runtime.te.parameters_fp8 import gather_quantized
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads, Handle, Weight
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Handle, Weight
     from megatron_prism.runtime.te.fp8 import Quantized
 
 __all__ = ["LayerNormLinearFP8", "LinearFP8", "check_dims", "update"]
@@ -250,7 +250,7 @@ def update(opts: SimpleNamespace) -> None:
 
 
 def remember(
-    ctx: Context,
+    ctx: AutogradContext,
     opts: SimpleNamespace,
     inp: torch.Tensor,
     cast: tuple[Quantized, bool],
@@ -267,7 +267,7 @@ def remember(
     ctx.opts, ctx.shape, opts.weight = opts, inp.shape, weight
 
 
-def recall(ctx: Context) -> tuple[Any, ...]:
+def recall(ctx: AutogradContext) -> tuple[Any, ...]:
     """(x, the weight in FP8, *rest) of ``remember``."""
     x, cast, _, *rest = kept(ctx)
     cast, ctx.cast = cast or ctx.cast, None
@@ -279,7 +279,7 @@ class LinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         weight: Weight,
         inp: torch.Tensor,
         bias: torch.Tensor | None,
@@ -296,7 +296,7 @@ class LinearFP8(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         opts, wants = ctx.opts, ctx.needs_input_grad
         x, cast, _ = recall(ctx)
         needs = (wants[1], wants[0], wants[2])
@@ -330,7 +330,7 @@ class LayerNormLinearFP8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         inp: torch.Tensor,
         gamma: torch.Tensor,
         beta: torch.Tensor | None,
@@ -348,7 +348,7 @@ class LayerNormLinearFP8(torch.autograd.Function):
         return out.view(-1, *inp.shape[1:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         opts, wants = ctx.opts, ctx.needs_input_grad
         x, cast, _, gamma, normed, mean, rstd = recall(ctx)
         needs = (any(wants[:3]), wants[3], wants[4])

@@ -17,7 +17,7 @@ from megatron_prism.runtime.te.common import absent_function, refuse
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
 __all__ = [
     "Fp8Padding",
@@ -80,7 +80,11 @@ def _give_back(
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, routing: torch.Tensor, count: int, probs: torch.Tensor | None
+        ctx: AutogradContext,
+        x: torch.Tensor,
+        routing: torch.Tensor,
+        count: int,
+        probs: torch.Tensor | None,
     ) -> Grads:
         if count is None or count < 0:
             if x.is_meta:
@@ -103,7 +107,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Context, grad: torch.Tensor, _: object, grad_probs: torch.Tensor | None
+        ctx: AutogradContext, grad: torch.Tensor, _: object, grad_probs: torch.Tensor | None
     ) -> Grads:
         (row_map,) = ctx.saved_tensors
         dprobs = None
@@ -118,7 +122,7 @@ class _Permute(torch.autograd.Function):
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         y: torch.Tensor,
         row_map: torch.Tensor,
         probs: torch.Tensor | None,
@@ -130,7 +134,7 @@ class _Unpermute(torch.autograd.Function):
         return _give_back(y, row_map, tokens, probs)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         if not ctx.with_probs:
             (row_map,) = ctx.saved_tensors
             return _take(grad, row_map, ctx.count), None, None, None
@@ -147,7 +151,7 @@ class _Unpermute(torch.autograd.Function):
 class _SortChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         x: torch.Tensor,
         sizes: torch.Tensor,
         order: torch.Tensor,
@@ -166,7 +170,9 @@ class _SortChunks(torch.autograd.Function):
         return x[rows], None if probs is None else probs[rows]
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor, grad_probs: torch.Tensor | None) -> Grads:
+    def backward(
+        ctx: AutogradContext, grad: torch.Tensor, grad_probs: torch.Tensor | None
+    ) -> Grads:
         (row_map,) = ctx.saved_tensors
         dx = grad.new_empty(grad.shape)
         dprobs = None
@@ -241,12 +247,14 @@ class _Resize(torch.autograd.Function):
     """Rows copied to their places among other gaps, ``to`` of them in all."""
 
     @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, before: list[int], after: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, before: list[int], after: list[int]
+    ) -> torch.Tensor:
         ctx.lengths = before, after
         return _copied(x, before, after)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         before, after = ctx.lengths
         return _copied(grad.contiguous(), after, before), None, None
 
@@ -342,7 +350,7 @@ def _sigmoid_backward(
 class _TopK(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         logits: torch.Tensor,
         bias: torch.Tensor | None,
         opts: tuple[int, bool, int | None, int | None, float, str],
@@ -375,7 +383,7 @@ class _TopK(torch.autograd.Function):
         return probs, kept
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor, _: object) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor, _: object) -> Grads:
         kept, between = ctx.saved_tensors
         grad_logits = torch.empty_like(between)
         if not grad.is_meta:
@@ -412,7 +420,7 @@ def fused_topk_with_score_function(
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, logits: torch.Tensor, topk: int, function: str
+        ctx: AutogradContext, logits: torch.Tensor, topk: int, function: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores, kept = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bool)
         between = torch.empty_like(logits)
@@ -432,7 +440,7 @@ class _Scores(torch.autograd.Function):
         return kept, scores
 
     @staticmethod
-    def backward(ctx: Context, _: object, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, _: object, grad: torch.Tensor) -> Grads:
         (between,) = ctx.saved_tensors
         grad_logits = torch.empty_like(between)
         if not grad.is_meta:
@@ -460,7 +468,7 @@ def fused_compute_score_for_moe_aux_loss(
 class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: AutogradContext,
         probs: torch.Tensor,
         counts: torch.Tensor,
         opts: tuple[int | torch.Tensor, int, int, float],
@@ -477,7 +485,7 @@ class _AuxLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         factor, counts = ctx.saved_tensors
         grad_probs = grad.new_empty(ctx.shape)
         if not grad.is_meta:

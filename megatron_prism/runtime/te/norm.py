@@ -16,7 +16,7 @@ from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.base import TransformerEngineBaseModule, cast_if_needed
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Device, Grads, Weight
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Device, Grads, Weight
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "norm_backward", "norm_forward"]
 
@@ -81,7 +81,7 @@ def norm_backward(
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, norm: Norm
+        ctx: AutogradContext, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, norm: Norm
     ) -> torch.Tensor:
         rows = x.reshape(-1, weight.numel())
         out, mean, rstd = norm_forward(
@@ -92,7 +92,7 @@ class _Normalize(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Context, grad: torch.Tensor) -> Grads:
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         rows, *mean, rstd = ctx.saved_tensors
         weight = ctx.weight
         stats = (mean[0] if mean else None, rstd)

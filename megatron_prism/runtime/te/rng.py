@@ -12,7 +12,7 @@ from torch import distributed as dist
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, autocast
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import Context, Grads, Group, Trackers
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Trackers
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint", "set_all_rng_states"]
 
@@ -102,7 +102,11 @@ def in_fp8_activation_recompute_phase() -> bool:
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, run: Callable[..., _R], tracker: Trackers | None, share: Group, *args: Any
+        ctx: AutogradContext,
+        run: Callable[..., _R],
+        tracker: Trackers | None,
+        share: Group,
+        *args: Any,
     ) -> _R:
         """share : the group whose members keep a part each of the first argument, or None."""
         ctx.run, ctx.tracker, ctx.share = run, tracker, share
@@ -123,7 +127,7 @@ class _Checkpoint(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Context, *grads: torch.Tensor | None) -> Grads:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> Grads:
         args = list(ctx.args)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             args[place] = tensor.detach().requires_grad_(tensor.requires_grad)
