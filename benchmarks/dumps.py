@@ -125,7 +125,7 @@ def write(folder: Path, size: int, fault: str) -> int:
 ALONE = """
 import json, sys
 from megatron_prism.hang import analyze, dumps
-print(json.dumps(analyze.of_dumps(dumps.read_in_process(sys.argv[1])).to_json()))
+print(json.dumps(analyze.diagnose_dumps(dumps.read_in_process(sys.argv[1])).to_json()))
 """
 
 

@@ -11,7 +11,7 @@ falls into the middle of the largest request of the first class beyond the secon
 model that is off by less than half of it is right.  ``run`` starts side by side on one GPU, with
 the allocator limited: the class that shall run out (and compares where it does), the one that shall
 not, and the first with the limit raised by the reported bytes; and the first once more without a
-limit, with ``--prism-ballast h200`` and ``--prism-memory-snapshot``.
+limit, with ``--prism-reserve-nccl h200`` and ``--prism-memory-snapshot``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def predicted(found: dict[int, Program]) -> dict[str, Any]:
     tops = {rank: peaks.peak(program) for rank, program in found.items()}
     order = sorted(found, key=lambda rank: -tops[rank].num_bytes)
     first, second = order[:2]
-    reserved = {rank: peaks.allocator.replay(peaks._changes(found[rank]), settings).peak_reserved
+    replay = peaks.allocator.replay_requests
+    reserved = {rank: replay(peaks._changes(found[rank]), settings).peak_reserved
                 for rank in order}  # fmt: skip
     limit = _limit(found[first], reserved[second])
     out = peaks.overflow(found[first], limit, settings)
@@ -136,7 +137,7 @@ def run(scripts: Path, made: dict[str, Any], work: Path) -> tuple[list[dict[str,
         "over": (over, limit, ()),
         "under": (under, limit, ()),
         "raised": (over, limit + made["raise_by"], ()),
-        "watched": (over, 0, ("--prism-ballast", "h200", "--prism-memory-snapshot",
+        "watched": (over, 0, ("--prism-reserve-nccl", "h200", "--prism-memory-snapshot",
                               str(work / "snapshot"))),
     }  # fmt: skip
     running = {}
@@ -178,7 +179,7 @@ def _memory(file: Path, predicted_bytes: int) -> dict[str, Any]:
     if not file.exists():
         return {}
     stored = json.loads(file.read_text())["memory"]
-    kept = ("allocated_peak", "reserved_peak", "device_used", "ballast", "by_phase")
+    kept = ("allocated_peak", "reserved_peak", "device_used", "nccl_reserve", "by_phase")
     found = {key: stored[key] for key in kept if stored.get(key)}
     found["predicted_percent"] = 100 * (predicted_bytes / stored["allocated_peak"] - 1)
     return found

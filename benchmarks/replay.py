@@ -25,7 +25,7 @@ CODE = """
 import dataclasses, json, resource, sys, time
 import numpy as np
 import megatron_prism as prism
-from megatron_prism.replay import events, links
+from megatron_prism.replay import network
 what, size = sys.argv[2], int(sys.argv[3])
 made = prism.load(sys.argv[1])
 if size != made.world.size:
@@ -40,10 +40,10 @@ rates = []
 joined, durations = replayed.dag, replayed.durations
 world_graph, h200 = priced.graph, priced.machine
 ops = 2 * sum(map(len, world_graph.program_list))
-events.simulate(joined, durations)  # importing numba takes 0.3 s, once
-for shared in (None, links.ports(world_graph, h200.gpus_per_node)):
+network.simulate_network(joined, durations)  # importing numba takes 0.3 s, once
+for shared in (None, network.ports(world_graph, h200.gpus_per_node)):
     start = time.perf_counter()
-    outcome = events.simulate(joined, durations, shared)
+    outcome = network.simulate_network(joined, durations, shared)
     rates.append(ops / (time.perf_counter() - start) / 1e6)
     equal = shared is not None or np.array_equal(outcome.end, replayed.node_end)
     assert equal and not outcome.hangs

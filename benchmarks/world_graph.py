@@ -47,7 +47,7 @@ if size != made.world.size:
 start = time.perf_counter()
 world_graph = graph.build(made)
 found = world_graph.check()
-world_graph.rendezvous
+world_graph.matched_calls
 built = time.perf_counter() - start
 rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 print(json.dumps([imported, loaded, built, rss, len(found), len(world_graph.classes),

@@ -357,10 +357,10 @@ def random_programs(seed, disorder=False):
 
 def prices_of(graph):
     """Prices that say what the ops themselves say: ns of segments, a byte a nanosecond."""
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     meetings = np.zeros(len(meet), dtype=np.int64)
     for number in range(len(meet)):
-        index, at = meet.meeting(number)[0]
+        index, at = meet.members(number)[0]
         op = graph.program_list[index][at]
         meetings[number] = max(0, op.num_in, op.num_out)
     compute = tuple(np.maximum(p.ops["ns"], 0) for p in graph.program_list)

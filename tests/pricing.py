@@ -7,10 +7,10 @@ import numpy as np
 from megatron_prism.replay.priced_graph import price
 
 
-def priced(programs, meetings=None):
-    """``programs`` on h200; ``meetings``: ns of every call, or of all; None: as modelled."""
+def priced(programs, collective_ns=None):
+    """``programs`` on h200; ``collective_ns``: ns of every call, or of all; None: as modelled."""
     found = price(programs, machine="h200")
-    if meetings is None:
+    if collective_ns is None:
         return found
-    ns = np.zeros_like(found.prices.meetings) + np.asarray(meetings)
-    return dataclasses.replace(found, prices=dataclasses.replace(found.prices, meetings=ns))
+    ns = np.zeros_like(found.prices.collective_ns) + np.asarray(collective_ns)
+    return dataclasses.replace(found, prices=dataclasses.replace(found.prices, collective_ns=ns))

@@ -125,14 +125,16 @@ def options(*words, tier="cuda", **env):
 @pytest.mark.parametrize(
     ("words", "tier", "says"),
     [
-        (("--prism-ballast", "h200"), "cpu", "tier cpu has none"),
-        (("--prism-ballast", "h2000"), "cuda", "no calibration h2000"),
+        (("--prism-reserve-nccl", "h200"), "cpu", "tier cpu has none"),
+        (("--prism-reserve-nccl", "h2000"), "cuda", "no calibration h2000"),
         (("--prism-memory-snapshot", "x"), "meta", "tier meta has none"),
     ],
 )
 def test_flags_that_would_say_nothing(words, tier, says):
     given = options(*words, tier=tier)
-    make = device_memory.reserve_from_options if given.ballast else device_memory.watch_from_options
+    make = device_memory.watch_from_options
+    if given.reserve_nccl:
+        make = device_memory.reserve_from_options
     with pytest.raises(UsageError, match=says):
         make(given)
 
@@ -141,7 +143,7 @@ def test_a_calibration_without_communicators_holds_nothing(tmp_path):
     file = tmp_path / "bare.json"
     file.write_text('{"format": 1, "source": "x", "rows": [], "process": {"bytes": 5}}')
     with pytest.raises(UsageError, match="has no communicators"):
-        device_memory.reserve_from_options(options("--prism-ballast", str(file)))
+        device_memory.reserve_from_options(options("--prism-reserve-nccl", str(file)))
 
 
 def test_without_the_flags_there_is_neither():
@@ -169,7 +171,7 @@ def test_running_out_names_rank_step_and_line():
         "rank 517 (pp=2 tp=5) ran out of device memory in iteration 1, phase backward, "
         "microbatch 3, chunk 1, at core/transformer/mlp.py:77\n"
         "  Tried to allocate 2.00 GiB.\n"
-        "  4,096 B of it are held for the large job's communicators (ballast)"
+        "  4,096 B of it are held for the large job's communicators"
     )
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert caught.value.exit_code == 1

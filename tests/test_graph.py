@@ -126,12 +126,12 @@ def assert_exact(programs):
     """Classes are the naive ones, and class meetings are the rank meetings seen from afar."""
     made = world_graph.build(programs)
     assert made.classes.of.tolist() == naive_classes(programs)
-    meetings = made.rendezvous
+    meetings = made.matched_calls
     for met in rank_level(programs).values():
         numbers = {int(meetings.of[made.classes.of[rank]][at]) for rank, at in met}
         assert len(numbers) == 1, met
         expected = sorted({(int(made.classes.of[rank]), at) for rank, at in met})
-        assert sorted(meetings.meeting(numbers.pop())) == expected
+        assert sorted(meetings.members(numbers.pop())) == expected
     return made
 
 
@@ -424,4 +424,4 @@ def test_classes_of_one_group_share_what_they_know_of_it():
     assert len(made.classes) == 64
     assert len({id(members["default_pg"]) for members in made.classes.members}) == 1
     assert made.check() == []
-    assert len(made.rendezvous) == 1
+    assert len(made.matched_calls) == 1

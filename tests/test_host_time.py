@@ -295,7 +295,7 @@ program rank=0 ranks=0-1
 
 def replayed(text, calibration=None):
     made = world_graph.build(parse(text))
-    prices = costs.price(made, machine("h200"), calibration)
+    prices = costs.price_ops(made, machine("h200"), calibration)
     return timeline.build_timeline(made, prices, 1)
 
 
@@ -384,7 +384,7 @@ program rank=0 ranks=0-1
 def test_a_call_right_after_another_takes_the_host_less():
     known = Calibration(host={("broadcast", False): 140_000}, again={("broadcast", False): 40_000})
     found = world_graph.build(parse(BROADCASTS))
-    prices = costs.price(found, machine("h200"), known)
+    prices = costs.price_ops(found, machine("h200"), known)
     assert prices.host[0][[1, 3, 5]].tolist() == [140_000, 40_000, 140_000]
     table = SimpleNamespace(member=np.zeros(3), op=np.array([1, 3, 5]), of=np.arange(3))
     calls, _ = expected(found.program_list[0], table, 0, {"TENSOR_MODEL_PARALLEL_GROUP": 2}, known)
@@ -656,7 +656,7 @@ program rank=2 ranks=2
     hosts = np.array([90_000, 110_000])
     varied = dataclasses.replace(parse(WORLD), programs=(dataclasses.replace(one, hosts=hosts),))
     made = world_graph.build(varied)
-    again = timeline.build_timeline(made, costs.price(made, machine("h200")), 1)
+    again = timeline.build_timeline(made, costs.price_ops(made, machine("h200")), 1)
     assert "a host varies by 14% from iteration to iteration" in render(again)
 
 
@@ -752,11 +752,11 @@ def test_what_ifs_change_the_device_and_leave_the_host():
     made = world_graph.build(parse(WORLD))
     h200, h100 = machine("h200"), machine("h100")
     known = Calibration(host={("all_reduce", False): 7_000}, source="x")
-    here = costs.price(made, h200, known)
+    here = costs.price_ops(made, h200, known)
     there = whatif.move_prices(made, h200, h100, known)
     faster = whatif.scale_prices(made, here, "2", "all_reduce")
     late = world_graph.build(whatif.with_slow_ranks(parse(WORLD), [0, 1], 3))
-    slowed = whatif.slow_down_prices(late, costs.price(late, h200, known))
+    slowed = whatif.slow_down_prices(late, costs.price_ops(late, h200, known))
     assert slowed.compute[0][0] == 3 * here.compute[0][0]
     for prices in (there, faster, slowed):
         for mine, given in ((prices.lead, here.lead), (prices.host, here.host)):

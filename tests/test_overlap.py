@@ -39,8 +39,8 @@ def row(**more):
 def found(text, call_ms, compute, call):
     """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
     made = world_graph.build(parse(text))
-    prices = costs.price(made, machine("h200"))
-    prices = dataclasses.replace(prices, meetings=np.full(1, call_ms * MS))
+    prices = costs.price_ops(made, machine("h200"))
+    prices = dataclasses.replace(prices, collective_ns=np.full(1, call_ms * MS))
     factors = read_rows([row(compute=compute, call=call)])
     slower = overlap.replay_with_overlap(made, prices, factors, "4 x X", 1)
     again = timeline.build_timeline(made, slower.prices, 1)  # its prices are what it rests on
@@ -93,24 +93,26 @@ def test_closed_forms(call_ms, compute, call, expected):
 def test_products_and_other_kernels_lose_differently(products, computing_ms, call_ms):
     said = "" if products is None else f" products={products * MS}"
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
-    prices = costs.price(made, machine("h200"))
-    prices = dataclasses.replace(prices, meetings=np.full(1, 500 * MS))
+    prices = costs.price_ops(made, machine("h200"))
+    prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
     factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
     slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
-    assert slower.meetings[0] / MS == pytest.approx(call_ms, abs=1)
+    assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
 
 def test_computing_that_was_recorded_beside_calls_loses_no_more():
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
     factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
-    plain = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 500 * MS))
+    plain = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 500 * MS)
+    )
     alone = overlap.replay_with_overlap(made, plain, factors, "x", 1).prices
     source = {**made.programs.source, "peers": "paced"}
     paced = world_graph.build(dataclasses.replace(made.programs, source=source))
     beside = overlap.replay_with_overlap(paced, plain, factors, "x", 1).prices
     assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
-    assert beside.meetings[0] == 1000 * MS  # calls are calibrated alone: they lose as before
+    assert beside.collective_ns[0] == 1000 * MS  # calls are calibrated alone: they lose as before
 
 
 @pytest.mark.parametrize(
@@ -121,12 +123,12 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
     beside = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
     made = world_graph.build(parse(beside))
     prices = dataclasses.replace(
-        costs.price(made, machine("h200")), meetings=np.full(1, call_ms * MS)
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, call_ms * MS)
     )
     factors = read_rows([row(), row(kind="memory", call=factor)])
     slower = overlap.replay_with_overlap(made, prices, factors, "x", 1)
     expected = call_ms + 1000 * (1 - 1 / factor)
-    assert slower.prices.meetings[0] / MS == pytest.approx(expected, rel=2e-3)
+    assert slower.prices.collective_ns[0] / MS == pytest.approx(expected, rel=2e-3)
     assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
 
 
@@ -135,10 +137,12 @@ def test_a_call_that_computing_nearly_covers(factor):
     """Its first ms is alone: pass by pass it comes nearer to the end, and does come there."""
     late = BESIDE.replace(f"ns={1000 * MS}", f"ns={4000 * MS} products=0 host={MS} lead={MS}")
     made = world_graph.build(parse(late))
-    prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
+    prices = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
+    )
     factors = read_rows([row(), row(kind="memory", call=factor)])
     slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
-    assert slower.meetings[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
+    assert slower.collective_ns[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
 
 
 @pytest.mark.filterwarnings("error")
@@ -146,10 +150,12 @@ def test_a_call_that_computing_nearly_covers(factor):
 def test_computing_on_several_streams_slows_a_call_once(factor):
     side = "".join(f"- compute ns={1000 * MS} stream=s{n}\n" for n in range(2))
     made = world_graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
-    prices = dataclasses.replace(costs.price(made, machine("h200")), meetings=np.full(1, 100 * MS))
+    prices = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
+    )
     factors = read_rows([row(call=factor)])
     slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
-    assert slower.meetings[0] / MS == pytest.approx(100 * factor, rel=1e-3)
+    assert slower.collective_ns[0] / MS == pytest.approx(100 * factor, rel=1e-3)
 
 
 def test_it_is_said():
@@ -169,13 +175,13 @@ def test_random_worlds_only_get_slower_and_not_without_factors(seed):
         "all_gather": OverlapFactors({"gemm": ((1, 1.1, 1.4),)}),
     }
     slower = overlap.replay_with_overlap(made, prices, factors, "x").prices
-    assert (slower.meetings >= prices.meetings).all()
+    assert (slower.collective_ns >= prices.collective_ns).all()
     for one, before in zip(slower.compute, prices.compute, strict=True):
         assert (one >= before).all()
         assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
     ones = dict.fromkeys(factors, OverlapFactors({"memory": ((1, 1.0, 1.0),)}))
     same = overlap.replay_with_overlap(made, prices, ones, "x").prices
-    assert (same.meetings == prices.meetings).all()
+    assert (same.collective_ns == prices.collective_ns).all()
     assert same.used() == prices.used()
 
 
@@ -289,7 +295,7 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
     """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
     overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
     us = 1000.0
-    one = overlap.Round(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
+    one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
     compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
     assert (compute, call, counted) == (
         pytest.approx(1 / (1 - 20 / 50)), pytest.approx(1 / (1 - 10 / 50)), 3

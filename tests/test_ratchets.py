@@ -79,8 +79,8 @@ def test_options_of_commands():
 
 def test_flags_on_the_jobs_own_command_line():
     assert sorted(FLAGS) == [
-        "--prism-ballast",
         "--prism-capture",
+        "--prism-check-order",
         "--prism-emulate",
         "--prism-fault",
         "--prism-fault-dry-run",
@@ -89,13 +89,13 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-fault-truth",
         "--prism-force",
         "--prism-memory-snapshot",
+        "--prism-mismatch",
         "--prism-out",
         "--prism-pace",
         "--prism-ranks",
         "--prism-recipe",
         "--prism-record",
-        "--prism-rendezvous",
-        "--prism-sanitize",
+        "--prism-reserve-nccl",
         "--prism-slow",
         "--prism-tier",
         "--prism-values",
@@ -194,3 +194,14 @@ def test_examples_in_docstrings_are_true(name):
     found = doctest.testmod(importlib.import_module(f"megatron_prism.core.{name}"))
     assert found.attempted
     assert not found.failed
+
+
+def test_no_two_public_classes_share_a_name():
+    """Apart from the virtual Transformer Engine, whose names are Transformer Engine's."""
+    homes = {}
+    for name in MODULES:
+        if not name.startswith("runtime/te/"):
+            for node in parsed(name).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

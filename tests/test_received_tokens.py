@@ -180,13 +180,13 @@ from megatron_prism.runtime import devices as tiers
 here = tiers.prepare(sys.argv[1], ProcessChanges())
 from megatron.core.tensor_parallel import data
 from megatron_prism.emulate.patches import pipeline
-from megatron_prism.emulate.patch import Context
+from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 local = int(sys.argv[2])
 session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
 group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
-context = Context(lambda: None, None, here.name == "meta", (local,), local)
+context = PatchContext(lambda: None, None, here.name == "meta", (local,), local)
 pipeline._own_broadcasts(data, context)
 batch = {"image": torch.rand(2, 3, 4), "mask": torch.ones(2, 5)}
 found = data.broadcast_data(["image", "mask"], batch, torch.float32, tp_group=group)

@@ -163,7 +163,7 @@ def test_a_table_is_kept(tmp_path, monkeypatch):
         one, other = getattr(first, field.name), getattr(again, field.name)
         assert np.array_equal(one, other), field.name
     monkeypatch.undo()
-    slower = dataclasses.replace(prices, meetings=prices.meetings + 1)
+    slower = dataclasses.replace(prices, collective_ns=prices.collective_ns + 1)
     assert not np.array_equal(kept(made, slower, local, tmp_path).own, first.own)
     assert len(list(tmp_path.iterdir())) == 2
     file.write_bytes(file.read_bytes()[:100])

@@ -189,7 +189,7 @@ def bubble(programs):
             np.where(program.ops["name"] == CODE["compute"], cost[program.ops["phase"]], 0)
             for program in world_graph.program_list
         ),
-        meetings=np.zeros_like(free.meetings),
+        collective_ns=np.zeros_like(free.collective_ns),
     )
     made = timeline.build_timeline(world_graph, priced, 1)
     (busy,) = {made.account(index).compute for index in range(len(world_graph.classes))}

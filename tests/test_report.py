@@ -29,11 +29,13 @@ from megatron_prism.report import page as page_data
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{data}}\u2028'\""
 
 
-def replayed(programs, iterations=2, meetings=None):
+def replayed(programs, iterations=2, collective_ns=None):
     made = world_graph.build(programs)
-    prices = costs.price(made, machine("h200"))
-    if meetings is not None:
-        prices = dataclasses.replace(prices, meetings=np.full_like(prices.meetings, meetings))
+    prices = costs.price_ops(made, machine("h200"))
+    if collective_ns is not None:
+        prices = dataclasses.replace(
+            prices, collective_ns=np.full_like(prices.collective_ns, collective_ns)
+        )
     return timeline.build_timeline(made, prices, iterations)
 
 
@@ -149,7 +151,7 @@ def test_the_bubble_of_forwards_then_backwards(p, m):
                     ops.append(Op("send", PP, "bf16", num_in=1, peer=step, handle=i, **at))
         ops.append(Op("all_reduce", "default_pg", "fp32", 1, 1, "sum"))
         made.append(Program.from_ops(stage, ops))
-    found = metrics.timeline_metrics(replayed(Programs.one_per_rank(made, world), meetings=0))
+    found = metrics.timeline_metrics(replayed(Programs.one_per_rank(made, world), collective_ns=0))
     assert found.iteration_ns == 3000 * (m + p - 1)
     assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
     assert found.exposed == 0

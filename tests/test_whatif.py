@@ -111,7 +111,7 @@ def test_a_fault_of_one_rank():
     assert outcome.hangs
     waits = [one for one in outcome.blocked if index in one.missing]
     assert {world_graph.program_list[c][o].group
-            for one in waits for c, o in world_graph.rendezvous.meeting(one.rendezvous)
+            for one in waits for c, o in world_graph.matched_calls.members(one.call)
             } >= {TP}  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_calls_twice_as_fast(name, group, total):
     world_graph = graph.build(parse(CALLS))
     fast = whatif.scale_prices(world_graph, prices_of(world_graph), 2, name, group)
     assert timeline.build_timeline(world_graph, fast, 1).iteration_ns == total
-    changed = fast.meeting_source > 0
+    changed = fast.collective_source > 0
     assert changed.any()
     assert fast.sources[1] == "assumed: 2 x as fast, of test"
 

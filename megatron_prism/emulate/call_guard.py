@@ -1,4 +1,4 @@
-"""What stands between a local rank and its groups?  Faults on purpose, then the rendezvous.
+"""What stands between a local rank and its groups?  Faults on purpose, then the matched calls.
 
 The guard is the first of the world's listeners and gets every call before a recorder does; without
 one of the flags there is no guard, and the calls do not know of it.
@@ -225,7 +225,7 @@ def disagreement(
                         "likely" if odd else "possible", tuple(evidence))  # fmt: skip
     who = f"rank {format_ranks(odd)} is odd" if odd else "who is wrong is undetermined"
     return HangError(f"{here}, {kind}: {who}\n{verdict}",
-                     fix="--prism-rendezvous off goes on, as far as it can")  # fmt: skip
+                     fix="--prism-mismatch off goes on, as far as it can")  # fmt: skip
 
 
 def _text(op: Op) -> str:
@@ -260,12 +260,12 @@ class CallGuard(CallListener, TrainingListener):
         self.injector = Injector(mine, self.rank, tier.name, tier.live, asked.dry_run, asked.truth)
         self.steps: Callable[[], Sequence[Any]] = lambda: ()  # train steps, as the monitor has them
         self.strict = None
-        self.rendezvous: CallCheck | None = None
+        self.call_check: CallCheck | None = None
         if asked.strict and asked.programs is not None:
             self.strict = ExpectedCalls(
                 asked.programs, options.world, self.rank, virtual, asked.seed, asked.dry_run
             )
-            self.rendezvous = CallCheck(self.strict.healthy, self._fail)
+            self.call_check = CallCheck(self.strict.healthy, self._fail)
         self.neighbours = None
         if asked.strict and store is not None:
             self.neighbours = LocalCallCheck(store, self.rank, self._fail)
@@ -325,8 +325,8 @@ class CallGuard(CallListener, TrainingListener):
 
         Programs are of a steady iteration: the first and the last of a long job are not compared.
         """
-        if self.rendezvous is not None:
-            self.rendezvous.end()
+        if self.call_check is not None:
+            self.call_check.end()
             assert self.strict is not None
             skip, self._skip = self._skip, False
             if not skip and ((1 < number < wanted) if wanted > 2 else number == wanted):
@@ -334,15 +334,15 @@ class CallGuard(CallListener, TrainingListener):
                 peers = self.strict.faulty if hit == number else self.strict.healthy
                 self._checked_faulty |= peers is self.strict.faulty
                 self._begun.append(number)
-                self.rendezvous.begin(peers, peers.order() if self.asked.sanitize else None)
+                self.call_check.begin(peers, peers.order() if self.asked.check_order else None)
         self.iteration = number
         self.injector.begin(model, lambda: self._call("forward", "", ""))
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows, which programs need not have: nothing is compared until the next
         train step; nor in that one if its parameters are gathered before it."""
-        if self.rendezvous is not None:
-            self.rendezvous.open = False
+        if self.call_check is not None:
+            self.call_check.open = False
             self._skip = gathered
 
     def finished(self) -> None:
@@ -387,7 +387,8 @@ class CallGuard(CallListener, TrainingListener):
             fix = "--prism-world DIR (prism capture) stops where the job would, with the verdict"
             if self.asked.programs is not None:
                 fix = "an iter= of these that no evaluation follows"
-                fix = fix if self.asked.sanitize else f"--prism-sanitize for the order; else {fix}"
+                if not self.asked.check_order:
+                    fix = f"--prism-check-order for the order; else {fix}"
             raise HangError(
                 f"{fault} fired at {call} on rank {self.rank}, and this run went on only because "
                 f"virtual ranks answer at once: in the real job {others}",
@@ -441,17 +442,17 @@ class CallGuard(CallListener, TrainingListener):
         return caller.record(group, op, answer, args, kwargs)
 
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
-        if self.rendezvous is None and self.neighbours is None:
+        if self.call_check is None and self.neighbours is None:
             return
         call = Op(op, group=group.desc, site=site, **_compared(details(group, op, args, kwargs)))
-        if self.rendezvous is not None and self.rendezvous.open:
+        if self.call_check is not None and self.call_check.open:
             assert self.strict is not None
             self._compared += 1
             pair = op in ("send", "recv")
             fifo = (call.group, op if pair else "", call.peer if pair else 0)
-            if self.rendezvous.peers is self.strict.faulty and group.size() > 1:
-                self.strict.standstill((*fifo, self.rendezvous.counts[fifo]))
-            self.rendezvous.check(call, group.rank(), group.size())
+            if self.call_check.peers is self.strict.faulty and group.size() > 1:
+                self.strict.standstill((*fifo, self.call_check.counts[fifo]))
+            self.call_check.check(call, group.rank(), group.size())
         local = {r: group.ranks.index(r) for r in self.local if r in group.ranks}
         if self.neighbours is not None and len(local) > 1 and op not in ("send", "recv"):
             self._inside = True

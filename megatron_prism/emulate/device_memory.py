@@ -44,9 +44,9 @@ def take_device_memory(num_bytes: int) -> None:
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
     if status == 2:  # CUDA_ERROR_OUT_OF_MEMORY
-        raise torch.OutOfMemoryError(f"{num_bytes:,} B for NCCL (ballast) are not there")
+        raise torch.OutOfMemoryError(f"{num_bytes:,} B for NCCL (NCCL reserve) are not there")
     if status:
-        raise RuntimeError(f"cuMemAlloc of {num_bytes:,} B of ballast: driver error {status}")
+        raise RuntimeError(f"cuMemAlloc of {num_bytes:,} B of NCCL reserve: driver error {status}")
 
 
 class NcclReserve(TrafficCounter):
@@ -81,7 +81,7 @@ class NcclReserve(TrafficCounter):
         wanted = self._calibration.bytes_of(now)
         if wanted is None or had is None:
             raise UsageError(
-                f"the ballast's calibration does not know {op} among {size} ranks of {group}",
+                f"the calibration does not know {op} among {size} ranks of {group}",
                 fix="measure it: python benchmarks/device_memory.py -o FILE.json",
             )
         more = wanted - had + (self._calibration.once if first else 0)
@@ -102,23 +102,23 @@ def connected_by(tally: TrafficCounter) -> tuple[Communicator, ...]:
 
 
 def reserve_from_options(options: Options) -> NcclReserve | None:
-    """The ballast that ``options`` ask for.  UsageError where it would say nothing."""
-    if options.ballast is None:
+    """The NCCL reserve that ``options`` ask for.  UsageError where it would say nothing."""
+    if options.reserve_nccl is None:
         return None
     if options.tier != "cuda":
         raise UsageError(
-            f"--prism-ballast holds device memory, and tier {options.tier} has none",
+            f"--prism-reserve-nccl holds device memory, and tier {options.tier} has none",
             fix="drop it, or use --prism-tier cuda",
         )
     if options.num_processes > 1:
         raise UsageError(
-            "--prism-ballast takes one local rank: several have NCCL communicators of their own",
+            "--prism-reserve-nccl takes one local rank: several have communicators of their own",
             fix="run each rank alone",
         )
-    calibration = nccl_buffers.read(options.ballast)
+    calibration = nccl_buffers.read(options.reserve_nccl)
     if not calibration.measured:
         raise UsageError(
-            f"the calibration {options.ballast} has no communicators, so there is nothing to hold",
+            f"the calibration {options.reserve_nccl} has no communicators: nothing to hold",
             fix="measure them: python benchmarks/device_memory.py -o FILE.json",
         )
     return NcclReserve(calibration)
@@ -251,14 +251,14 @@ def explain(
 ) -> Exception:
     """An out-of-memory as the rank's own: who, in which step, at which line of Megatron.
 
-    held : bytes of ballast that the process holds for communicators
+    held : bytes held in reserve that the process holds for communicators
     """
     step = ", ".join(f"{key} {value}" for key, value in labels.items() if value is not None)
     site = _site(error.__traceback__)
     where = f" in {step or 'no phase'}{f', at {site}' if site else ''}"
     lines = [f"{who} ran out of device memory{where}", f"  {str(error).splitlines()[0]}"]
     if held:
-        lines.append(f"  {held:,} B of it are held for the large job's communicators (ballast)")
+        lines.append(f"  {held:,} B of it are held for the large job's communicators")
     return NotTrainedError(
         "\n".join(lines),
         fix="prism memory explain DIR of a capture shows what is alive there; recompute, a smaller "

@@ -56,7 +56,7 @@ class TrainingMonitor:
         self.listen()
         self.who = "this rank"
         self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
-        self.held: Callable[[], int] = lambda: 0  # bytes of ballast
+        self.held: Callable[[], int] = lambda: 0  # bytes held in reserve
         self.iterations: list[Iteration] = []
         self.started = False  # pretrain was entered
         self.left = False  # by sys.exit(0)

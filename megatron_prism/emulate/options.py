@@ -171,13 +171,13 @@ HANG_FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "programs of the whole job (prism capture): every call is checked against them",
     },
-    "--prism-rendezvous": {
+    "--prism-mismatch": {
         "default": None,
         "choices": ("strict", "nccl", "gloo", "off"),
         "help": "strict: stop at a call that peers would not make (default with --prism-world); "
         "nccl, gloo: only where that library would hang or abort, else warn",
     },
-    "--prism-sanitize": {
+    "--prism-check-order": {
         "action": "store_true",
         "help": "also stop where this rank leaves the order of its own program in --prism-world",
     },
@@ -195,7 +195,7 @@ class HangOptions:
     dry_run: bool
     programs: Path | None
     strict: bool
-    sanitize: bool = False
+    check_order: bool = False
     policy: str = "strict"
     truth: Path | None = None
 
@@ -211,10 +211,10 @@ def hang_options(
     if args.prism_fault_plan:
         faults += load_plan(args.prism_fault_plan)
     programs = Path(args.prism_world) if args.prism_world else None
-    policy = args.prism_rendezvous or ("off" if programs is None else "strict")
+    policy = args.prism_mismatch or ("off" if programs is None else "strict")
     strict = policy != "off"
-    if args.prism_sanitize and (programs is None or not strict):
-        raise UsageError("--prism-sanitize compares with the programs of the world",
+    if args.prism_check_order and (programs is None or not strict):
+        raise UsageError("--prism-check-order compares with the programs of the world",
                          fix="--prism-world DIR (prism capture)")  # fmt: skip
     seed = args.prism_fault_seed or 0
     for given, flag in ((args.prism_fault_dry_run, "--prism-fault-dry-run"),
@@ -256,7 +256,7 @@ def hang_options(
     if not (faults or strict):
         return None
     return HangOptions(faults, seed, args.prism_fault_dry_run, programs, strict,
-                       args.prism_sanitize, policy, truth)  # fmt: skip
+                       args.prism_check_order, policy, truth)  # fmt: skip
 
 
 def slow_factors(found: HangOptions | None, world: World, local: tuple[int, ...]) -> str:
@@ -335,7 +335,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "DIR",
         "help": "tier cuda: peaks by phase, and a snapshot of each local rank for memory_viz",
     },
-    "--prism-ballast": {
+    "--prism-reserve-nccl": {
         "metavar": "CALIBRATION",
         "help": "tier cuda: hold what the large job's NCCL communicators take (h200, or a file)",
     },
@@ -376,7 +376,7 @@ class Options:
     slow: str = ""
     hang: HangOptions | None = None
     memory: Path | None = None
-    ballast: str | None = None
+    reserve_nccl: str | None = None
 
     @property
     def rank(self) -> int:
@@ -410,6 +410,13 @@ def _recipe_defaults(path: str) -> dict[str, object]:
     return {f"prism_{key}": value for key, value in section.items() if value is not None}
 
 
+_RENAMED = {
+    "--prism-ballast": "--prism-reserve-nccl",
+    "--prism-rendezvous": "--prism-mismatch",
+    "--prism-sanitize": "--prism-check-order",
+}
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="prism", allow_abbrev=False, add_help=False)
     add_flags(parser)
@@ -422,6 +429,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = [a for a in rest if a.startswith("--prism-")]
     if unknown:
         word = unknown[0].partition("=")[0]
+        if word in _RENAMED:
+            raise UsageError(f"{word} has another name now", fix=_RENAMED[word])
         close = difflib.get_close_matches(word, FLAGS, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise UsageError(f"unknown option {word}", fix=f"{meant}the options are {', '.join(FLAGS)}")
@@ -484,7 +493,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         slow=";".join(filter(None, slow)),
         hang=hang,
         memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
-        ballast=args.prism_ballast,
+        reserve_nccl=args.prism_reserve_nccl,
     )
 
 

@@ -216,7 +216,7 @@ class Pace(TrainingListener):
         )
         world, prices = self._priced.graph, self._priced.prices
         self.table = kept(world, prices, list(options.ranks), folder)
-        used = np.unique(prices.meeting_source)
+        used = np.unique(prices.collective_source)
         self.sources = [prices.sources[i] for i in used.tolist()]
         self.program, self.options = program, options
         self.sizes = {

@@ -14,7 +14,7 @@ modules that were imported before the session and stay.  Then every module of ``
 session that they were made in.  Nobody can list them, but the next import makes new ones.
 
 Not undone: what the job itself does to its process (the random state, threads, files, signal
-handlers), and device memory that the driver gave for ballast.
+handlers), and device memory that the driver gave for the NCCL reserve.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Run:
     training : who follows the training, in the order in which they are told
     calls    : who follows the communication calls, the outermost first; a pacer, which needs the
                device, joins them when the world starts
-    tally    : counts the calls; a ballast takes memory for them, too
+    tally    : counts the calls; an NCCL reserve takes memory for them, too
     version  : megatron-core's
     store    : of the launcher, through which several local processes find each other
     pace, recording, memory : the Pace, the recorder or replayer of control values, the MemoryWatch

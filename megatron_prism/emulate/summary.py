@@ -142,7 +142,7 @@ class Reporter(TrainingListener):
 
             free, total = torch.cuda.mem_get_info()
             watch, held = self.memory, self.monitor.held()
-            ballast = f", {held:,} B of ballast for it are in" if held else ""
+            reserve = f", {held:,} B held in reserve for it are in" if held else ""
             nccl, source = self._nccl(torch.cuda.get_device_name())
             return {
                 "allocated_peak": max(
@@ -152,12 +152,12 @@ class Reporter(TrainingListener):
                     torch.cuda.max_memory_reserved(), watch.reserved if watch else 0
                 ),
                 "device_used": total - free,
-                "ballast": held,
+                "nccl_reserve": held,
                 "nccl": nccl,
                 "by_phase": watch.iterations if watch else None,
                 "by_part": parts_of(watch.parts) if watch else None,
                 "provenance": "measured here: the caching allocator; device_used lacks virtual "
-                f"ranks' NCCL{ballast}; nccl {source}",
+                f"ranks' NCCL{reserve}; nccl {source}",
             }
         return {
             "allocated_peak": None,
@@ -197,7 +197,7 @@ class Reporter(TrainingListener):
             peak = format_bytes(memory["allocated_peak"])
             lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
             if nccl := memory.get("nccl"):
-                used = format_bytes(memory["device_used"] - memory["ballast"])
+                used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
                 lines.append(
                     f"            {used} of the device used here; in the job NCCL takes "
                     f"{format_bytes(nccl)} more (modelled)"

@@ -1,9 +1,9 @@
 """How do the programs of all ranks hang together?  The world graph, over classes of ranks.
 
-In : Programs.  Out: WorldGraph: the classes, and for every op that communicates the *rendezvous* at
-which it meets the ops of other ranks.  A rendezvous stands for all its equals in the world: the
-k-th collective of all groups with the same classes, the k-th message between all ranks of two
-classes.  Nothing here costs O(ranks x ops); only the partition looks at ranks at all.
+In : Programs.  Out: WorldGraph: the classes, and for every op that communicates the *matched
+call* at which it meets the ops of other ranks.  A matched call stands for all its equals in the
+world: the k-th collective of all groups with the same classes, the k-th message between all ranks
+of two classes.  Nothing here costs O(ranks x ops); only the partition looks at ranks at all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["WorldGraph", "build"]
 class MatchedCalls:
     """Where ops of different classes meet.
 
-    of      : per class int64 [ops]: the rendezvous of every op, -1 for ops that meet nobody
-    start   : int64 [rendezvous + 1], slices of the next two
+    of      : per class int64 [ops]: the matched call of every op, -1 for ops that meet nobody
+    start   : int64 [matched calls + 1], slices of the next two
     classes : int32 [total], the classes that meet, ascending; a send comes before its receive
     ops     : int64 [total], the op of each of them
     """
@@ -41,7 +41,7 @@ class MatchedCalls:
     def __len__(self) -> int:
         return len(self.start) - 1
 
-    def meeting(self, number: int) -> list[tuple[int, int]]:
+    def members(self, number: int) -> list[tuple[int, int]]:
         """(class, op) of everybody who meets at ``number``."""
         part = slice(self.start[number], self.start[number + 1])
         return list(zip(self.classes[part].tolist(), self.ops[part].tolist(), strict=True))
@@ -76,7 +76,7 @@ class WorldGraph:
         return check(self.programs, self.classes, self.groups)
 
     @cached_property
-    def rendezvous(self) -> MatchedCalls:
+    def matched_calls(self) -> MatchedCalls:
         """Who meets whom.  Meaningful only if ``check()`` finds nothing."""
         return _Joiner(self).join()
 

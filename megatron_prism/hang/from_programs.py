@@ -149,7 +149,7 @@ def _deadlock(graph: WorldGraph, made: dependencies.Dag, stuck: np.ndarray) -> D
     meets = [int(made.op[n]) for n in ring if made.kind[n] == dependencies.MEET]
     rows = []
     for number in dict.fromkeys(meets):
-        here = graph.rendezvous.meeting(number)
+        here = graph.matched_calls.members(number)
         ranks = sorted(graph.classes.representatives[c] for c, _ in here)
         op = graph.program_list[here[0][0]][here[0][1]]
         place = int(graph.program_list[here[0][0]].sequence[here[0][1]])

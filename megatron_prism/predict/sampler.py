@@ -473,7 +473,7 @@ class Sampler:
         """bool [nodes]: meetings of groups that have members in several replicas."""
         found = np.zeros(len(self.paths.lasts), dtype=bool)
         nodes = np.flatnonzero(self.paths.row == len(self.members))
-        meet, known = self.graph.rendezvous, {}
+        meet, known = self.graph.matched_calls, {}
         firsts = meet.start[self.op[self.paths.node[nodes]]]
         owners, ops = meet.classes[firsts].tolist(), meet.ops[firsts].tolist()
         for node, owner, op in zip(nodes.tolist(), owners, ops, strict=True):

@@ -51,7 +51,7 @@ Cell = tuple[str, int, int]  # collective, ranks, of them per node
 class CallSpread:
     """Which distribution the factor of each call has.
 
-    kind   : int64 [rendezvous], index into ``shapes``; -1: nothing was sampled
+    kind   : int64 [matched calls], index into ``shapes``; -1: nothing was sampled
     shapes : distributions of the factor, median 1
     source : in words
     """
@@ -73,7 +73,7 @@ def call_spread(
     cells = _cells(path)
     used: dict[tuple[Cell, int], int] = {}
     shapes: list[Distribution] = []
-    kind = np.full(len(graph.rendezvous), -1, dtype=np.int64)
+    kind = np.full(len(graph.matched_calls), -1, dtype=np.int64)
     for place, cell, size in _calls(graph, prices, machine) if cells else ():
         known = cells.get(cell)
         if not known:
@@ -130,11 +130,13 @@ def _of_median_1(one: Distribution) -> Distribution:
 
 
 def _calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[tuple[int, Cell, int]]:
-    """(rendezvous, cell, message bytes) of every call whose price was measured, the cell as
+    """(matched call, cell, message bytes) of every call whose price was measured, the cell as
     ``costs.prices`` looked it up."""
-    meet, found = graph.rendezvous, []
+    meet, found = graph.matched_calls, []
     measured = [source.startswith(_MEASURED) for source in prices.sources]
-    chosen = np.flatnonzero(np.array(measured)[prices.meeting_source] & (prices.meetings > 0))
+    chosen = np.flatnonzero(
+        np.array(measured)[prices.collective_source] & (prices.collective_ns > 0)
+    )
     firsts = meet.start[chosen]
     known: dict[tuple[int, ...], tuple[int, int]] = {}
     sizes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -157,8 +159,8 @@ def _calls(graph: WorldGraph, prices: Prices, machine: Machine) -> list[tuple[in
 
 def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> str:
     """What draws of calls rest on."""
-    total = max(1, int(prices.meetings.sum()))
-    share = int(prices.meetings[kind >= 0].sum()) / total
+    total = max(1, int(prices.collective_ns.sum()))
+    share = int(prices.collective_ns[kind >= 0].sum()) / total
     few, many = min(one.samples for one in shapes), max(one.samples for one in shapes)
     each = f"{few}" if few == many else f"{few} to {many}"
     kinds = ", ".join(

@@ -135,7 +135,7 @@ def _count(replicas: int) -> int:
 def kinds(sampler: Sampler) -> dict[str, np.ndarray]:
     """``all_reduce in GROUP`` -> bool [nodes of paths]; the longest in total first."""
     graph, paths = sampler.graph, sampler.paths
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     nodes = np.flatnonzero(paths.row == len(sampler.members))
     firsts = meet.start[sampler.op[paths.node[nodes]]]
     owners, ops = meet.classes[firsts], meet.ops[firsts]

@@ -288,7 +288,9 @@ def build_answer_times(graph: WorldGraph, prices: Prices, local: Sequence[int]) 
     classes = [int(graph.classes.of[rank]) for rank in local]
     crowded = [r for r, c in zip(local, classes, strict=True) if graph.classes.counts[c] != 1]
     if crowded:
-        raise PrismError(f"rank {crowded[0]} is one of several in its class", fix="whatif.apart")
+        raise PrismError(
+            f"rank {crowded[0]} is one of several in its class", fix="whatif.with_own_classes"
+        )
     for unrolled in _UNROLLED:
         table = _table(graph, prices, local, classes, unrolled)
         if not table.loose:
@@ -312,7 +314,7 @@ def _table(
     last = unrolled - 1
     nodes = dag.order[cut[dag.order]]
     nodes = nodes[dag.iteration[nodes] == last]
-    number = np.full(len(prices.meetings), -1, dtype=np.int64)
+    number = np.full(len(prices.collective_ns), -1, dtype=np.int64)
     number[dag.op[nodes]] = np.arange(len(nodes))
     chosen = [np.arange(start[n], start[n + 1]) for n in nodes]
     known = [c[cause[c] != START] for c in chosen]
@@ -357,11 +359,11 @@ _FORMAT = b"releases 1"
 
 
 def _digest(graph: WorldGraph, prices: Prices, local: Sequence[int]) -> str:
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     found = hashlib.sha1(_FORMAT + repr(list(local)).encode())
     for program in graph.program_list:
         found.update(program.ops.tobytes() + repr(program.strings).encode())
-    arrays = [meet.start, meet.classes, meet.ops, prices.meetings, graph.classes.of]
+    arrays = [meet.start, meet.classes, meet.ops, prices.collective_ns, graph.classes.of]
     for array in (*arrays, *meet.of, *prices.compute, *prices.lead, *prices.host):
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()[:20]

@@ -247,17 +247,17 @@ def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
     )
 
 
-MEET = 2  # a rendezvous; the other kinds are of one class each
+MEET = 2  # a matched call; the other kinds are of one class each
 
 
 @dataclass(frozen=True)
 class Dag:
-    """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the rendezvous.
+    """Nodes and their predecessors: the nodes of class 0, of class 1, …, then the matched calls.
 
     kind      : uint8 [n], COMPUTE, MEET, LEAD and HOST (the host issues an op) or
                 JOIN (which takes no time)
     owner     : int32 [n], the class of a node; -1 for MEET
-    op        : int64 [n], op index of a COMPUTE, LEAD or HOST node, the rendezvous of a MEET node,
+    op        : int64 [n], op of a COMPUTE, LEAD or HOST node, matched call of a MEET node,
                 else -1
     iteration : int32 [n]
     start     : int64 [n + 1], slices of ``before``
@@ -320,12 +320,12 @@ def _issues(graph: WorldGraph, iterations: int) -> list[Issue]:
 
 def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:
     """Number the nodes of all classes, then their meetings, iteration after iteration."""
-    meetings = len(graph.rendezvous)
+    meetings = len(graph.matched_calls)
     counts = [len(one.kind) for one in issues]
     base = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     local, n = int(base[-1]), int(base[-1]) + iterations * meetings
     parts, ready, meets, nodes, readies = [], [], [], [], []
-    for one, own, of in zip(issues, base[:-1].tolist(), graph.rendezvous.of, strict=True):
+    for one, own, of in zip(issues, base[:-1].tolist(), graph.matched_calls.of, strict=True):
         numbers = np.concatenate([local + i * meetings + of for i in range(iterations)])
         parts.append(_global(one.before, own, numbers))
         meets.append(numbers[one.calls])

@@ -38,7 +38,7 @@ _OUT, _IN = 0, 1
 
 @dataclass(frozen=True)
 class Links:
-    """start : int64 [rendezvous + 1], slices of ``of``: the links that each rendezvous uses."""
+    """start : int64 [matched calls + 1], slices of ``of``: the links of each matched call."""
 
     start: np.ndarray
     of: np.ndarray
@@ -53,7 +53,7 @@ def ports(graph: WorldGraph, gpus_per_node: int) -> Links:
     Calls whose group (or pair) is on one node go inside, others over the network, for the lowest
     rank of a class as for all of it.
     """
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     number = np.repeat(np.arange(len(meet), dtype=np.int64), np.diff(meet.start))
     base = np.empty(len(number), dtype=np.int64)
     names = np.empty(len(number), dtype=np.uint8)
@@ -104,9 +104,9 @@ class NetworkFaults:
 
 @dataclass(frozen=True)
 class BlockedRank:
-    """A rendezvous that some have come to and others have not; or all have, and it never ends."""
+    """A matched call that some have come to and others have not; or all have, and it never ends."""
 
-    rendezvous: int
+    call: int
     iteration: int
     here: tuple[int, ...]
     missing: tuple[int, ...]
@@ -127,7 +127,7 @@ class NetworkOutcome:
 
     @cached_property
     def blocked(self) -> list[BlockedRank]:
-        """Every rendezvous at which somebody waits for good, in the order of their coming."""
+        """Every matched call at which somebody waits for good, in the order of their coming."""
         dag, found = self.dag, []
         for node in np.flatnonzero((dag.kind == MEET) & (self.end < 0)).tolist():
             ready = dag.predecessors(node)
@@ -204,7 +204,7 @@ def _ports(dag: Dag, links: Links | None) -> tuple[np.ndarray, np.ndarray]:
     if links is None:
         return np.zeros(len(dag) + 1, dtype=np.int64), np.empty(0, dtype=np.int64)
     counts = np.zeros(len(dag), dtype=np.int64)
-    meets = np.flatnonzero(dag.kind == MEET)  # iteration after iteration, all rendezvous each
+    meets = np.flatnonzero(dag.kind == MEET)  # iteration after iteration, all matched calls each
     counts[meets] = np.diff(links.start)[dag.op[meets]]
     iterations = len(meets) // max(1, len(links.start) - 1)
     return np.concatenate(([0], np.cumsum(counts))), np.tile(links.of, iterations)

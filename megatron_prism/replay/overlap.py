@@ -52,9 +52,9 @@ def replay_with_overlap(
         now = _corrected(found, prices, costs, source)
         times = timeline.evaluate(found.dag, timeline.durations_of(found.dag, now))
         before, found = found, Timeline(graph, now, found.dag, *times, iterations)
-        moved = np.abs(now.meetings - before.prices.meetings).sum()
+        moved = np.abs(now.collective_ns - before.prices.collective_ns).sum()
         same = abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns
-        if same and moved <= SETTLED * now.meetings.sum():
+        if same and moved <= SETTLED * now.collective_ns.sum():
             break
     return found
 
@@ -87,7 +87,7 @@ def _parts(program: Program, segments: np.ndarray) -> np.ndarray:
 def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source: str) -> Prices:
     """``prices``, and what the overlaps of ``found`` cost."""
     sources = list(prices.sources)
-    meetings = prices.meetings.copy()
+    meetings = prices.collective_ns.copy()
     compute, compute_source = [], []
     for index, (program, lost) in enumerate(zip(found.graph.program_list, costs, strict=True)):
         spans = found.spans(index)
@@ -105,10 +105,10 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
         late[segments["op"]] = np.rint(more)
         compute.append(prices.compute[index] + late)
         compute_source.append(_said(prices.compute_source[index], late > 0, source, sources))
-        met = found.graph.rendezvous.of[index][calls["op"]]
+        met = found.graph.matched_calls.of[index][calls["op"]]
         took = calls["end"] - calls["start"]
         within = _covered(segments, calls, ones, shared=True) >= took - 1
-        alone = prices.meetings[met]
+        alone = prices.collective_ns[met]
         # within segments it is as much slower throughout: no need to come nearer pass by pass
         whole = alone / (1 - np.where(within, slower / np.maximum(1, took), 0))
         longer = np.where(within, whole, alone + slower)
@@ -117,8 +117,10 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
         prices,
         compute=tuple(compute),
         compute_source=tuple(compute_source),
-        meetings=meetings,
-        meeting_source=_said(prices.meeting_source, meetings > prices.meetings, source, sources),
+        collective_ns=meetings,
+        collective_source=_said(
+            prices.collective_source, meetings > prices.collective_ns, source, sources
+        ),
         sources=tuple(sources),
     )
 

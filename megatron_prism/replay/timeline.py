@@ -282,7 +282,7 @@ class Step(NamedTuple):
     """One piece of the critical path, ns.
 
     owner : the class; -1 for a call
-    op    : its op, or the rendezvous of a call
+    op    : its op, or the number of a matched call
     host  : the host issued the op; else the device ran it
     """
 
@@ -432,7 +432,7 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     """The duration of every node, int64 [n]."""
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET
-    found[meets] = prices.meetings[dag.op[meets]]
+    found[meets] = prices.collective_ns[dag.op[meets]]
     for kind, columns in ((COMPUTE, prices.compute), (LEAD, prices.lead), (HOST, prices.host)):
         chosen = dag.kind == kind
         first = np.concatenate(([0], np.cumsum([len(ns) for ns in columns]))).astype(np.int64)

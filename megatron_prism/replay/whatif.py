@@ -135,7 +135,7 @@ def scale_prices(
     there are none."""
     speed = parse_factor(factor)
     name = "send" if name == "recv" else name
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     firsts, chosen = meet.start[:-1], np.zeros(len(meet), dtype=bool)
     owners, ops = meet.classes[firsts], meet.ops[firsts]
     for index, program in enumerate(graph.program_list):
@@ -155,8 +155,12 @@ def scale_prices(
     sources = list(prices.sources)
     return dataclasses.replace(
         prices,
-        meetings=np.where(chosen, _scaled(prices.meetings, 1 / speed), prices.meetings),
-        meeting_source=_relabelled(prices.meeting_source, chosen, f"{speed} x as fast", sources),
+        collective_ns=np.where(
+            chosen, _scaled(prices.collective_ns, 1 / speed), prices.collective_ns
+        ),
+        collective_source=_relabelled(
+            prices.collective_source, chosen, f"{speed} x as fast", sources
+        ),
         sources=tuple(sources),
     )
 
@@ -578,10 +582,10 @@ def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> P
     ranks, factor, latency = nic
     classes = np.zeros(len(graph.classes), dtype=bool)
     classes[graph.classes.of[list(ranks)]] = True
-    meet, chosen = graph.rendezvous, np.zeros(len(graph.rendezvous), dtype=bool)
+    meet, chosen = graph.matched_calls, np.zeros(len(graph.matched_calls), dtype=bool)
     known: dict[tuple[int, str, int, bool], bool] = {}
     for number in np.unique(_owners(meet.start)[classes[meet.classes]]).tolist():
-        owner, op = meet.meeting(number)[0]
+        owner, op = meet.members(number)[0]
         program = graph.program_list[owner]
         row = program.ops[op]
         pair = BY_NAME[NAMES[row["name"]]].kind == "pair"
@@ -589,18 +593,18 @@ def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> P
         if key not in known:
             known[key] = _between_nodes(graph, machine, *key)
         chosen[number] = known[key]
-    slower = np.rint(prices.meetings / factor).astype(np.int64) + latency
+    slower = np.rint(prices.collective_ns / factor).astype(np.int64) + latency
     sources = list(prices.sources)
     return dataclasses.replace(
         prices,
-        meetings=np.where(chosen, slower, prices.meetings),
-        meeting_source=_relabelled(prices.meeting_source, chosen, "slow NIC", sources),
+        collective_ns=np.where(chosen, slower, prices.collective_ns),
+        collective_source=_relabelled(prices.collective_source, chosen, "slow NIC", sources),
         sources=tuple(sources),
     )
 
 
 def _owners(start: np.ndarray) -> np.ndarray:
-    """The rendezvous of every entry of its table."""
+    """The matched call of every entry of its table."""
     return np.repeat(np.arange(len(start) - 1), np.diff(start))
 
 

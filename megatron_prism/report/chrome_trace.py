@@ -205,12 +205,12 @@ class _Track:
 
     def _sources(self) -> list[int]:
         """Provenance of every span, index into prices.sources."""
-        prices, of = self.timeline.prices, self.timeline.graph.rendezvous.of
+        prices, of = self.timeline.prices, self.timeline.graph.matched_calls.of
         ops = self.spans["op"]
         if not len(ops):
             return []
         meeting = of[self.index][ops]
-        called = prices.meeting_source[meeting] if len(prices.meeting_source) else 0
+        called = prices.collective_source[meeting] if len(prices.collective_source) else 0
         found: list[int] = np.where(
             meeting >= 0, called, prices.compute_source[self.index][ops]
         ).tolist()
@@ -250,11 +250,11 @@ class _Track:
 
 def _arrows(timeline: Timeline, tracks: list[_Track]) -> Iterator[str]:
     """Pairs of s and f events between classes; spans without duration get none."""
-    meet = timeline.graph.rendezvous
+    meet = timeline.graph.matched_calls
     places = [track.places() for track in tracks]
     number = 0
     for first in np.flatnonzero(np.diff(meet.start) > 1).tolist():
-        ends = [(c, places[c].get(op)) for c, op in meet.meeting(first)]
+        ends = [(c, places[c].get(op)) for c, op in meet.members(first)]
         there = [(c, place) for c, place in ends if place is not None and place.end > place.start]
         if len(there) < 2:
             continue

@@ -73,7 +73,7 @@ def critical_by_class(timeline: Timeline) -> dict[int, int]:
 def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
     """The critical path by (phase, op, group, provenance), largest first; sums to the iteration."""
     graph, prices, begin = timeline.graph, timeline.prices, _begin(timeline)
-    meet = graph.rendezvous
+    meet = graph.matched_calls
     total: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for owner, number, start, end, host in timeline.critical_path():
         if owner >= 0:
@@ -82,7 +82,7 @@ def path_parts(timeline: Timeline) -> tuple[PathPart, ...]:
         else:
             first = int(meet.start[number])
             program, at = graph.program_list[meet.classes[first]], int(meet.ops[first])
-            source = prices.meeting_source[number]
+            source = prices.collective_source[number]
         row = program.ops[at]
         key = (
             PHASE_NAMES[row["phase"]] or "outside",
@@ -108,7 +108,7 @@ def calls_of(timeline: Timeline) -> tuple[tuple[CallTotals, ...], dict[str, floa
         spans = spans[program.ops["name"][spans["op"]] != CODE["compute"]]
         message = np.maximum(program.bytes_in, program.bytes_out)
         rows = program.ops[spans["op"]]
-        source = prices.meeting_source[graph.rendezvous.of[index][spans["op"]]]
+        source = prices.collective_source[graph.matched_calls.of[index][spans["op"]]]
         for name, group in sorted(
             set(zip(rows["name"].tolist(), rows["group"].tolist(), strict=True))
         ):

@@ -105,11 +105,11 @@ def path_rows(timeline: Timeline) -> np.ndarray:
 
     Steps that follow each other in one class are one row.
     """
-    meet, begin = timeline.graph.rendezvous, timeline.ends[-2] if timeline.iterations > 1 else 0
+    meet, begin = timeline.graph.matched_calls, timeline.ends[-2] if timeline.iterations > 1 else 0
     rows: list[list[int]] = []
     for owner, number, start, end, _ in timeline.critical_path():
         if owner < 0:
-            members = [index for index, _ in meet.meeting(number)]
+            members = [index for index, _ in meet.members(number)]
             owner = rows[-1][0] if rows and rows[-1][0] in members else members[0]
         start, end = max(start - begin, 0), end - begin
         if rows and rows[-1][0] == owner and rows[-1][2] == start:
@@ -212,11 +212,11 @@ class _Names:
     def _names(self, index: int, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(kind, step) of every span, int64 [n]."""
         program = self.timeline.graph.program_list[index]
-        prices, of = self.timeline.prices, self.timeline.graph.rendezvous.of[index]
+        prices, of = self.timeline.prices, self.timeline.graph.matched_calls.of[index]
         rows = program.ops[spans["op"]]
         size = np.maximum(program.bytes_in, program.bytes_out)[spans["op"]]
         meeting = of[spans["op"]]
-        called = prices.meeting_source[meeting] if len(prices.meeting_source) else 0
+        called = prices.collective_source[meeting] if len(prices.collective_source) else 0
         source = np.where(meeting >= 0, called, prices.compute_source[index][spans["op"]])
         columns = [rows[c].tolist() for c in ("name", "phase", "group", "site", "note")]
         known: dict[tuple[int, ...], int] = {}

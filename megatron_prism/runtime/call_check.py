@@ -183,7 +183,7 @@ class CallCheck:
             self._collective(call, number, position)
 
     def _own_order(self, call: Op) -> None:
-        """The sanitizer: the first call that the rank's own program does not have here."""
+        """Return the first call that the rank's own program does not have here."""
         if self.order is None:
             return
         number, self.made = self.made, self.made + 1
@@ -262,9 +262,9 @@ class LocalCallCheck:
         said = {"op": call.name, "dtype": call.dtype, "in": call.num_in, "out": call.num_out,
                 "reduce": call.reduce, "root": call.root, "site": site,
                 "splits": call.splits}  # fmt: skip
-        base = f"rendezvous/{key}/{number}/"
+        base = f"call_check/{key}/{number}/"
         self.store.set(base + str(self.rank), json.dumps(said))
-        self.store.set(f"rendezvous/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
+        self.store.set(f"call_check/at/{self.rank}", f"{call.name} #{number + 1} of {call.group}")
         deadline = time.monotonic() + self.patience_s
         for other in locals_:
             if other != self.rank:
@@ -284,8 +284,8 @@ class LocalCallCheck:
         try:
             self.store.wait([base + str(other)], timedelta(seconds=left))
         except Exception as error:  # c10d raises DistStoreError or RuntimeError by release
-            where = self.store.get(f"rendezvous/at/{other}").decode() if _has(
-                self.store, f"rendezvous/at/{other}") else "nowhere yet"  # fmt: skip
+            where = self.store.get(f"call_check/at/{other}").decode() if _has(
+                self.store, f"call_check/at/{other}") else "nowhere yet"  # fmt: skip
             why = f"rank {other} has not come within {self.patience_s:.0f} s; it is in {where}"
             self.fail("missing", call, number, None, [f"{why} ({type(error).__name__})"], other)
             return

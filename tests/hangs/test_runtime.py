@@ -1,4 +1,4 @@
-"""Faults of running ranks and the strict rendezvous: in process, and on whole jobs."""
+"""Faults of running ranks and the strict check of calls: in process, and on whole jobs."""
 
 import json
 import os
@@ -54,9 +54,10 @@ def job(tmp_path):
     path = save(Programs.one_per_rank([Program.from_ops(r, OPS) for r in range(4)], WORLD),
                 tmp_path / "w.prism")  # fmt: skip
 
-    def start(*faults, strict=True, sanitize=False, dry=False, policy="strict", truth=None):
+    def start(*faults, strict=True, check_order=False, dry=False, policy="strict", truth=None):
         asked = HangOptions(tuple(map(fault_plan.parse, faults)), 0, dry,
-                            path if strict else None, strict, sanitize, policy, truth)  # fmt: skip
+                            path if strict else None, strict, check_order, policy,
+                            truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = CallGuard(options, asked, SimpleNamespace(name="cpu", live=None), None)
         world.stop()  # of a job before
@@ -84,7 +85,7 @@ def iterations(guard, group, wanted=4):
 
 
 def test_a_healthy_rank_is_left_alone(job):
-    guard, group = job(sanitize=True)
+    guard, group = job(check_order=True)
     assert float(iterations(guard, group)[0]) == 4.0
     guard.check_fired()
     assert guard.banner() == ""
@@ -154,7 +155,7 @@ def test_messages_that_were_not_posted_are_missed_at_the_end_of_the_iteration(ma
 
 
 def test_the_sanitizer_stops_at_the_first_call_out_of_order(job):
-    guard, group = job("drop@rank=1,iter=2,nth=1", sanitize=True)
+    guard, group = job("drop@rank=1,iter=2,nth=1", check_order=True)
     with pytest.raises(HangError, match="divergence: rank 1 is odd") as caught:
         iterations(guard, group)
     assert "rank 1 stands at" in caught.value.message
@@ -320,7 +321,7 @@ def test_ranks_drawn_among_local_and_virtual_ones_are_hit_in_both(job):
 
 
 def test_swapped_calls_change_places(job, capsys):
-    guard, group = job("swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0", sanitize=True)
+    guard, group = job("swap@rank=1,iter=2,op=all_reduce:with=tp:broadcast:0", check_order=True)
     with pytest.raises(HangError, match="operation: broadcast here, all_reduce there|divergence"):
         iterations(guard, group)
     guard, group = job("swap@rank=1,iter=2,op=all_reduce,nth=1:with=tp:reduce:0", strict=False)
@@ -416,7 +417,7 @@ def test_neighbours_compare_before_they_call():
     assert (kind, number, theirs.site, peer) == ("dtype", 0, "a.py:1", 0)
     assert found[:2] == ["dtype: int64 here, int32 there", "rank 1 stands at"]
     assert "test_runtime.py" in found[2]
-    store.set("rendezvous/k/0/stack/0", json.dumps(["c.py:3 g"]))  # now rank 0 has said it too
+    store.set("call_check/k/0/stack/0", json.dumps(["c.py:3 g"]))  # now rank 0 has said it too
     ranks[1].counts.clear()
     ranks[1].check(calls[1], "k", {0: 0, 1: 1}, "b.py:2")
     assert said[2][4][-2:] == ["rank 0 stands at", "  c.py:3 g"]
@@ -445,8 +446,8 @@ def test_neighbours_may_give_a_gather_more_than_others(share, says):
     [
         (["--prism-fault", "drop@rank=5"], "rank 5 is virtual"),
         (["--prism-fault", "dorp@rank=0"], "there is no fault dorp"),
-        (["--prism-rendezvous", "strict"], "nothing to compare"),
-        (["--prism-sanitize"], "compares with the programs"),
+        (["--prism-mismatch", "strict"], "nothing to compare"),
+        (["--prism-check-order"], "compares with the programs"),
         (["--prism-fault-dry-run"], "without a fault"),
         (["--prism-fault-truth", "x"], "nothing is"),
         (["--prism-fault-seed", "3"], "--prism-fault-seed without a fault"),
@@ -501,7 +502,7 @@ def test_a2_sft_broadcasts_of_two_real_ranks():
     path = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-         "29719", "-m", "megatron_prism", "run", "--prism-tier", "cpu", "--prism-rendezvous",
+         "29719", "-m", "megatron_prism", "run", "--prism-tier", "cpu", "--prism-mismatch",
          "strict", "--", str(HERE / "sft_batch.py"), *job],
         capture_output=True, text=True, check=False, timeout=200,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -531,7 +532,7 @@ def test_a_job_with_a_world_trains_or_stops_with_the_verdict(tmp_path):
         status, said = forked(*base, *here, job=job)
         assert status == 0, said[-2000:]
     strict = (*base, "--prism-ranks", "4", "--prism-world", str(tmp_path / "w"))
-    status, said = forked(*strict, "--prism-sanitize", job=job)
+    status, said = forked(*strict, "--prism-check-order", job=job)
     assert status == 0, said[-2000:]
     status, said = forked(*strict, "--prism-fault", "dtype@rank=5,iter=3,group=tp,nth=2", job=job)
     assert status == 1

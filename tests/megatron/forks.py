@@ -40,7 +40,7 @@ def capture(jobs, tier="meta"):
 
 
 def prepare(tier, local_flash=True):
-    """Import everything with the seams in place; returns what a fork calls with a patch.Context."""
+    """Import everything with the patches in place; return what a fork calls with a PatchContext."""
     import importlib
 
     from megatron_prism.core.process_changes import ProcessChanges

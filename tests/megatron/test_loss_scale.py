@@ -19,7 +19,7 @@ from megatron_prism.runtime.values import Values
 from megatron_prism.runtime.values import rms
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
-context = patch.Context(lambda: world, TrainingMonitor(), False, (1,), 1)
+context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
 patch.apply(seams_pipeline.PATCHES + seams_training.PATCHES, context)
 session.start(world)
 

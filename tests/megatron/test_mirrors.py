@@ -20,7 +20,7 @@ from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
 chosen = vocabulary.PATCHES + moe.PATCHES
-patch.apply(chosen, patch.Context(lambda: world, TrainingMonitor(), False, (5,), 5))
+patch.apply(chosen, patch.PatchContext(lambda: world, TrainingMonitor(), False, (5,), 5))
 session.start(world)
 from megatron.core import parallel_state
 torch.manual_seed(1)
@@ -54,13 +54,13 @@ for policy in ("mirror", "noise"):
             grads = torch.allclose(logits.grad, alone.grad, atol=1e-2 if fused else 1e-5)
             print("loss", policy, fused, sequence, close, grads, torch.equal(labels, kept))
 from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
-from megatron_prism.runtime.partial_sums import Once
+from megatron_prism.runtime.partial_sums import LocalVocabularySum
 for policy in ("mirror", "noise"):  # Transformer Engine's takes the largest gathered target
     world.values.policy = policy
     logits, labels = torch.randn(S, B, R) - 20, torch.randint(R, 2 * R, (S, B))
     expected = torch.nn.functional.cross_entropy(logits.view(-1, R), labels.view(-1) - R,
                                                  reduction="none")
-    with world.values.of_parts(Once()):
+    with world.values.of_parts(LocalVocabularySum()):
         loss = parallel_cross_entropy(logits, labels, 0.0, False, group)
     print("te", policy, torch.allclose(loss.view(-1), expected, atol=1e-5))
 print("as before", world.values.parts is None)

@@ -39,8 +39,8 @@ class Prices:
 
     compute         : per class int64 [ops]; 0 for ops that are no segments
     compute_source  : per class uint8 [ops], index into ``sources``
-    meetings        : int64 [rendezvous], once everybody has come
-    meeting_source  : uint8 [rendezvous], index into ``sources``
+    collective_ns     : int64 [matched calls], once everybody has come
+    collective_source  : uint8 [matched calls], index into ``sources``
     sources         : provenance, in words
     lead, host      : per class int64 [ops], how long the host takes until the device may begin an
                       op and then never waits for a launch, and from then on; 0 throughout for
@@ -51,8 +51,8 @@ class Prices:
 
     compute: tuple[np.ndarray, ...]
     compute_source: tuple[np.ndarray, ...]
-    meetings: np.ndarray
-    meeting_source: np.ndarray
+    collective_ns: np.ndarray
+    collective_source: np.ndarray
     sources: tuple[str, ...]
     lead: tuple[np.ndarray, ...] = ()
     host: tuple[np.ndarray, ...] = ()
@@ -62,7 +62,7 @@ class Prices:
     def used(self) -> tuple[str, ...]:
         """The provenances that some duration above 0 rests on, those of computing first."""
         parts = [*zip(self.compute, self.compute_source, strict=True),
-                 (self.meetings, self.meeting_source),
+                 (self.collective_ns, self.collective_source),
                  *zip(self.lead, self.host_source, strict=True),
                  *zip(self.host, self.host_source, strict=True)]  # fmt: skip
         codes = {int(code) for ns, source in parts for code in np.unique(source[ns > 0])}
@@ -95,13 +95,13 @@ def price_ops(
         for p in set(graph.classes.programs)
     }
     issued = [hosts[program] for program in graph.classes.programs]
-    meetings, meeting_source = _meetings(graph, machine, calibration)
+    meetings, collective_source = _meetings(graph, machine, calibration)
     assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),
-        meetings=meetings,
-        meeting_source=meeting_source,
+        collective_ns=meetings,
+        collective_source=collective_source,
         sources=sources,
         lead=tuple(lead for lead, _, _ in issued),
         host=tuple(host for _, host, _ in issued),
@@ -129,8 +129,8 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
 def _meetings(
     graph: WorldGraph, machine: Machine, calibration: Calibration
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Price of every rendezvous, looked up once per kind of call."""
-    meet = graph.rendezvous
+    """Price of every matched call, looked up once per kind of call."""
+    meet = graph.matched_calls
     ns = np.zeros(len(meet), dtype=np.int64)
     source = np.full(len(meet), 4, dtype=np.uint8)
     firsts = meet.start[:-1]
