@@ -2,7 +2,7 @@
 
 ``python benchmarks/gloo_mismatch.py`` prints, for each case and rank, whether its call passes (and
 with which values), hangs for 4 s, or raises, and what.  What torch 2.13 gave is in
-``call_check.gloo_does`` and ``tests/hangs/test_runtime.py``.
+``call_check.gloo_does`` and ``tests/hang/test_real_ranks.py``.
 """
 
 from __future__ import annotations

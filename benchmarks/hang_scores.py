@@ -1,9 +1,9 @@
 """How often is a verdict exact?  Single faults drawn by seed, judged by what their dumps hold.
 
 ``python benchmarks/hang_scores.py [FIRST [LAST [MOST]]]``: seeds FIRST to LAST (0 to 199), worlds
-of 16 to MOST (512) ranks (``tests/hang_cases.py``).  Prints, per kind and in all, how many culprits
-are exact and how many innocents are named: with history and timing, with outstanding calls only
-(Megatron's default), and with these and the programs of the job (``hang/hypotheses.py``;
+of 16 to MOST (512) ranks (``tests/helpers/random_hangs.py``).  Prints, per kind and in all, how
+many culprits are exact and how many innocents are named: with history and timing, with
+outstanding calls only (Megatron's default), and with these and the programs of the job (``hang/hypotheses.py``;
 half an hour on one core, minutes up to 64 ranks); and how often the culprit is at least among the
 ranks that remain.
 ``python benchmarks/hang_scores.py 8192``: how long each kind takes on 8,192 ranks.

@@ -2,7 +2,7 @@
 
 ``python benchmarks/nccl_mismatch.py`` starts two processes for every case and prints, for each
 rank, whether its call passes (and with which values), hangs for 6 s, or raises.  What it gave on
-2 x H200 is in ``call_check.nccl_lets_through`` and ``tests/hangs/test_runtime.py``.
+2 x H200 is in ``call_check.nccl_lets_through`` and ``tests/hang/test_real_ranks.py``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 ``torchrun --nproc-per-node 4 benchmarks/rates.py OUT.json``
 
 The rates that ``replay/costs/machines/*.json`` give a roofline, and the calls that
-``replay/costs/collectives.py`` is held against (``tests/test_nccl.py``). Everything is timed on the
-device while the host runs ahead, as in a training job: matrix products first, which keep the
-device busy, then one call so that all ranks start together, then ``REPEAT`` of what is measured
+``replay/costs/collectives.py`` is held against (``tests/replay/test_collectives_model.py``).
+Everything is timed on the device while the host runs ahead, as in a training job: matrix products
+first, which keep the device busy, then one call so that all ranks start together, then ``REPEAT`` of what is measured
 between two events; the median of 5.
 """
 

@@ -3,7 +3,7 @@
 ``python benchmarks/record_allocator.py -o tests/golden/allocator_h200.json.gz`` (plain torch, about
 20 s): for each of several PYTORCH_CUDA_ALLOC_CONF a fresh process makes a few hundred requests on
 two streams, some with record_stream, and a small training loop; events are kept from the first one.
-``tests/test_allocator_trace.py`` replays them through our model.
+``tests/memory/test_allocator_trace.py`` replays them through our model.
 """
 
 from __future__ import annotations

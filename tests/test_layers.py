@@ -166,3 +166,16 @@ def test_what_is_allowed_is_not_found(tmp_path, file, code):
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(code)
     assert list(violations(tmp_path)) == []
+
+
+def test_no_test_module_imports_another():
+    """What tests share is in tests/helpers and tests/oracles."""
+    tests = pathlib.Path(__file__).parent
+    names = {path.stem for path in tests.rglob("test_*.py")}
+    found = [
+        f"{path.relative_to(tests)} imports {name}"
+        for path in sorted(tests.rglob("*.py"))
+        for name, _, _ in imported(ast.parse(path.read_text(encoding="utf-8")))
+        if not names.isdisjoint(name.split("."))
+    ]
+    assert found == []

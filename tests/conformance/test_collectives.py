@@ -27,7 +27,7 @@ import tempfile
 from collections import Counter
 
 import pytest
-from collective_cases import CASES, DTYPES, NUM_PROCESSES, OPS, run
+from helpers.collective_cases import CASES, DTYPES, NUM_PROCESSES, OPS, run
 from torch import distributed as dist
 from torch import multiprocessing
 

@@ -14,7 +14,7 @@ import traceback
 
 import pytest
 import torch
-from collective_cases import NUM_PROCESSES, TIMEOUT, WORLDS, mirrored
+from helpers.collective_cases import NUM_PROCESSES, TIMEOUT, WORLDS, mirrored
 from torch import distributed as dist
 from torch import multiprocessing
 

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from needs import TRAINING
+from helpers.needs import TRAINING
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -63,10 +63,10 @@ LATER = {
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """name -> (status, output); and where they were told to write."""
-    import stock_jobs
+    from helpers import stock_jobs
 
     place = tmp_path_factory.mktemp("place")
-    script = Path(__file__).with_name("pretrain_tiny.py")
+    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
 
     def words(flags):
         return ["--", script, *(JOB + flags).format(place=place).split()]

@@ -12,10 +12,12 @@ import math
 import pathlib
 
 import pytest
-from test_pretrain import forked, pytestmark  # noqa: F401 - the mark is this module's too
+from helpers.needs import TRAINING
+from helpers.pretrain import forked
 
 from megatron_prism.core.program import load
 
+pytestmark = [pytest.mark.megatron, TRAINING]
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "flight"
 # What the recorded jobs were started with: it belongs to the recordings, benchmarks may move on.
 JOB = """

@@ -6,7 +6,7 @@ Needs megatron.training (0.19).  All jobs are forks of one process (``stock_jobs
 from pathlib import Path
 
 import pytest
-from needs import TRAINING
+from helpers.needs import TRAINING
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -47,9 +47,9 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def jobs():
     """name -> (status, output)."""
-    import stock_jobs
+    from helpers import stock_jobs
 
-    script = Path(__file__).with_name("pretrain_tiny.py")
+    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
     given = {**{name: f"--prism-tier meta {flags}" for name, flags in JOBS.items()}}
     given |= {name: f"--prism-tier meta {flags}" for name, flags in REFUSED.items()}
     given |= {name: flags for name, flags in REFUSED.items() if "--prism-tier" in flags}

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from needs import TRAINING
+from helpers.needs import TRAINING
 
 from megatron_prism.core.program import load
 from megatron_prism.memory import baseline
@@ -30,10 +30,10 @@ BOUND = 0.001  # of the peak: blocks that are not split, norms' workspaces, expe
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory):
     """job -> (status, output, bytes here)."""
-    import stock_jobs
+    from helpers import stock_jobs
 
     place = tmp_path_factory.mktemp("place")
-    script = Path(__file__).with_name("pretrain_tiny.py")
+    script = Path(__file__).parents[1] / "helpers" / "pretrain_tiny.py"
     own = "--prism-emulate --prism-world-size 2 --prism-ranks 0 --prism-tier meta --num-workers 0 "
     own += "--train-iters 3 --global-batch-size 4"  # four of its eight microbatches: the same peak
     answers = stock_jobs.run(

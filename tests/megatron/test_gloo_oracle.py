@@ -22,8 +22,7 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import forks  # noqa: E402
+from helpers import forks  # noqa: E402
 
 BASE = """
     parallel.world_size=8 train.data=mock train.iterations=2 train.micro_batch_size=1
@@ -55,7 +54,7 @@ DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 def real():
     """name -> what each of the eight ranks asked for."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "gloo_ranks.py")],
+        [sys.executable, "-W", "ignore", str(HERE.parent / "helpers" / "gloo_ranks.py")],
         input=pickle.dumps(list(RECIPES.values())),
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from needs import TRAINING
+from helpers.needs import TRAINING
 
 pytest.importorskip("megatron.core")
-SCRIPT = pathlib.Path(__file__).with_name("train_by_hand.py")
-TINY = pathlib.Path(__file__).with_name("pretrain_tiny.py")
+SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "train_by_hand.py"
+TINY = SCRIPT.with_name("pretrain_tiny.py")
 HOOK = "torch.backends"  # the entry point's group; torch reads it at import
 pytestmark = [
     pytest.mark.megatron,

@@ -8,29 +8,13 @@ not what is tested it is a fork of one that has imported torch already.  Needs m
 import importlib.metadata
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-import stock_jobs
-from needs import TRAINING
-
-SCRIPT = pathlib.Path(__file__).with_name("pretrain_tiny.py")
-pytestmark = [pytest.mark.megatron, TRAINING]
-
-JOB = """
---num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
---max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 64 --train-iters 3 --lr 1e-3
---mock-data --vocab-size 1000 --transformer-impl local --bf16 --use-distributed-optimizer
---no-gradient-accumulation-fusion --eval-iters 0 --eval-interval 1000 --log-interval 1
---no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-gelu-fusion
---no-bias-swiglu-fusion --no-bias-dropout-fusion --attention-backend unfused --num-workers 0
---tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
-""".split()
-
+from helpers.pretrain import JOB, SCRIPT, forked
 
 ATTACHES = any(
     entry.name == "megatron_prism"
@@ -53,12 +37,6 @@ def run(*flags, job=JOB, script=SCRIPT, launcher=PYTHON, env=None):
         timeout=300,
         check=False,
     )
-
-
-def forked(*flags, job=JOB):
-    """(status, everything it printed) of ``prism run``; a second or two instead of seven."""
-    ((status, said),) = stock_jobs.run([["--", SCRIPT, *job, *flags]])
-    return status, said
 
 
 WORLD = ("--prism-emulate", "--prism-world-size", "64", "--prism-tier", "cpu")

@@ -24,7 +24,7 @@ __all__ = ["ERRORS", "Prices", "price_ops"]
 # nobody knows how idle the GPU is; phases of real ranks were less far off, at most 7.2 %
 # (benchmarks/results/h200_segments.json).  Rooflines, and segments that need them too:
 # the worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
-# among several GPUs in benchmarks/results/h200_x4_rates.json (tests/test_nccl.py holds it).
+# among several GPUs in benchmarks/results/h200_x4_rates.json.
 ERRORS = {
     "modelled: op table and roofline": 0.2,  # the first that fits counts
     "modelled: op table": 0.1,

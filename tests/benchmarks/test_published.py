@@ -1,0 +1,38 @@
+"""The README's table of published jobs is the file that benchmarks/published.py wrote."""
+
+import json
+import re
+from pathlib import Path
+
+from megatron_prism.replay.costs import ERRORS
+
+ROOT = Path(__file__).parents[2]
+ROWS = json.loads((ROOT / "benchmarks/results/published_h100.json").read_text("utf-8"))["rows"]
+
+
+def test_the_readme_has_every_row_the_worst_included():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("table:published")[2]
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    shown = [re.split(r"\s*\|\s*", line)[1:-1] for line in lines[: len(ROWS)]]
+    assert len(ROWS) >= 5
+    for row, cells in zip(ROWS, shown, strict=True):
+        error = f"{100 * row['error']:+.0f} %".replace("-", "−")
+        assert cells[:2] == [row["name"], f"{row['gpus']:,}"]
+        assert cells[3:] == [
+            f"{row['tflops']:.0f}",
+            f"{row['predicted_tflops']:.0f}",
+            f"**{error}**" if abs(row["error"]) == max(abs(r["error"]) for r in ROWS) else error,
+        ]
+
+
+def test_published_times_follow_from_model_flops():
+    """GPT 177B by hand: 12 B s L h^2 (1 + 1 + s / h + 4 + V / (2 L h)), Megatron's count."""
+    row = next(row for row in ROWS if row["name"] == "GPT 177B")
+    h, layers, seq = 12288, 96, 4096
+    flops = 12 * 1152 * seq * layers * h**2 * (1 + 1 + seq / h + 4 + 131072 / (2 * layers * h))
+    assert abs(flops / 2304 / 432.8e12 / row["published_iteration_s"] - 1) < 1e-9
+
+
+def test_rooflines_are_given_the_error_that_was_found():
+    worst = max(abs(row["error"]) for row in ROWS)
+    assert worst - 0.01 < ERRORS["modelled: roofline"] < worst + 0.05

@@ -1,0 +1,207 @@
+"""Combined 1F1B (EP overlap): layers of two microbatches interleave as Megatron's plans say.
+
+The order inside a pair of layers is what the docstring of ``TransformerLayerSchedulePlan.run``
+promises; messages are passed by the same hand as in ``test_schedule``.
+"""
+
+import warnings
+from collections import defaultdict
+
+import pytest
+
+pytest.importorskip("megatron.core")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from helpers import schedules as passing
+    from megatron.core import __version__ as release
+    from megatron.core.models.common import model_chunk_schedule_plan
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.pipeline_parallel import combined_1f1b
+    from megatron.core.pipeline_parallel import schedules as megatron_schedules
+    from megatron.core.pipeline_parallel import utils as pipeline_utils
+    from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+
+    from megatron_prism.emulate.schedule import schedules
+    from megatron_prism.emulate.schedule_tape import Tape
+
+from megatron_prism.graph import world_graph
+from megatron_prism.replay.timeline import schedule_timeline
+
+pytestmark = pytest.mark.megatron
+OLD = release.startswith("0.16")
+FIRST = "attn" if OLD else "pre_dispatch_computation"
+
+CASES = [
+    {"pp": 2, "vpp": 2, "microbatches": 4},
+    {"pp": 4, "vpp": 2, "microbatches": 8},
+    {"pp": 4, "vpp": 3, "microbatches": 12, "layers": 24},
+    {"pp": 4, "vpp": 2, "microbatches": 8, "overlap_p2p": False},
+    {"pp": 4, "vpp": 2, "microbatches": 8, "warmup_flush": True},
+    {"pp": 4, "vpp": 2, "microbatches": 14, "group_size": 5, "layers": 16},
+    {"pp": 3, "vpp": 2, "microbatches": 6, "delay_wgrad": True, "align_grad_reduce": False},
+    {"pp": 4, "vpp": 2, "microbatches": 4, "mtp": 1, "layout": "Et|tt|tt|tt|tt|tt|tt|tmL"},
+]
+CASES_IDS = [passing.name(case) for case in CASES]
+
+
+def record(case):
+    return schedules(**case, ep_overlap=True)
+
+
+class Pipeline(passing.Pipeline):
+    """A step is many ops: it needs its tensor at the first, and what it sends is made at the last.
+
+    ``last`` : (rank, chunk, phase) -> note of the op after which the tensor to send exists
+    """
+
+    def __init__(self, programs):
+        super().__init__(programs)
+        self.begun, self.finished = set(), set()
+        self.last = {}
+        for rank, ops in enumerate(self.ops):
+            for op in ops:
+                if op.name == "compute" and op.phase == "forward":
+                    if op.note.startswith(("moe_combine", "mtp_post")):
+                        self.last[rank, op.chunk, "forward"] = op.note
+                    self.last[rank, op.chunk, "backward"] = f"{FIRST} 0"
+
+    def step(self, rank, op):
+        key = (rank, op.phase, op.microbatch, op.chunk)
+        if op.name == "compute":
+            if (
+                op.note
+                == self.last[rank, op.chunk, "forward" if op.phase == "forward" else "backward"]
+            ):
+                self.finished.add(key)
+            if op.phase == "weight" or key in self.begun:
+                return True
+            self.begun.add(key)
+        elif op.name == "send":
+            assert key in self.finished
+        elif op.name == "wait" and op.handle not in self.handles[rank]:
+            return True  # for an event: test_events_are_recorded_before_they_are_waited_for
+        return super().step(rank, op)
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASES_IDS)
+def test_every_step_gets_its_tensor(case):
+    programs = record(case)
+    done = Pipeline(programs).run()
+    for rank in range(case["pp"]):
+        assert len(done.steps[rank]) == 2 * case["vpp"] * case["microbatches"]
+        assert not done.made[rank]
+    assert all(done.posted[channel] == len(sent) for channel, sent in done.sent.items())
+    assert world_graph.build(programs).check() == []
+    assert schedule_timeline(programs).bubble > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASES_IDS)
+def test_the_order_is_megatrons(case):
+    programs = record(case)
+    pp, vpp, m = case["pp"], case["vpp"], case["microbatches"]
+    group = case.get("group_size", pp)
+    table = megatron_schedules.get_schedule_table(m, vpp, group)
+    for rank, program in enumerate(programs.programs):
+        parts = [op for op in program if op.name == "compute" and op.phase != "weight"]
+        steps = list(dict.fromkeys((op.phase, op.microbatch, op.chunk) for op in parts))
+        # one more warm-up step than without, so that pairs are independent (schedules.py:789)
+        warm_up = min((pp - rank - 1) * 2 + (vpp - 1) * group + 1, m * vpp)
+        order = convert_schedule_table_to_order(warm_up, vpp, table)
+        assert [(n, c) for phase, n, c in steps if phase == "forward"] == table
+        backwards = [-chunk - 1 for phase, _, chunk in steps if phase == "backward"]
+        assert backwards == [number for number in order if number < 0]
+        first = next(i for i, (phase, *_) in enumerate(steps) if phase == "backward")
+        assert first in (warm_up, min(warm_up + 1, m * vpp))  # the pair's loss goes backward first
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_the_parts_of_two_layers_interleave_as_documented(delay):
+    """comm: combine_bwd | dispatch_fwd, dispatch_bwd | combine_fwd
+    comp: attn_fwd | mlp_bwd, mlp_bwd_dw, mlp_fwd | attn_bwd"""
+    program = schedules(1, microbatches=2, layers=1, ep_overlap=True, delay_wgrad=delay).of(0)
+    parts = [(op.stream, f"{op.phase[0]} {op.note}") for op in program
+             if op.name == "compute" and op.note.endswith(" 0")]  # fmt: skip
+    expected = [
+        ("s1", "b moe_combine 0"),
+        ("main", f"f {FIRST} 0"),
+        ("main", "b mlp 0"),
+        ("s1", "f moe_dispatch 0"),
+        ("main", "w mlp 0"),
+        ("s1", "b moe_dispatch 0"),
+        ("main", "f mlp 0"),
+        ("s1", "f moe_combine 0"),
+        ("main", f"b {FIRST} 0"),
+        ("main", f"w {FIRST} 0"),
+    ]
+    pair = [part for part in expected if delay or not part[1].startswith("w")]
+    assert parts[4 : 4 + len(pair)] == pair
+    comm = [what for stream, what in pair if stream == "s1"]
+    assert comm == [
+        "b moe_combine 0", "f moe_dispatch 0", "b moe_dispatch 0", "f moe_combine 0"
+    ]  # fmt: skip
+
+
+def test_layers_pair_up_from_both_ends():
+    program = schedules(1, microbatches=3, layers=4, ep_overlap=True).of(0)
+    mlps = [op for op in program if op.name == "compute" and op.note.startswith("mlp")]
+    steady = [(op.phase, op.microbatch, int(op.note.split()[1])) for op in mlps][4:12]
+    assert steady == [
+        part for i in range(4) for part in (("backward", 0, 3 - i), ("forward", 1, i))
+    ]
+
+
+def test_messages_of_forwards_leave_on_the_second_stream():
+    """They overlap with the attention's backward (model_chunk_schedule_plan.py:491)."""
+    ops = list(schedules(4, 2, 16, ep_overlap=True).of(1))
+    streams = defaultdict(set)
+    begun = False
+    for op in ops:
+        begun = begun or op.phase == "backward" and op.name == "compute"
+        if begun and op.name == "send":
+            streams[op.phase].add(op.stream)
+    assert streams == {"forward": {"s1"}, "backward": {"main"}}
+
+
+def test_events_are_recorded_before_they_are_waited_for():
+    for program in record(CASES[1]).programs:
+        known = set()
+        for op in program:
+            if op.name in ("record", "send", "recv"):
+                known.add(op.handle)
+            elif op.name == "wait":
+                assert op.handle in known
+
+
+def test_what_the_releases_do_differently():
+    """0.16 leaves out what follows the backward of chunk 0 (combined_1f1b.py:229), so its
+    reductions start at the very end, in another order."""
+    found = [
+        [op.chunk for op in program if op.name == "grad_sync"]
+        for program in schedules(2, 2, 4, ep_overlap=True).programs
+    ]
+    assert found == ([[1, 0], [0, 1]] if OLD else [[1, 0], [1, 0]])
+
+
+def test_the_mtp_layer():
+    program = record(CASES[7]).of(3)
+    notes = [op.note for op in program if op.name == "compute" and op.chunk == 1]
+    assert "mtp_post_process 1" in notes
+    assert "mtp_post_process 0" not in notes
+
+
+def test_forward_only_overlaps_nothing():
+    plain = schedules(4, 2, 8, forward_only=True)
+    assert schedules(4, 2, 8, forward_only=True, ep_overlap=True).programs == plain.programs
+
+
+SEAMED = (model_chunk_schedule_plan, gpt_model, combined_1f1b, megatron_schedules, pipeline_utils)
+
+
+def test_everything_is_put_back(monkeypatch):
+    before = [dict(vars(module)) for module in SEAMED]
+    record(CASES[0])
+    assert [dict(vars(module)) for module in SEAMED] == before
+    monkeypatch.setattr(Tape, "own_grad_sync", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        record({**CASES[0], "align_grad_reduce": False})
+    assert [dict(vars(module)) for module in SEAMED] == before

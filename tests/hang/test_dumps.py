@@ -1,0 +1,403 @@
+"""Dumps are read whatever their format, what is foreign is refused, and nothing in them runs."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.mutations import DUMPS, STATE, mutated, spoilt
+from helpers.random_hangs import named
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prism.core.errors import DumpError, UsageError
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang import dumps as dump_workers
+from megatron_prism.hang import export
+from megatron_prism.hang.dumps import (
+    DumpSet,
+    _columns,
+    _entry,
+    bounded_memory,
+    dump_files,
+    entries_of,
+    parse,
+    read_in_process,
+)
+
+VALUE = export.dump_of(STATE, 4)
+VERSIONS = [f"2.{minor}" for minor in range(11)]
+
+
+class Evil:
+    def __init__(self, function, *words):
+        self.call = (function, words)
+
+    def __reduce__(self):
+        return self.call
+
+
+def written(folder, **how):
+    return export.write(STATE, folder / "d", **how)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_every_version_says_the_same(version, as_json, tmp_path):
+    found = read_in_process(written(tmp_path, version=version, as_json=as_json))
+    assert {dump.version for dump in found.dumps.values()} == {version}
+    assert named(hang.diagnose_dumps(found)) == {5}
+
+
+@pytest.mark.parametrize("prefix", ["_dump_", "nccl_trace_rank_", "comm_lib_trace_rank_", "h1-"])
+def test_file_names_end_in_the_rank(prefix, tmp_path):
+    folder = written(tmp_path, prefix=prefix)
+    (folder / "fault_injection.log").write_text("no dump")
+    assert sorted(read_in_process(folder).dumps) == list(range(16))
+
+
+def test_what_was_written_is_what_is_read():
+    dump = parse(pickle.dumps(VALUE, protocol=2), 4)
+    assert len(dump.entries) == len(VALUE["entries"])
+    assert {g.desc for g in dump.groups.values()} == set(STATE.groups) - {"EMBEDDING_GROUP"}
+    assert [(e.op, e.to >= 0) for e in dump.entries[:3]] == [
+        ("recv", True), ("all_reduce", False), ("all_gather", False)
+    ]  # fmt: skip
+    assert dump.entries[1].numbers == ((64,), (64,))
+    assert dump.entries[1].site == "mappings.py:31"
+
+
+def test_pg_status_is_mapped_without_entries():
+    """Ids are a rank's own count; in ascending order they belong to the names."""
+    bare = parse(pickle.dumps({**VALUE, "entries": []}), 4)
+    full = parse(pickle.dumps(VALUE), 4)
+    assert bare.status == full.status
+    fewer = {**VALUE, "entries": [], "pg_config": dict(list(VALUE["pg_config"].items())[1:])}
+    assert parse(pickle.dumps(fewer), 4).notes
+
+
+def test_values_may_be_text_as_in_json():
+    status = {i: {k: str(v) for k, v in s.items()} for i, s in VALUE["pg_status"].items()}
+    text = json.dumps({**VALUE, "pg_status": status}).encode()
+    assert parse(text, 4).status == parse(pickle.dumps(VALUE), 4).status
+
+
+def test_a_truncated_dump_is_a_missing_one(tmp_path):
+    folder = written(tmp_path, active_only=True)
+    (folder / "_dump_5").write_bytes((folder / "_dump_5").read_bytes()[:100])
+    found = read_in_process(folder)
+    assert list(found.unreadable) == [5]
+    verdict = hang.diagnose_dumps(found)
+    assert (named(verdict), verdict.verdict) == ({5}, "missing dump")
+    assert any("_dump_5" in line for line in verdict.missing)
+
+
+def test_groups_absent_from_pg_config_are_known_from_calls():
+    values = {r: export.dump_of(STATE, r) for r in range(16)}
+    for value in values.values():
+        value["pg_config"] = {}
+    dumps = {r: parse(pickle.dumps(v), r) for r, v in values.items()}
+    found = hang.diagnose_dumps(DumpSet(dumps))
+    assert named(found) <= {5}
+    assert any("known from its calls" in line for line in found.missing)
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        Evil(os.system, "touch HIT"),
+        Evil(eval, "open('HIT', 'w')"),
+        {"version": "2.10", "entries": [Evil(os.system, "touch HIT")]},
+        {"version": "2.10", "pg_config": {"0": Evil(exec, "open('HIT', 'w')")}},
+        Evil(print, "x"),
+    ],
+)
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+def test_a_hostile_pickle_is_refused_and_nothing_runs(evil, protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = written(tmp_path)
+    (folder / "_dump_3").write_bytes(pickle.dumps(evil, protocol=protocol))
+    with pytest.raises(DumpError, match="nothing was executed"):
+        read_in_process(folder)
+    assert not (tmp_path / "HIT").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no dump, or damaged"),
+        (b"{", "no dump, or damaged"),
+        (b"[" * 100_000, "no dump, or damaged"),
+        (b"\x80\x02r\xff\xff\xff\xff.", "no dump, or damaged"),
+        (pickle.dumps([1]), "not a dict"),
+        (pickle.dumps({"version": "1.5"}), "version '1.5'"),
+        (pickle.dumps({"version": "2.10", "entries": {"x": 1}}), "entries is a dict"),
+        (pickle.dumps({"version": "2.10", "entries": [{}]}), "entry|process_group"),
+        (b'{"version": "2.9", "pg_config": {"0": {"ranks": "[0, 0]"}}}', "cannot be"),
+        (b'{"version": "2.9", "pg_status": {"0": {"last_enqueued_collective": "x"}}}', "number"),
+    ],
+)
+def test_foreign_files_are_explained(data, says, tmp_path):
+    (tmp_path / "_dump_0").write_bytes(data)
+    with pytest.raises(DumpError, match=says) as caught:
+        read_in_process(tmp_path)
+    assert caught.value.exit_code == 2
+    assert caught.value.fix
+
+
+def test_dumps_are_written_all_or_none(tmp_path, monkeypatch):
+    """A part of them would be judged, as those of ranks that left none."""
+    made = export.dump_of
+
+    def interrupted(state, rank, *rest, **how):
+        if rank == 9:
+            raise KeyboardInterrupt
+        return made(state, rank, *rest, **how)
+
+    monkeypatch.setattr(export, "dump_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        written(tmp_path)
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_hidden_files_are_nobodys(tmp_path):
+    """NFS leaves .nfs0003 where somebody removed an open file."""
+    folder = written(tmp_path)
+    (folder / ".nfs0001").write_bytes(b"")
+    assert sorted(read_in_process(folder).dumps) == list(range(16))
+
+
+def test_force_replaces_dumps_and_nothing_else(tmp_path, monkeypatch):
+    folder = written(tmp_path)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "_dump_99").write_bytes(b"of a larger job")
+    with pytest.raises(UsageError, match="not empty"):
+        export.write(STATE, folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    export.write(STATE, link, force=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert len(list(folder.iterdir())) == 17
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def dies(state, **how):
+        yield 0, {}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "dumps_of", dies)
+    with pytest.raises(KeyboardInterrupt):
+        export.write(STATE, folder, force=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_folders_that_cannot_be(tmp_path):
+    with pytest.raises(DumpError, match="no folder"):
+        read_in_process(tmp_path / "x")
+    with pytest.raises(DumpError, match="ends in a rank"):
+        read_in_process(tmp_path)
+    (tmp_path / "empty").mkdir()
+    folder = written(tmp_path)
+    with pytest.raises(DumpError, match="ends in a rank") as caught:
+        read_in_process(tmp_path)
+    assert caught.value.fix == f"name its folder {folder}"
+    with pytest.raises(UsageError, match="not empty"):
+        written(tmp_path)
+    (folder / "other_3").write_bytes(b"")
+    with pytest.raises(DumpError, match="both of rank 3"):
+        read_in_process(folder)
+
+
+def survive(seed):
+    dumps, broken = {}, {}
+    for rank, data in mutated(random.Random(seed)).items():
+        try:
+            dumps[rank] = parse(data, rank)
+        except DumpError as error:
+            broken[rank] = error.message
+    found = hang.diagnose_dumps(DumpSet(dumps, broken))
+    json.dumps(found.to_json(), allow_nan=False)
+    assert str(found)
+    assert found.exit_code in (0, 1, 3)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 1 << 62))
+def test_300_mutated_sets_give_a_verdict_or_a_clear_error(seed):
+    with bounded_memory(1 << 20):
+        survive(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PRISM_FUZZ" not in os.environ, reason="minutes: set PRISM_FUZZ=1")
+def test_10000_mutated_sets_give_a_verdict_or_a_clear_error():
+    with bounded_memory(1 << 20):
+        for seed in range(10_000):
+            survive(seed)
+
+
+def said(function, raw):
+    """What it returns, or its error as text."""
+    try:
+        return function(raw)
+    except (DumpError, TypeError, AttributeError) as error:
+        return repr(error)
+
+
+@pytest.mark.slow
+def test_columns_say_what_entries_say_one_by_one():
+    """Of healthy and of damaged values; the error, if there is one, is that of the first bad."""
+    fast = refused = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        raw = DUMPS[seed % 2][rng.randrange(16)]["entries"]
+        raw = spoilt(rng, raw) if seed % 8 and raw else raw
+        if not isinstance(raw, list) or not all(isinstance(e, dict) for e in raw):
+            continue
+        fast += bool(raw and _columns(raw))
+        one = said(lambda raw: tuple(map(_entry, raw, itertools.count())), raw)
+        assert said(entries_of, raw) == one
+        refused += isinstance(one, str)
+    assert fast > 50
+    assert refused > 50
+
+
+# -- several processes ----------------------------------------------------------------------------
+def several(folder):
+    return dump_workers.read(folder, processes=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"active_only": True, "version": "2.0"}, {"as_json": True}])
+def test_several_processes_read_the_same(how, tmp_path):
+    folder = written(tmp_path, **how)
+    cut = next(folder.glob("_dump_7*"))
+    cut.write_bytes(cut.read_bytes()[:200])
+    one, more = read_in_process(folder), several(folder)
+    assert one == more
+    assert list(one.unreadable) == [7]
+    assert hang.diagnose_dumps(one) == hang.diagnose_dumps(more)
+    types = {tuple(map(type, e)) for found in (one, more) for d in found.dumps.values()
+             for e in d.entries}  # fmt: skip
+    assert len(types) == 1, "True is not 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [0, 5])
+def test_a_hostile_pickle_is_refused_by_a_worker(protocol, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = written(tmp_path)
+    for rank in (3, 11):
+        evil = {"entries": [Evil(os.system, f"touch HIT{rank}")]}
+        (folder / f"_dump_{rank}").write_bytes(pickle.dumps(evil, protocol=protocol))
+    said = []
+    for read in (read_in_process, several):
+        with pytest.raises(DumpError, match=r"_dump_3: .*nothing was executed") as caught:
+            read(folder)
+        said.append(str(caught.value))
+        assert not multiprocessing.active_children()  # while the error is still at hand
+    assert said[0] == said[1]
+    assert not list(tmp_path.glob("HIT*"))
+
+
+@pytest.mark.slow
+def test_nothing_readable_is_the_same_error(tmp_path):
+    for rank in range(3):
+        (tmp_path / f"_dump_{rank}").write_bytes(b"\x80\x02r\xff\xff\xff\xff.")
+    with pytest.raises(DumpError) as one:
+        read_in_process(tmp_path)
+    with pytest.raises(DumpError) as more:
+        several(tmp_path)
+    assert str(one.value) == str(more.value)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_said(tmp_path):
+    files = dump_files(written(tmp_path))
+    many = dict(zip(range(2_000), itertools.cycle(files.values()), strict=False))
+    loaded = dump_workers._loaded(many, 2)
+    assert next(loaded)[0] == 0
+    mine = multiprocessing.active_children()
+    assert len(mine) == 2
+    mine[0].kill()
+    with pytest.raises(DumpError, match="was killed") as caught:
+        list(loaded)
+    assert "free memory" in caught.value.fix
+    assert not any(process.is_alive() for process in mine)
+
+
+class Odd:
+    """A file whose reading goes wrong in a way that nobody thought of."""
+
+    def stat(self):
+        return SimpleNamespace(st_size=1)
+
+    def read_bytes(self):
+        raise EOFError("not the end of a worker")
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_is_not_its_end(tmp_path):
+    files = {**dump_files(written(tmp_path)), 3: Odd()}
+    with pytest.raises(EOFError, match="not the end of a worker"):
+        list(dump_workers._loaded(files, 2))
+    assert not multiprocessing.active_children()
+
+
+FOREVER = """
+import itertools, os, signal, sys
+from megatron_prism.hang import dumps
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+if __name__ == "__main__":
+    files = dumps.dump_files(__import__("pathlib").Path(sys.argv[1]))
+    many = dict(zip(range(100_000), itertools.cycle(files.values())))
+    dumps.dump_files = lambda folder: many
+    dumps._is_of = lambda dump: None  # they are of other ranks
+    print("go", flush=True)
+    dumps.read(sys.argv[1], processes=2)
+"""
+
+
+def children(pid):
+    """Processes below ``pid``."""
+    found = [pid]
+    for parent in found:
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, tasks.read_text().split())
+    return found[1:]
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_caller(number, tmp_path):
+    script = tmp_path / "forever.py"
+    script.write_text(FOREVER)
+    with subprocess.Popen([sys.executable, str(script), str(written(tmp_path))],
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as caller:  # fmt: skip
+        assert caller.stdout.readline() == b"go\n"
+        deadline = time.monotonic() + 30
+        while len(below := children(caller.pid)) < 3:  # two workers and the resource tracker
+            assert caller.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(caller.pid, number)
+        assert caller.wait(30) != 0
+    while not all(map(gone, below)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,204 @@
+"""Dumps laid over the programs of their job: where everybody stood, and whether that is it.
+
+Oracle: the standstill that the dumps are of, which placement never sees.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+from helpers import hang_worlds
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR
+from megatron_prism.graph import stall
+from megatron_prism.hang import alignment, export
+from megatron_prism.hang import analyze as hang
+from megatron_prism.hang.dumps import DumpSet, of_value
+from megatron_prism.hang.fault_plan import parse
+from megatron_prism.hang.fault_planting import plant
+
+PAIRS = ("send", "recv")
+
+
+def placed(name, fault, start=0, **how):
+    """(state, Placed); every counter is ``start`` larger, as after other iterations."""
+    found = plant(hang_worlds.world(name), [parse(fault)])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    values = dict(export.dumps_of(state, **how))
+    for value in values.values():
+        for status in value["pg_status"].values():
+            for key in status:
+                status[key] += start if status[key] >= 0 else 0
+        for entry in value["entries"]:
+            entry["collective_seq_id"] += start
+            entry["p2p_seq_id"] += start
+            entry["record_id"] += 10 * start
+    dumps = DumpSet({r: of_value(v, r) for r, v in values.items()})
+    return state, alignment.confirm_verdict(
+        dumps, hang.diagnose_dumps(dumps), hang_worlds.world(name)
+    )
+
+
+def issued(state, rank):
+    ops = state.programs.of(rank).ops["name"][: state.issued[rank]]
+    return int((IS_COLLECTIVE | IS_PAIR)[ops].sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "start"),
+    [
+        ("moe", "gil@rank=10,group=tp,nth=3", 0),
+        ("moe", "gil@rank=3,group=tp,nth=20", 0),
+        ("moe", "gil@rank=3,group=tp,nth=20", 1000),
+        ("interleaved", "gil@rank=5,nth=20", 0),
+        ("interleaved", "gil@rank=5,nth=20", 1000),
+        ("moe", "sigkill@rank=9,group=tp,nth=25", 1000),
+    ],
+)
+def test_everybody_is_placed_and_the_verdict_is_confirmed(name, fault, start):
+    state, found = placed(name, fault, start)
+    for place in found.places:
+        if place.index >= 0:
+            assert place.issued == issued(state, place.rank), place
+    unknown = [p.rank for p in found.places if p.index < 0]
+    assert unknown == []
+    assert found.confirmed
+    assert "without a fault the programs come to their end" in found.lines
+
+
+def test_with_outstanding_calls_only_a_place_is_exact_or_not_named():
+    state, found = placed("moe", "gil@rank=3,group=tp,nth=20", active_only=True, stacks=False)
+    named = [p for p in found.places if p.index >= 0]
+    assert all(p.issued == issued(state, p.rank) for p in named)
+    assert all("places in its program fit" in str(p) for p in found.places if p.index < 0)
+
+
+def test_a_wrong_verdict_is_not_confirmed():
+    """Blame another rank: then the others do not stand where they stood."""
+    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=20")])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
+    verdict = hang.diagnose_dumps(dumps)
+    wrong = dataclasses.replace(
+        verdict, culprits=(dataclasses.replace(verdict.culprits[0], rank=2),)
+    )
+    assert alignment.confirm_verdict(dumps, verdict, hang_worlds.world("moe")).confirmed
+    assert not alignment.confirm_verdict(dumps, wrong, hang_worlds.world("moe")).confirmed
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["shape@rank=3,group=tp,nth=2", "dtype@rank=12,group=tp,nth=1", "drop@rank=6,group=tp,nth=4",
+     "op@rank=4,group=ep,nth=2:to=all_reduce", "gpu_hang@rank=2,group=tp,nth=3"],
+)  # fmt: skip
+def test_calls_that_differ_are_tried_as_the_dumps_have_them(fault):
+    _, found = placed("moe", fault, timing=True)
+    assert found.confirmed
+    rank = int(parse(fault).select["rank"])
+    (hit,) = plant(hang_worlds.world("moe"), [parse(fault)]).hits
+    assert found.stops[rank] in (hit.index, hit.index + 1)  # a dropped call is seen at the next
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 7])
+def test_the_iteration_is_known_where_start_up_is_shorter_than_one(iterations):
+    """Counters go on from iteration to iteration, and every group made a few calls before."""
+    world = hang_worlds.world("moe")
+    found = plant(world, [parse("gil@rank=10,group=tp,nth=3")])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = {}
+    for rank, value in export.dumps_of(state):
+        per = Counter(op.group for op in world.of(rank) if op.group and op.name not in PAIRS)
+        more = {i: iterations * per[c["desc"]] + 3
+                for i, c in enumerate(value["pg_config"].values())}  # fmt: skip
+        for number, status in value["pg_status"].items():
+            for key in status:
+                status[key] = max(status[key], 0) + more[int(number)]
+        for entry in value["entries"]:
+            entry["collective_seq_id"] += more[entry["pg_id"]]
+        dumps[rank] = of_value(value, rank)
+    dumps = DumpSet(dumps)
+    places = alignment.confirm_verdict(dumps, hang.diagnose_dumps(dumps), world).places
+    assert {p.iteration for p in places} == {iterations + 1}
+
+
+def test_real_code_that_calls_otherwise_refutes(monkeypatch, tmp_path):
+    """The worker's answer is made up: calls of the program, of another one, and none."""
+    from megatron_prism.emulate import confirm
+
+    world = hang_worlds.world("moe")
+    found = plant(world, [parse("gil@rank=10,group=tp,nth=20")])
+    state = stall.run_until_stalled(found.programs, found.faults)
+    dumps = DumpSet({r: of_value(v, r) for r, v in export.dumps_of(state)})
+    verdict = hang.diagnose_dumps(dumps)
+    where = alignment.confirm_verdict(dumps, verdict, world)
+
+    def answer(change, differs=(), steps=3):
+        ops = [op for op in world.of(10) if op.group]
+        calls = [{"name": o.name, "group": o.group, "site": o.site} for o in ops]
+        change(calls)
+        said = {"calls": calls, "frames": ["a.py:1 f"], "differs": list(differs), "compared": 9}
+        summary = {"tier": "cpu", "megatron_core": "0", "steps": steps, "witness": said}
+        monkeypatch.setattr(confirm.recipe_job, "run_ranks", lambda *a, **k: [summary])
+        recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200", [])
+        return confirm.confirm(recipe, world, tmp_path, dumps, verdict, where, None)
+
+    good = answer(lambda calls: None)
+    assert good.confirmed
+    assert good.lines[-1] == "CONFIRMED"
+    assert "    a.py:1 f" in good.lines
+    for change, differs, steps in (
+        (lambda calls: calls.pop(3), (), 3),  # its history is not that of the dump
+        (lambda calls: calls.clear(), (), 3),
+        (lambda calls: None, ("all_reduce #1: dtype",), 3),
+        (lambda calls: None, (), 2),
+    ):
+        bad = answer(change, differs, steps)
+        assert bad.confirmed is False
+        assert bad.lines[-1] == "REFUTED"
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_the_suspects_real_code_is_run_to_where_it_stood(tmp_path, capsys):
+    """Two processes of Megatron capture the world, a third is the suspect; all from the recipe."""
+    pytest.importorskip("megatron.core")
+    name, folder = "guard-gpt_16gpu_tp2pp2vp2_h200", str(tmp_path / "w")
+    other = "model.num_layers=4"
+    assert cli.main(["capture", name, other, "-o", folder]) == 0
+    words = ["hang", folder, "fault=gil@rank=5,group=tp,nth=40", "-o", str(tmp_path / "d")]
+    assert cli.main(words) == 1
+    capsys.readouterr()
+    words = ["--recipe", name, "--confirm", "tier=cpu", other, "--json"]  # captures it once more
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d"), *words]) == 1
+    said = capsys.readouterr()
+    assert "for this once; to keep it: prism capture" in said.err
+    assert "wrote " not in said.err
+    found = json.loads(said.out)
+    assert found["confirmed"] is True
+    said = "\n".join(found["tried"])
+    assert "rank 5's real code ran on tier cpu" in said
+    assert "all fit" in said
+    assert "15 of 15 other ranks stand where their dumps say" in said
+    assert "transformer/transformer_layer.py" in said  # where Python is, which no dump knew
+    assert "3 of 3 steps" in said
+
+
+def test_the_command(tmp_path, capsys):
+    found = plant(hang_worlds.world("moe"), [parse("gil@rank=10,group=tp,nth=3")])
+    folder = export.write(stall.run_until_stalled(found.programs, found.faults), tmp_path / "d")
+    where = str(hang_worlds.HERE / "worlds" / "moe.txt")
+    assert cli.main(["hang", "--dumps", str(folder), "--programs", where, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["places"][0].startswith("rank 10: iteration 1, last issued op ")
+    assert any("15 of 15 other ranks stand" in line for line in answer["tried"])
+    assert cli.main(["hang", "--dumps", str(folder), "fault=drop@rank=1"]) == 2
+    assert "does not go with --dumps" in capsys.readouterr().err
+    words = ["hang", "--dumps", str(folder), "--programs", where, "--confirm"]
+    assert cli.main(words) == 2
+    assert "of which job" in capsys.readouterr().err
+    (tmp_path / "small").write_text("prism-program 1\nworld size=1\nprogram ranks=0\n- compute\n")
+    assert cli.main(["hang", "--dumps", str(folder), "--programs", str(tmp_path / "small")]) == 2
+    assert "rank 15 left a dump" in capsys.readouterr().err

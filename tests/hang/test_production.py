@@ -1,0 +1,166 @@
+"""Hangs as production has them: what ``prism hang --dumps`` says of the files, and controls."""
+
+import json
+import pathlib
+
+import pytest
+from helpers import production
+from helpers.production import CASES
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core import program
+
+
+def command(folder, capsys, *more):
+    """(exit status, the JSON object) of ``prism hang --dumps``."""
+    code = cli.main(["hang", "--dumps", str(folder), *more, "--json"])
+    said = capsys.readouterr()
+    return code, (json.loads(said.out) if code != 2 else {})
+
+
+@pytest.mark.parametrize("one", CASES, ids=lambda c: c.name)
+def test_what_dumps_of_production_say(one, tmp_path, capsys):
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert production.judge(one, code, found) == "", found
+
+
+@pytest.mark.parametrize("name", ["moe", "interleaved", "line", "dynamic", "ring"])
+def test_the_same_job_without_a_fault_is_clean(name, tmp_path, capsys):
+    """Evaluations and checkpoints among its iterations: ends, and is healthy."""
+    control = next(c for c in CASES if c.name == "healthy")
+    one = production.dataclasses.replace(control, world=name)
+    assert production.dumps(one, tmp_path / "d").finished
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, found["verdict"], found["culprits"]) == (0, "healthy", [])
+    assert "py-spy" in found["missing"][-1], "dumps know of no gloo, no store and no files"
+
+
+def test_without_a_majority_the_rank_s_program_decides(tmp_path, capsys):
+    """Dumps alone leave it open; with the programs of the job it is rank 2."""
+    one = next(c for c in CASES if c.name == "receives before it sends")
+    production.dumps(production.dataclasses.replace(one, how=production.ACTIVE), tmp_path / "d")
+    program.save(production.line(4), tmp_path / "w.prism")
+    code, found = command(tmp_path / "d", capsys, "--programs", str(tmp_path / "w.prism"))
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [2])
+    assert found["culprits"][0]["kind"] == "order"
+
+
+@pytest.mark.parametrize(
+    ("rank", "calls", "active"),
+    [(4, 45, True), (9, 45, True), (12, 25, False), (12, 100, True)],
+)
+def test_who_was_written_down_earlier_is_not_late(rank, calls, active, tmp_path, capsys):
+    """A call that needs everybody ended elsewhere: the rank has made it since."""
+    made = next(c for c in CASES if c.name == "dumps of one moment, one earlier")
+    made = production.dataclasses.replace(
+        made, files=production.earlier_of(rank, calls, active), verdict=("host stuck",)
+    )
+    production.dumps(made, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert production.judge(made, code, found) == "", found
+    said = [line for line in found["evidence"] if "of an earlier moment" in line]
+    assert len(said) == 1
+    assert f"the dump of rank {rank} " in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "culprit", "confidence"),
+    [
+        ("restarted alone", 4, 4, "possible"),
+        ("dumps of one moment, one earlier", 9, 10, "likely"),
+        ("dumps of one moment, one earlier", 3, 10, "likely"),
+    ],
+)
+def test_who_made_no_call_is_named_where_nothing_else_explains_the_hang(
+    name, rank, culprit, confidence, tmp_path, capsys
+):
+    """A rank that was started again leaves the same dump as one of before its first call."""
+    one = next(c for c in CASES if c.name == name)
+    one = production.dataclasses.replace(one, files=production.started_again(rank))
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [culprit])
+    assert found["confidence"] == confidence
+    said = f"rank {rank} has made no call, though #1 to #"
+    assert [line.startswith(said) for line in found["evidence"]].count(True) == 1
+    assert any("or its dump is of before its first call" in line for line in found["evidence"])
+
+
+def test_who_waits_beside_a_culprit_may_err_alike(tmp_path, capsys):
+    """Ranks 12 and 13 have left out the step, too; that 4 and 5 did was certain, and they victims
+    like any other."""
+    one = next(c for c in CASES if c.name == "a replica exits a step early")
+    production.dumps(one, tmp_path / "d")
+    _, found = command(tmp_path / "d", capsys)
+    assert found["confidence"] == "possible"
+    assert any("but also 12,13: perhaps they err alike" in line for line in found["evidence"])
+
+
+def test_lost_dumps_are_said_once(tmp_path, capsys):
+    """A line for every rank of the other stage; who only lost its dump looks like who died."""
+    one = next(c for c in CASES if c.name == "half of the dumps lost")
+    one = production.dataclasses.replace(one, files=production.lost(*range(8, 16)))
+    production.dumps(one, tmp_path / "d")
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, found["verdict"], found["confidence"]) == (1, "missing dump", "possible")
+    assert found["evidence"][0].startswith("ranks 8-15 left no dump, and send #8 of PIPELINE")
+    assert "some of these may be victims" in found["evidence"][1]
+    assert len(found["evidence"]) == 2
+
+
+@pytest.mark.parametrize("name", ["counters only, an iteration skipped",
+                                  "counters only, in a pipeline"])  # fmt: skip
+def test_messages_that_no_entry_shows_are_missed(name, tmp_path, capsys):
+    production.dumps(next(c for c in CASES if c.name == name), tmp_path / "d")
+    _, found = command(tmp_path / "d", capsys)
+    assert any(line.startswith("outstanding messages of ranks ") for line in found["missing"])
+
+
+def test_two_dumps_of_one_rank_are_refused(tmp_path, capsys):
+    production.dumps(CASES[0], tmp_path / "d")
+    pathlib.Path(tmp_path, "d", "_dump_3.json").write_text("{}")
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 2
+    said = capsys.readouterr().err
+    assert "are both of rank 3" in said
+    assert "keep the dumps of one hang" in said
+
+
+def test_a_dump_that_is_cut_off_is_no_culprit(tmp_path, capsys):
+    one = next(c for c in CASES if c.name == "a short ring")
+    production.dumps(one, tmp_path / "d")
+    file = tmp_path / "d" / "_dump_11"
+    file.write_bytes(file.read_bytes()[:500])
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [10])
+    assert any("_dump_11 is no dump, or damaged" in line for line in found["missing"])
+
+
+def test_who_was_cut_off_while_it_wrote_is_not_who_wrote_nothing(tmp_path, capsys):
+    """Ranks 14 and 15 are both needed for one call: 15 is dead, of 14 half a file is there."""
+    one = next(c for c in CASES if c.name == "healthy")
+    dead = production.stands(15, part="2", at=30, silent=True)
+    production.dumps(
+        production.dataclasses.replace(one, fault=dead, world="interleaved"), tmp_path / "d"
+    )
+    file = tmp_path / "d" / "_dump_14"
+    file.write_bytes(file.read_bytes()[:2000])
+    code, found = command(tmp_path / "d", capsys)
+    assert (code, [row["rank"] for row in found["culprits"]]) == (1, [15])
+    assert found["verdict"] == "missing dump"
+
+
+@pytest.mark.parametrize("how", [{}, production.ACTIVE])
+def test_a_dump_under_another_rank_s_name_is_refused(how, tmp_path, capsys):
+    """Else the rank of that name would be the culprit: here 11 for 10."""
+    one = next(c for c in CASES if c.name == "half of the dumps lost")
+    one = production.dataclasses.replace(one, files=None, how=how)
+    production.dumps(one, tmp_path / "d")
+    a, b = (tmp_path / "d" / f"_dump_{rank}" for rank in (10, 11))
+    was = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(was)
+    assert cli.main(["hang", "--dumps", str(tmp_path / "d")]) == 2
+    said = capsys.readouterr().err
+    assert "named as rank 10's was written by rank 11" in said
+    assert "fix: name every file after the global rank" in said

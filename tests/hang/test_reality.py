@@ -1,0 +1,286 @@
+"""Dumps as real jobs leave them after the hang itself: aborted, restarted, of other attempts.
+
+Expectations come from ProcessGroupNCCL.cpp (torch 2.9): its watchdog takes calls of aborted
+communicators for completed (``isCompleted``, ``retire_id``), a communicator is created before its
+first call is recorded, and the recorder outlives the groups of a process.
+"""
+
+import copy
+import json
+import pickle
+from collections import Counter
+
+import pytest
+from helpers import production
+from helpers.flight_dumps import FULL, GIL, judged, said, values
+from helpers.production import ACTIVE, DP, EP, stands
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program_text import parse
+from megatron_prism.graph import stall
+from megatron_prism.hang import dumps, export
+
+FURTHER = stands(3, part="save", at=0)
+BEFORE = stands(3, part="2", at=33)
+HOWS = pytest.mark.parametrize("how", [ACTIVE, FULL], ids=["outstanding only", "history"])
+
+
+# -- dumps of another moment ----------------------------------------------------------------------
+def aborted(value, how):
+    """As the watchdog leaves it: whatever was outstanding is retired and counted as completed."""
+    retired = [e | {"retired": True} for e in value["entries"]]
+    value["entries"] = [] if how["active_only"] else retired
+    for status in value["pg_status"].values():
+        status["last_completed_collective"] = status["last_enqueued_collective"]
+
+
+@HOWS
+@pytest.mark.parametrize("rank", [9, 11, 14])
+def test_calls_of_aborted_communicators_did_not_end(rank, how):
+    """Five innocents were "device stuck" with certainty, and 10 was of an earlier moment."""
+    made = values(GIL, how)
+    aborted(made[rank], how)
+    named, found = judged(made)
+    assert named == {10}
+    assert (found.verdict, found.confidence) == ("host stuck", "likely")
+    known = not how["active_only"]  # the calls are there, and did not end
+    assert ("calls that were aborted count as outstanding" in found.missing) == known
+    said_so = said(found, f"the dump of rank {rank} is of another moment: all_to_all #61")
+    assert len(said_so) == (not known)
+    assert len(said(found, "after its communicators were aborted")) == (not known)
+
+
+@HOWS
+@pytest.mark.parametrize("ranks", [(9, 11), (9, 14), (9, 11, 14), (11, 12, 13, 14), (0, 3, 12)])
+def test_several_aborted_dumps_name_nobody_else(ranks, how):
+    """Two of a group of four were as many as still waited there."""
+    made = values(GIL, how)
+    for rank in ranks:
+        aborted(made[rank], how)
+    named, found = judged(made)
+    assert named == {10}
+    assert found.confidence in ("likely", "possible")
+
+
+@HOWS
+@pytest.mark.parametrize("ranks", [(4, 6), (1, 5, 9), (0, 8), (12, 13, 15)])
+def test_dumps_of_a_node_that_was_swapped(ranks, how):
+    made, further = values(GIL, how), values(FURTHER, how)
+    for rank in ranks:
+        made[rank] = further[rank]
+    named, found = judged(made)
+    assert named == {10}, found
+
+
+@HOWS
+@pytest.mark.parametrize(("rank", "named"), [(4, {10}), (10, set())])
+def test_a_dump_that_an_attempt_that_got_further_left_behind(rank, named, how):
+    """Fifteen ranks were of an earlier moment and nothing was said of anybody."""
+    made = values(GIL, how)
+    made[rank] = values(FURTHER, how)[rank]
+    who, found = judged(made)
+    assert who == named
+    assert len(said(found, f"the dump of rank {rank} is of ")) == 1
+    assert len(said(found, f"waited for: {rank}, and no dump")) == (not named)
+    assert found.exit_code == (1 if named else 3)
+
+
+# -- a process that made its groups again ---------------------------------------------------------
+def again(now, before):
+    """NVRx's in-process restart: same names, new ids, and the calls that were aborted."""
+    for rank, value in now.items():
+        old = copy.deepcopy(before.get(rank, {"entries": [], "pg_status": {}}))
+        ids, first = len(old["pg_status"]), len(old["entries"])
+        for place, entry in enumerate(value["entries"]):
+            entry |= {"pg_id": entry["pg_id"] + ids, "record_id": first + place}
+        for place, entry in enumerate(old["entries"]):
+            entry["record_id"] = place
+        value["entries"] = old["entries"] + value["entries"]
+        later = {str(int(i) + ids): status for i, status in value["pg_status"].items()}
+        value["pg_status"] = old["pg_status"] | later
+    return now
+
+
+@HOWS
+@pytest.mark.parametrize("replaced", [(), (3,)])
+@pytest.mark.parametrize(("fault", "named"), [(GIL, {10}), (production.nothing, set())])
+def test_calls_of_before_an_in_process_restart_are_not_of_this_hang(fault, named, replaced, how):
+    """A healthy job was a mismatch of rank 3, with certainty."""
+    old = values(BEFORE, how)
+    made = again(values(fault, how), {r: v for r, v in old.items() if r not in replaced})
+    who, found = judged(made)
+    assert who == named
+    assert found.verdict == ("host stuck" if named else "healthy")
+    assert any("aborted and made again" in line for line in found.missing)
+
+
+# -- groups without a description of their own ----------------------------------------------------
+@HOWS
+def test_groups_that_share_a_description_are_told_apart(how):
+    """torch calls a group "undefined" that was made without group_desc: 1, 3 and 7 were named."""
+    swap = production.swapped(5, "2", ("reduce_scatter", DP, 0), ("all_to_all", EP, 23))
+    made = values(swap, how)
+    for value in made.values():
+        for config in value["pg_config"].values():
+            config["desc"] = "undefined"
+        for entry in value["entries"]:
+            entry["process_group"] = (entry["process_group"][0], "undefined")
+    named, found = judged(made)
+    assert named <= {5}
+    assert found.group.startswith("undefined (group ")
+
+
+# -- what hosts wait for is not always recorded ---------------------------------------------------
+def created_first(it):
+    """NCCL's communicators are created by their first call, where the host waits for everybody."""
+    for parts in it.parts.values():
+        known = set()
+        for _, ops in parts:
+            for place in range(len(ops) - 1, -1, -1):
+                name = ops[place].group
+                if name and name not in known and all(o.group != name for o in ops[:place]):
+                    ops.insert(place, Op("barrier", name, "uint8", 1, 1))
+            known |= {op.group for op in ops}
+
+
+def uncreated(made):
+    """Take the creations out of the dumps; who stands in one has nothing of that group."""
+    for value in made.values():
+        left, seen, ids = [], Counter(), {}
+        for entry in value["entries"]:
+            name = entry["process_group"][0]
+            seen[name] += 1
+            if seen[name] > 1:
+                left.append(entry | {"collective_seq_id": entry["collective_seq_id"] - 1})
+                ids[name] = str(entry["pg_id"])
+        value["entries"] = left
+        value["pg_config"] = {n: c for n, c in value["pg_config"].items() if n in ids}
+        value["pg_status"] = {
+            i: {word: count - 1 for word, count in value["pg_status"][i].items()}
+            for i in ids.values()
+        }
+    return made
+
+
+def test_who_waits_for_a_communicator_looks_idle():
+    """Rank 10 never comes to its first call of experts; its stage waits there without a record."""
+    made = uncreated(values(stands(10, part="1", at=5), FULL, change=created_first))
+    named, found = judged(made)
+    assert named == set(range(8, 16))
+    assert found.confidence == "possible"
+    assert len(said(found, "ranks 8-15 may wait in the first call of a group that others")) == 1
+
+
+def test_a_whole_group_that_stands_still_may_wait_for_one_of_its_ranks():
+    """DeepEP's calls are not NCCL's: ranks 1 to 7 of the group may be victims of one of them."""
+    made = values(stands(1, 3, 5, 7, part="3", at=0), ACTIVE)
+    named, found = judged(made)
+    assert named == {1, 3, 5, 7}
+    assert found.confidence == "possible"
+    assert len(said(found, "ranks 1-7:2 are all members of ")) == 1
+    named, found = judged(values(stands(1, 3, 5, part="3", at=0), ACTIVE))
+    assert (named, found.confidence) == ({1, 3, 5}, "likely")
+
+
+def test_one_rank_in_a_barrier_and_all_others_outside_can_be_two_things():
+    """Rank 0 may make a call of its own; or the others still write the checkpoint."""
+    named, found = judged(values(stands(*range(1, 16), part="save", at=0), ACTIVE))
+    assert (named, found.confidence) == ({0}, "possible")
+    assert len(said(found, "or ranks 1-15 are held up before it")) == 1
+
+
+@HOWS
+@pytest.mark.parametrize("rank", [0, 8, 11])
+def test_one_dump_of_sixteen_says_nothing_of_those_without_one(rank, how):
+    named, found = judged({rank: values(GIL, how)[rank]})
+    assert (named, found.verdict, found.exit_code) == (set(), "undetermined", 3)
+    assert len(said(found, "waited for: ")) == 1
+
+
+# -- names of files -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nccl_trace_rank_{r}_20260817",
+        "rank{r}_host7.pkl",
+        "rank_{r}.host-1",
+        "local_rank_1_rank-{r}",
+        "node_rank_2_dump_{r}",
+        "pp_rank0_dump_{r}",
+        "rank_{r}_tp_rank_0",
+        "rank{r}_hostA.pkl",
+        "nccl_trace_rank_{r}_worker-a",
+        "myjob_rank_{r}_20260817",
+    ],
+)
+def test_the_rank_may_stand_behind_its_word(name, tmp_path, capsys):
+    for rank, value in values(GIL, ACTIVE).items():
+        (tmp_path / name.format(r=rank)).write_bytes(pickle.dumps(value))
+    assert cli.main(["hang", "--dumps", str(tmp_path), "--json"]) == 1
+    assert [c["rank"] for c in json.loads(capsys.readouterr().out)["culprits"]] == [10]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("_dump_3.gz", "unpack the files"), ("node1/_dump_3", "name its folder"),
+     ("notes.txt", "name the folder that")],
+)  # fmt: skip
+def test_where_there_are_no_dumps_it_is_said_what_to_do(name, fix, tmp_path, capsys):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
+    assert f"fix: {fix}" in capsys.readouterr().err
+
+
+def test_a_folder_for_every_node_is_not_searched(tmp_path, capsys):
+    for node in range(6):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / f"_dump_{node}").write_bytes(b"")
+    assert cli.main(["hang", "--dumps", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "node3 …)" in said and "put all into one" in said  # noqa: PT018
+
+
+def test_a_group_that_was_made_later_is_no_restart():
+    """pg_config lacks it; the call that the rank waits in was taken for one of before an abort."""
+    value = copy.deepcopy(values(GIL, ACTIVE)[8])
+    waits = value["entries"][0]
+    number = waits["process_group"][0]
+    value["entries"] = [waits | {"pg_id": 0}]
+    value["pg_config"] = {number: value["pg_config"][number]}
+    status = dict(next(iter(value["pg_status"].values())))
+    status["last_completed_collective"] = status["last_enqueued_collective"] - 1
+    value["pg_status"] = {"0": status, "1": dict(status)}
+    found = dumps.of_value(value, 8)
+    assert len(found.entries) == 1
+    assert not [note for note in found.notes if "made again" in note]
+
+
+# -- batches --------------------------------------------------------------------------------------
+@HOWS
+def test_what_is_issued_in_a_batch_stays_scheduled_for_good(how):
+    """pytorch issue 137969.  A healthy job waited in its first message, and a host that stood still
+    had skipped a call."""
+    made = values(GIL, how)
+    inside = [e for e in made[8]["entries"] if e["is_p2p"] and e["input_sizes"] + e["output_sizes"]]
+    assert len(inside) > 8, "what ended long ago is there too, also among the outstanding"
+    assert {(e["state"], e["retired"]) for e in inside} == {("scheduled", False)}
+    dump = dumps.of_value(made[8], 8)
+    assert {e.seq for e in dump.entries if e.pair and not e.done} == {8}, "it waits in the last"
+    assert judged(made)[0] == {10}
+
+
+def test_a_batch_waits_for_all_that_is_in_it():
+    """In a ring who sends has been answered, and waits for what it receives: the state of both is
+    that of the batch, so the message that is not there tells whom it waits for."""
+    ring = "prism-program 1\nworld size=4 cp=4\n"
+    step = "- send CONTEXT_PARALLEL_GROUP bf16 in=8 peer=1 batch={0}\n"
+    step += "- recv CONTEXT_PARALLEL_GROUP bf16 out=8 peer=-1 batch={0}\n- host_wait note=device\n"
+    for rank in range(4):
+        ring += f"program ranks={rank}\n" + "".join(step.format(i) for i in range(4))
+    state = stall.run_until_stalled(parse(ring, "ring"), {2: stall.RankFault(host=3)})
+    named, found = judged(dict(export.dumps_of(state)))
+    assert (named, found.verdict) == ({2}, "host stuck")
+    waits = {row.rank: row.waits_for for row in found.victims}
+    assert waits[3] == (2,)

@@ -1,0 +1,170 @@
+"""What virtual ranks answer, as a table: against replays of the whole world, to the nanosecond."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracles.naive_replay import prices_of, random_programs
+
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program
+from megatron_prism.graph import world_graph
+from megatron_prism.replay import answer_times, dependencies, loops, timeline, whatif
+from megatron_prism.replay.answer_times import START, build_answer_times, cuts, kept, terms
+
+SEEDS = st.integers(0, 2**32)
+ITERATIONS = 6
+
+
+def world_of(seed):
+    """(graph in which the local ranks are classes of their own, the local ranks)."""
+    rng = np.random.default_rng(seed)
+    programs = random_programs(seed)
+    size = programs.world.size
+    local = sorted(rng.choice(size, int(rng.integers(1, min(size, 4))), replace=False).tolist())
+    for rank in local:  # one by one: equal marks would leave them in one class
+        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
+    return world_graph.build(programs), local
+
+
+def prescribed(made, joined, local, seed):
+    """(durations, start and end of every node) when local ranks compute for random times."""
+    rng = np.random.default_rng(seed)
+    durations = timeline.durations_of(joined, prices_of(made))
+    classes = [int(made.classes.of[rank]) for rank in local]
+    mine = np.isin(joined.owner, classes) & (joined.kind == dependencies.COMPUTE)
+    durations[mine] = rng.integers(0, 200, mine.sum())
+    return durations, *timeline.evaluate(joined, durations)
+
+
+def last_arrival(joined, mine, node, end):
+    """When the last local member of the meeting ``node`` comes to it."""
+    return max(int(end[p]) for p in joined.predecessors(node) if mine[p])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_terms_give_what_the_whole_world_gives(seed):
+    made, local = world_of(seed)
+    joined = dependencies.build(made, 3)
+    assume(len(joined.order) == len(joined))
+    classes = [int(made.classes.of[rank]) for rank in local]
+    cut, mine = cuts(joined, classes)
+    start, cause, weight = terms(joined, timeline.durations_of(joined, prices_of(made)), cut, mine)
+    for other in range(3):
+        durations, _, end = prescribed(made, joined, local, seed + other)
+        for node in np.flatnonzero(cut).tolist():
+            part = slice(start[node], start[node + 1])
+            assert start[node] < start[node + 1]
+            arrival = last_arrival(joined, mine, node, end)
+            causes = zip(cause[part].tolist(), weight[part].tolist(), strict=True)
+            reached = [(0 if i == START else int(end[i])) + w for i, w in causes]
+            assert max(arrival + int(durations[node]), *reached) == end[node]
+
+
+def with_sync(programs):
+    """The same world, whose iterations end with a call of everybody, which all streams wait for."""
+    still = Op("host_wait", note="device")
+    made = tuple(
+        Program.from_ops(
+            p.rank,
+            [*p, still, Op("all_reduce", group="default_pg", dtype="int8", num_in=9), still],
+        )
+        for p in programs.programs
+    )
+    return dataclasses.replace(programs, programs=made)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(SEEDS)
+def test_one_table_serves_every_iteration(seed):
+    programs = with_sync(random_programs(seed))
+    rng = np.random.default_rng(seed)
+    local = sorted(rng.choice(programs.world.size, 2, replace=False).tolist())
+    assume(len(local) < programs.world.size)
+    for rank in local:
+        programs = whatif.with_own_classes(programs, [rank], f"local {rank}")
+    made = world_graph.build(programs)
+    joined = dependencies.build(made, ITERATIONS)
+    assume(len(joined.order) == len(joined))
+    table = build_answer_times(made, prices_of(made), local)
+    assert table.loose == 0
+    _, _, end = prescribed(made, joined, local, seed)
+    classes = [int(made.classes.of[rank]) for rank in local]
+    seen = []
+    for iteration in range(ITERATIONS):
+        arrivals = np.zeros(len(table), dtype=np.int64)
+        ends = np.zeros(len(table), dtype=np.int64)
+        for index, op, of in zip(table.member, table.op, table.of, strict=True):
+            ready = joined.ready_of[classes[index]][iteration][op]
+            arrivals[of] = max(arrivals[of], end[ready])
+            ends[of] = end[joined.node_of[classes[index]][iteration][op]]
+        if iteration >= 2:
+            assert np.array_equal(table.ends(arrivals, seen[::-1]), ends)
+        seen.append(ends)
+
+
+def test_interpreted_and_compiled_are_one(monkeypatch):
+    pytest.importorskip("numba")
+    made, local = world_of(7)
+    joined = dependencies.build(made, 3)
+    cut, mine = cuts(joined, [int(made.classes.of[rank]) for rank in local])
+    durations = timeline.durations_of(joined, prices_of(made))
+    plain = terms(joined, durations, cut, mine)
+    monkeypatch.setattr(loops, "SMALL", -1)
+    for one, other in zip(plain, terms(joined, durations, cut, mine), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_lockstep_peer_needs_one_term_a_call():
+    """Calls of one group, one after the other: only the call before matters."""
+    ops = [
+        op
+        for _ in range(50)
+        for op in (
+            Op("compute", ns=100),
+            Op(
+                "all_reduce", group="TENSOR_MODEL_PARALLEL_GROUP", dtype="int8", num_in=7, num_out=7
+            ),
+        )
+    ]
+    from megatron_prism.core.program import Programs
+    from megatron_prism.core.world import World
+
+    programs = Programs(World(2, tp=2), (Program.from_ops(0, ops),), np.zeros(2, dtype=np.int32))
+    made = world_graph.build(whatif.with_own_classes(programs, [0]))
+    table = build_answer_times(made, prices_of(made), [0])
+    assert np.diff(table.start).tolist() == [1] * 50
+    assert table.weight.tolist() == [107] * 50
+    assert table.back.tolist() == [1] + [0] * 49
+
+
+def test_a_local_rank_is_told_apart_first():
+    programs = random_programs(3)
+    made = world_graph.build(programs)
+    crowded = next(
+        r for r in range(programs.world.size) if made.classes.counts[made.classes.of[r]] > 1
+    )
+    with pytest.raises(PrismError, match="one of several"):
+        build_answer_times(made, prices_of(made), [crowded])
+
+
+def test_a_table_is_kept(tmp_path, monkeypatch):
+    made, local = world_of(7)
+    prices = prices_of(made)
+    first = kept(made, prices, local, tmp_path)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr(answer_times, "build_answer_times", None)  # not asked again
+    again = kept(made, prices, local, tmp_path)
+    for field in dataclasses.fields(first):
+        one, other = getattr(first, field.name), getattr(again, field.name)
+        assert np.array_equal(one, other), field.name
+    monkeypatch.undo()
+    slower = dataclasses.replace(prices, collective_ns=prices.collective_ns + 1)
+    assert not np.array_equal(kept(made, slower, local, tmp_path).own, first.own)
+    assert len(list(tmp_path.iterdir())) == 2
+    file.write_bytes(file.read_bytes()[:100])
+    assert np.array_equal(kept(made, prices, local, tmp_path).weight, first.weight)

@@ -1,0 +1,428 @@
+"""Computing and calls that run at once: closed forms, what is refused, a measurement on gloo."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from oracles.naive_replay import prices_of, random_programs
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_text import parse
+from megatron_prism.graph import world_graph
+from megatron_prism.replay import costs, overlap, timeline
+from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay.costs.machine import machine
+from megatron_prism.replay.costs.overlap_factors import METHOD, OverlapFactors, read_rows
+from megatron_prism.replay.priced_graph import price
+
+MS = 1_000_000
+GROUP = "DATA_PARALLEL_GROUP"
+BESIDE = f"""prism-program 1
+world size=2
+program ranks=0-1
+- all_reduce {GROUP} bf16 n=64 reduce=sum handle=0
+- compute ns={1000 * MS}
+- wait handle=0
+"""
+AFTER = BESIDE.replace("- compute", "- wait handle=0\n- compute")
+
+
+def row(**more):
+    return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm",
+            "method": METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
+
+
+def found(text, call_ms, compute, call):
+    """(iteration ms, Prices) with a call of ``call_ms`` and these factors."""
+    made = world_graph.build(parse(text))
+    prices = costs.price_ops(made, machine("h200"))
+    prices = dataclasses.replace(prices, collective_ns=np.full(1, call_ms * MS))
+    factors = read_rows([row(compute=compute, call=call)])
+    slower = overlap.replay_with_overlap(made, prices, factors, "4 x X", 1)
+    again = timeline.build_timeline(made, slower.prices, 1)  # its prices are what it rests on
+    assert again.iteration_ns == slower.iteration_ns
+    return slower.iteration_ns / MS, slower.prices
+
+
+def test_factors_of_few_rounds_are_left_out():
+    rows = [
+        row(bytes=1 << 28, call=1.3, rounds=12),
+        row(bytes=1 << 28, kind="memory", call=1.9, rounds=6),
+        row(bytes=1 << 24, call=3.6, rounds=3),  # as measured: a call shorter than a product
+        row(bytes=1 << 22, call=2.0),  # a file that does not say
+    ]
+    points = read_rows(rows)["all_reduce"].points
+    assert points == {
+        "gemm": ((1 << 22, 1.0, 2.0), (1 << 28, 1.0, 1.3)), "memory": ((1 << 28, 1.0, 1.9),)
+    }  # fmt: skip
+    assert read_rows([row(rounds=1)])["all_reduce"].points == {"gemm": ((128, 1.0, 1.0),)}
+
+
+@pytest.mark.parametrize(
+    ("call_ms", "compute", "call", "expected"),
+    [
+        (500, 1.0, 1.0, 1000),
+        (500, 2.0, 1.0, 1250),  # 500 ms at half speed: 250 ms of work done, 250 left over
+        (500, 1.0, 2.0, 1000),  # the call takes 1,000 and is still hidden
+        (2000, 2.0, 1.0, 2000),  # computing takes all of the 2,000
+        (500, 1.25, 1.25, 1125),  # the call covers 625 of it, 625 x (1 - 1 / 1.25) = 125
+        (500, 0.9, 0.9, 1000),  # noise: nothing is faster for company
+    ],
+)
+def test_closed_forms(call_ms, compute, call, expected):
+    took, _ = found(BESIDE, call_ms, compute, call)
+    assert took == pytest.approx(expected, rel=1e-3)
+    alone, prices = found(AFTER, call_ms, compute, call)
+    assert alone == call_ms + 1000  # nothing runs at once, nothing is slower
+    assert not any("overlap" in said for said in prices.used())
+
+
+@pytest.mark.parametrize(
+    ("products", "computing_ms", "call_ms"),
+    [
+        (1000, 1250, 500),  # half speed beside 500 ms of the call
+        (0, 1000, 1000),  # the call at half speed
+        (500, 1167, 667),  # each at three quarters of its own
+        (None, 1167, 667),  # nobody knows: as if it were half products
+    ],
+)
+def test_products_and_other_kernels_lose_differently(products, computing_ms, call_ms):
+    said = "" if products is None else f" products={products * MS}"
+    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
+    prices = costs.price_ops(made, machine("h200"))
+    prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
+    factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
+    assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
+
+
+def test_computing_that_was_recorded_beside_calls_loses_no_more():
+    made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
+    factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
+    plain = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 500 * MS)
+    )
+    alone = overlap.replay_with_overlap(made, plain, factors, "x", 1).prices
+    source = {**made.programs.source, "peers": "paced"}
+    paced = world_graph.build(dataclasses.replace(made.programs, source=source))
+    beside = overlap.replay_with_overlap(paced, plain, factors, "x", 1).prices
+    assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
+    assert beside.collective_ns[0] == 1000 * MS  # calls are calibrated alone: they lose as before
+
+
+@pytest.mark.parametrize(
+    ("call_ms", "factor"), [(500, 3.0), (333, 3.6), (280, 3.6), (600, 2.0), (900, 2.3)]
+)
+def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor):
+    """1,000 ms of additions beside the call: it has run 1,000 / factor of its own time then."""
+    beside = BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")
+    made = world_graph.build(parse(beside))
+    prices = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, call_ms * MS)
+    )
+    factors = read_rows([row(), row(kind="memory", call=factor)])
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1)
+    expected = call_ms + 1000 * (1 - 1 / factor)
+    assert slower.prices.collective_ns[0] / MS == pytest.approx(expected, rel=2e-3)
+    assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
+
+
+@pytest.mark.parametrize("factor", [2.98, 3.6, 5])
+def test_a_call_that_computing_nearly_covers(factor):
+    """Its first ms is alone: pass by pass it comes nearer to the end, and does come there."""
+    late = BESIDE.replace(f"ns={1000 * MS}", f"ns={4000 * MS} products=0 host={MS} lead={MS}")
+    made = world_graph.build(parse(late))
+    prices = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
+    )
+    factors = read_rows([row(), row(kind="memory", call=factor)])
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    assert slower.collective_ns[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("factor", [1.5, 1.9, 2.0, 3.6])
+def test_computing_on_several_streams_slows_a_call_once(factor):
+    side = "".join(f"- compute ns={1000 * MS} stream=s{n}\n" for n in range(2))
+    made = world_graph.build(parse(BESIDE.replace("- compute", f"{side}- compute")))
+    prices = dataclasses.replace(
+        costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
+    )
+    factors = read_rows([row(call=factor)])
+    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    assert slower.collective_ns[0] / MS == pytest.approx(100 * factor, rel=1e-3)
+
+
+def test_it_is_said():
+    _, prices = found(BESIDE, 500, 1.5, 1.5)
+    assert len(prices.used()) == 2
+    assert all("overlap (overlap: 4 x X; " in said for said in prices.used())
+    assert prices.used()[0].startswith("measured: segments")  # and what it was before
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 10, 11])  # the others hang on purpose
+def test_random_worlds_only_get_slower_and_not_without_factors(seed):
+    made = world_graph.build(random_programs(seed))
+    prices = prices_of(made)
+    assert overlap.replay_with_overlap(made, prices, {}, "x").prices is prices
+    factors = {
+        "all_reduce": OverlapFactors({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
+        "all_gather": OverlapFactors({"gemm": ((1, 1.1, 1.4),)}),
+    }
+    slower = overlap.replay_with_overlap(made, prices, factors, "x").prices
+    assert (slower.collective_ns >= prices.collective_ns).all()
+    for one, before in zip(slower.compute, prices.compute, strict=True):
+        assert (one >= before).all()
+        assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
+    ones = dict.fromkeys(factors, OverlapFactors({"memory": ((1, 1.0, 1.0),)}))
+    same = overlap.replay_with_overlap(made, prices, ones, "x").prices
+    assert (same.collective_ns == prices.collective_ns).all()
+    assert same.used() == prices.used()
+
+
+def test_between_two_sizes_their_ratio_counts():
+    rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=128 << 4, call=3.0)]
+    one = read_rows(rows)["all_reduce"]
+    assert one.factors(0, "gemm") == one.factors(128, "gemm") == (1.2, 1.0)
+    assert one.factors(128 << 2, "gemm") == (pytest.approx(1.1), pytest.approx(2.0))
+    assert one.factors(128 << 3, "gemm") == (pytest.approx(1.05), pytest.approx(2.5))
+    assert one.factors(128 << 4, "gemm") == one.factors(1 << 30, "gemm") == (1.0, 3.0)
+    assert one.factors(1, "memory") == one.factors(1 << 30, "memory") == (1.4, 1.0)
+    assert read_rows(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
+    old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
+    assert read_rows(old) == {}  # of an earlier release, whose clocks differed
+    assert read_rows([row(call=2.3, method=1)]) == {}  # of another, in which calls waited for room
+
+
+def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
+    results = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
+    stored = json.loads((results / "h200_x4_turns.json").read_text())["calibrations"]
+    for name in ("second", "third"):  # calls that waited for room; one hardware queue for all
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"format": 1, "collectives": [], **stored[name]}))
+        found = read_calibration(path)
+        assert stored[name]["overlap"]
+        assert found.overlap == {}
+        assert "its overlap was measured in an earlier way and is left out" in found.source
+
+
+def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
+    path, host = tmp_path / "c.json", {"op": "all_reduce", "asynchronous": False, "ns": 90_000}
+    for more, said in (({}, "; its calls were measured back to back"), ({"method": 2}, "")):
+        path.write_text(
+            json.dumps({"format": 1, "source": "x", "collectives": [], "host": [host], **more})
+        )
+        assert read_calibration(path).source.startswith(f"x{said}")
+        assert ("back to back" in read_calibration(path).source) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (row(compute=0), "by 0.0"),
+        (row(call=float("nan")), "itself by nan"),
+        (row(compute=1e9), "no factors"),
+        (row(bytes=0), "of 0 bytes"),
+        (row(kind="sleep"), "'sleep' is no kind of computing"),
+        (row(kind=["gemm"]), "is no kind"),
+        ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
+        ({"method": METHOD}, "compute"),
+    ],
+)
+def test_factors_that_cannot_be(tmp_path, wrong, says):
+    path = tmp_path / "c.json"
+    rows = wrong if isinstance(wrong, list) else [wrong]
+    whole = {"format": 1, "source": "x", "collectives": [], "overlap": rows}
+    path.write_text(json.dumps(whole))
+    with pytest.raises(UsageError, match="no calibration of ours") as caught:
+        read_calibration(path)
+    assert says in str(caught.value)
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What a command says of BESIDE with a calibration whose computing takes ``factor`` times as
+    long; the calibration is the file ``c.json``."""
+    programs, file = tmp_path / "w.txt", tmp_path / "c.json"
+    programs.write_text(BESIDE)
+    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
+    stored = {"format": 1, "source": "2 x NVIDIA H200", "collectives": [call]}
+
+    def run(factor, command, *more):
+        file.write_text(json.dumps({**stored, "overlap": [row(compute=factor)]}))
+        words = [command, str(programs), "machine=h200", f"calibration={file}", *more, "--json"]
+        assert cli.main(words) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_replay_applies_what_a_calibration_says(told):
+    times = [told(factor, "replay")["iteration_ns"] for factor in (1.0, 2.0)]
+    assert times[1] / times[0] == pytest.approx(1.25, rel=1e-3)
+
+
+def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
+    middles = []
+    for factor in (1.0, 2.0):
+        quantiles = told(factor, "predict", "samples=200")["quantiles"]
+        middles += [one["ns"] for one in quantiles if one["level"] == 0.5]
+    assert middles[1] / middles[0] == pytest.approx(1.25, rel=0.05)
+    made = price(parse(BESIDE), machine="h200", calibration=tmp_path / "c.json", iterations=1)
+    again = timeline.build_timeline(made.graph, made.prices, 1)  # prices that pacing and draws take
+    for one in (made.timeline, again):
+        assert one.iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
+
+
+def test_a_clock_that_drifts_is_no_factor():
+    """Every round is 10 % slower than the one before: phases of the same round are compared."""
+    calibrate_overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    slower = [1.1**k for k in range(6)]
+    rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05) for s in slower]
+    medians = calibrate_overlap._medians
+    compute, call, counted = medians(calibrate_overlap._throughout(rounds))
+    assert (compute, call) == (pytest.approx(1.2), pytest.approx(1.5))
+    assert counted == 5
+    assert medians([]) is None
+
+
+def test_what_is_lost_counts_for_as_long_as_both_run():
+    """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    us = 1000.0
+    one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
+    compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
+    assert (compute, call, counted) == (
+        pytest.approx(1 / (1 - 20 / 50)), pytest.approx(1 / (1 - 10 / 50)), 3
+    )  # fmt: skip
+    # replay: in 50 us side by side computing gets 50 / compute far, the rest it does later
+    assert 50 * (1 - 1 / compute) == pytest.approx(20)
+    assert overlap._call_first([one._replace(covered=False)]) == []
+    assert overlap._call_first([one._replace(both=20 * us)]) == []  # the head start is a third
+    quicker = one._replace(compute_beside=90 * us, call_beside=50 * us)  # noise
+    assert overlap._call_first([quicker]) == [(1.0, 1.0)]
+    stuck = one._replace(compute_beside=900 * us)
+    assert overlap._call_first([stuck])[0][0] == pytest.approx(10)
+
+
+def test_phases_differ_in_one_thing_only(monkeypatch):
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    import torch
+
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append(f"mark on {now[-1].name}")
+
+    @contextlib.contextmanager
+    def on(stream):
+        now.append(stream)
+        yield
+        now.pop()
+
+    main, side = Stream("main"), Stream("side")
+    now = [main]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("head"))
+
+    def made(what):
+        return lambda: log.append(f"{what} on {now[-1].name}")
+
+    phases = overlap._Phases(side, made("call"), made("compute"), made("meet"))
+    marks = phases.round(True)
+    beside, behind = log[: len(log) // 2], log[len(log) // 2 :]
+    assert [len(one) for one in marks] == [4, 4]
+    assert beside == [
+        "meet on main", "side waits for main", "mark on side", "call on side", "mark on side",
+        "head", "mark on main", "compute on main", "mark on main", "main waits for side",
+    ]  # fmt: skip
+    behind.remove("main waits for side")
+    assert behind == beside
+    del log[:]
+    phases.round(False)
+    assert log.index("head") == 6  # the other way round: computing waits first
+
+
+def test_a_measurement_on_cpus(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    import torch
+
+    from megatron_prism.emulate import calibrate_overlap
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        whole = torch.zeros(1 << 16)
+        calls = {"all_reduce": lambda: dist.all_reduce(whole), "send": lambda: None}
+        rows = calibrate_overlap.overlaps(False, 1, lambda size: calls)
+    finally:
+        dist.destroy_process_group()
+    assert [(one["op"], one["kind"]) for one in rows] == [
+        ("all_reduce", "gemm"), ("all_reduce", "memory")
+    ]  # fmt: skip
+    assert read_rows(rows)["all_reduce"].points["gemm"][0][0] == calibrate_overlap.CPU_SIZES[0]
+
+
+def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    import subprocess
+
+    from rich.console import Console
+
+    from megatron_prism.emulate import calibrate
+
+    ran = []
+
+    def run(command, env, **rest):
+        ran.append((command[-1], env.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+        before = json.loads(pathlib.Path(command[-2]).read_text()) if len(ran) > 1 else {}
+        pathlib.Path(command[-2]).write_text(json.dumps({**before, command[-1]: 1}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    out = tmp_path / "c.json"
+    calibrate.calibrate(out, 2, force=False, console=Console(quiet=True))
+    assert ran == [("calls", "1"), ("overlap", "32")]
+    assert json.loads(out.read_text()) == {"calls": 1, "overlap": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_messages_are_numbers_that_stay_finite(ranks):
+    pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron_prism.emulate import calibrate_overlap, calibrate_rank
+
+    for cuda in (True, False):  # bf16 and fp32
+        bench = SimpleNamespace(cuda=cuda, device="cpu")
+        whole, other, part = calibrate_rank._tensors(bench, ranks, 1 << 16)
+        assert (whole.dtype, len(part) * ranks) == (
+            torch.bfloat16 if cuda else torch.float32, len(whole)
+        )  # fmt: skip
+        for tensor in (whole, other, part):
+            assert tensor.float().abs().median() > 2.0**-115
+        calls = 4 + 2 * calibrate_overlap.ROUNDS  # of one tensor: two looks at two, two phases
+        for _ in range(calls):
+            whole.mul_(ranks)
+        assert torch.isfinite(whole).all()

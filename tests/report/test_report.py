@@ -1,0 +1,369 @@
+"""Reports: every renderer over the same timelines, the empty and the hostile one included; the
+parts of an iteration add up; traces follow the format's rules."""
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from helpers.programs import DP, PP, TP, WORLDS, healthy, stage_ops, with_rank
+from helpers.timelines import hostile, replayed, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prism.core.ops import Op
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.world import World
+from megatron_prism.replay.costs.machine import machine
+from megatron_prism.report import chrome_trace, metrics, page, text
+from megatron_prism.report import page as html
+from megatron_prism.report import page as page_data
+
+
+def empty():
+    return Programs(World(1), (Program.from_ops(0, []),), np.zeros(1))
+
+
+TIMELINES = {"tiny": tiny, "empty": empty, "hostile": hostile}
+RENDERERS = {"text": text.render, "perfetto": chrome_trace.render_timeline, "html": html.render}
+
+
+@pytest.mark.parametrize("what", TIMELINES)
+@pytest.mark.parametrize("name", RENDERERS)
+def test_every_renderer_takes_every_timeline(name, what):
+    made = replayed(TIMELINES[what]())
+    shown = RENDERERS[name](made)
+    assert shown.endswith("\n")
+    assert shown == RENDERERS[name](made)  # no clocks, no random names
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_any_number_of_iterations(iterations):
+    for render in RENDERERS.values():
+        assert render(replayed(tiny(), iterations))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+def random_world(world, seed):
+    """A healthy world with random durations, and with a rank or two of their own."""
+    rng = random.Random(seed)
+
+    def other(op):
+        return dataclasses.replace(op, ns=rng.choice([0, 7, 900, 31_000])) if op.ns >= 0 else op
+
+    programs = healthy(world)
+    changed = tuple(Program.from_ops(p.rank, map(other, p)) for p in programs.programs)
+    programs = dataclasses.replace(programs, programs=changed)
+    for _ in range(rng.randrange(3)):
+        rank = rng.randrange(world.size)
+        programs = with_rank(programs, rank, [other(op) for op in programs.of(rank)])
+    return programs
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(WORLDS[:4]), st.integers(0, 2**32), st.integers(1, 3))
+def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
+    made = replayed(random_world(world, seed), iterations)
+    found = metrics.timeline_metrics(made)
+    assert sum(one.count for one in found.classes) == world.size
+    for one in found.classes:
+        parts = [one.compute, *one.exposed.values(), *one.waiting.values(), one.idle]
+        assert min(parts) >= 0
+        assert sum(parts) == one.total == made.iteration_ns
+    assert sum(part.ns for part in found.path) == made.iteration_ns
+    assert sum(source.path_ns for source in found.sources) == made.iteration_ns
+    critical = [part.ns for part in found.path if part.what == "compute"]
+    assert sum(one.critical for one in found.classes) == sum(critical)
+    parts = found.computing + found.exposed + found.bubble
+    assert parts == pytest.approx(1 if made.iteration_ns else 0)
+    rows = page.path_rows(made)
+    assert (rows[:, 2] - rows[:, 1]).sum() == made.iteration_ns
+    assert (rows[1:, 1] == rows[:-1, 2]).all()
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 8), (8, 3)])
+def test_the_bubble_of_forwards_then_backwards(p, m):
+    """(p - 1) / (m + p - 1) with free communication, whatever a step takes (GPipe, 2019)."""
+    world, made = World(p, pp=p), []
+    for stage in range(p):
+        ops = []
+        for phase, step in (("forward", 1), ("backward", -1)):
+            first, last = (0, p - 1)[::step]
+            for i in range(m):
+                at = {"phase": phase, "microbatch": i}
+                if stage != first:
+                    ops.append(Op("recv", PP, "bf16", num_out=1, peer=-step, **at))
+                ops.append(Op("compute", ns=1000 if step > 0 else 2000, **at))
+                if stage != last:
+                    ops.append(Op("send", PP, "bf16", num_in=1, peer=step, handle=i, **at))
+        ops.append(Op("all_reduce", "default_pg", "fp32", 1, 1, "sum"))
+        made.append(Program.from_ops(stage, ops))
+    found = metrics.timeline_metrics(replayed(Programs.one_per_rank(made, world), collective_ns=0))
+    assert found.iteration_ns == 3000 * (m + p - 1)
+    assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
+    assert found.exposed == 0
+
+
+def test_figures_that_the_slices_do_not_hold_are_unknown():
+    found = metrics.timeline_metrics(replayed(healthy(WORLDS[1])))
+    assert [found.tokens_per_s.value, found.mfu.value, found.flops_per_gpu.value] == [None] * 3
+    assert "unknown: the slices do not say how many tokens" in text.render(
+        replayed(healthy(WORLDS[1]))
+    )
+    said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9)}
+    made = replayed(dataclasses.replace(tiny(), source=said))
+    found, seconds = metrics.timeline_metrics(made), made.iteration_ns / 1e9
+    assert found.tokens_per_s.value == pytest.approx(4096 / seconds)
+    assert found.flops_per_gpu.value == pytest.approx(2 * 10**9 / seconds)
+    assert found.mfu.value == pytest.approx(10**9 / seconds / 8 / 989.4e12)
+    assert "of 989 TFLOP/s dense bf16" in found.mfu.basis
+    unknown = dataclasses.replace(made, prices=dataclasses.replace(made.prices, peak=0.0))
+    assert "no peak" in metrics.timeline_metrics(unknown).mfu.basis
+    made = replayed(dataclasses.replace(tiny(), source={**said, "tier": "cpu"}))
+    assert metrics.timeline_metrics(made).mfu.value is None
+    assert "unknown: the slices are of a CPU" in text.render(made)
+    assert "measured on a CPU" in text.render(made)
+
+
+def test_calls_are_means_over_the_ranks_that_make_them():
+    found = {(c.name, c.group): c for c in metrics.timeline_metrics(replayed(tiny())).calls}
+    assert found["all_reduce", TP].ranks == 8
+    assert found["all_reduce", TP].calls == 2
+    assert found["all_reduce", TP].bytes == 2 * 8192
+    assert found["send", PP].ranks == found["recv", PP].ranks == 4
+    assert found["send", PP].moving == found["recv", PP].moving > 0
+
+
+def test_the_page_of_text():
+    shown = text.render(replayed(tiny()))
+    for line in ("8 ranks = tp 2", "  slices       tier cpu", "= total", "bubble",
+                 "peak live memory", "what the critical path is made of", "forward compute",
+                 "measured: segments of the slices (cpu)", "modelled: NCCL's"):  # fmt: skip
+        assert line in shown
+    assert "nothing takes time" in text.render(replayed(empty()))
+
+
+def test_many_classes_are_shown_in_blocks_and_counted():
+    world = World(64, pp=64)
+    shown = text.render(replayed(healthy(world)))
+    assert "stage 23" in shown
+    assert "stage 24" not in shown
+    assert "and 40 classes more" in shown
+
+
+# -- curves ----------------------------------------------------------------------------------------
+def test_memory_keeps_its_peak_and_its_last_value():
+    made = replayed(tiny())
+    at, live = page.live_memory(made, 0, buckets=1)
+    assert live.max() == made.graph.program_list[0].live_bytes().max() == 2048
+    assert live[-1] == 1536
+    assert live[0] == 1536  # what was there, and the first activation: before the first op
+    assert (np.diff(at) >= 0).all()
+    assert at[0] == 0
+    assert [len(c) for c in page.live_memory(replayed(empty()), 0, 5)] == [0, 0]
+
+
+@pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])
+def test_merging_loses_no_span_and_no_time_between(epsilon):
+    made = replayed(healthy(WORLDS[2]))
+    spans = made.spans(1)
+    codes = page.step_codes(made, 1, spans)
+    merged = page.merge(spans, codes, epsilon)
+    assert merged["count"].sum() == len(spans)
+    assert merged["ready"].min() == spans["ready"].min()
+    assert merged["end"].max() == spans["end"].max()
+    assert (merged["start"] >= merged["ready"]).all()
+    assert (merged["end"] >= merged["start"]).all()
+    if not epsilon:
+        assert (merged["start"] == spans["start"]).all()
+    if epsilon == 10**9:  # one of each lane and step, before the iteration began and after
+        kinds = zip(spans["lane"].tolist(), codes.tolist(), spans["ready"].tolist(), strict=True)
+        assert len(merged) == len({(lane, code, at < 0) for lane, code, at in kinds})
+
+
+# -- the trace -------------------------------------------------------------------------------------
+def trace(made):
+    return json.loads(chrome_trace.render_timeline(made))
+
+
+@pytest.mark.parametrize("what", [*TIMELINES, "world"])
+def test_the_trace_follows_the_format(what):
+    made = replayed(TIMELINES[what]() if what in TIMELINES else healthy(WORLDS[2]))
+    found = trace(made)
+    assert found["displayTimeUnit"] == "ns"
+    spans, flows, named = defaultdict(list), defaultdict(list), set()
+    for event in found["traceEvents"]:
+        assert {"ph", "pid", "tid"} <= set(event)
+        assert event["ph"] in "XMsf"
+        place = event["pid"], event["tid"]
+        if event["ph"] == "X":
+            start, ns = round(event["ts"] * 1000), round(event["dur"] * 1000)
+            assert ns >= 0
+            spans[place].append((start, start + ns, event["name"]))
+        elif event["ph"] == "M":
+            named.add((event["name"], *place))
+        else:
+            flows[event["id"]].append(event)
+    for place, inside in spans.items():
+        assert ("thread_name", *place) in named
+        stack = []
+        for start, end, _ in sorted(inside, key=lambda span: (span[0], -span[1])):
+            while stack and stack[-1] <= start:
+                stack.pop()
+            assert not stack or end <= stack[-1], "spans of a thread must nest"
+            stack.append(end)
+    for pair in flows.values():
+        assert [event["ph"] for event in pair] == ["s", "f"]
+        assert pair[0]["pid"] != pair[1]["pid"]
+        for event in pair:
+            at = round(event["ts"] * 1000)
+            around = spans[event["pid"], event["tid"]]
+            assert any(start <= at < end for start, end, name in around if name != "waiting")
+
+
+def test_the_trace_has_every_span_to_the_nanosecond():
+    made = replayed(healthy(WORLDS[2]))
+    found = [e for e in trace(made)["traceEvents"] if e["ph"] == "X" and e["name"] != "waiting"]
+    for index in range(len(made.graph.classes)):
+        mine = [(e["args"]["op"], round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000))
+                for e in found if e["pid"] == index]  # fmt: skip
+        spans = made.spans(index)
+        begin = trace(made)["otherData"]["iteration_begins_ns"]
+        kept = [(op, at - begin, end - begin) for op, at, end in mine]
+        assert kept == [tuple(s) for s in spans[["op", "ready", "end"]].tolist()]
+
+
+@pytest.mark.parametrize("what", [*TIMELINES, "world"])
+def test_what_trace_processor_would_drop_is_not_there(what):
+    """Perfetto's importer (src/trace_processor/importers/json/json_trace_parser_impl.cc and
+    sorting/trace_sorter.h) drops events before 0, flows whose id is no number, whose end comes
+    before their beginning or meets no open slice, X events without a duration, and empty names.
+    Its binary is in no package, so its rules are held instead."""
+    made = replayed(TIMELINES[what]() if what in TIMELINES else healthy(WORLDS[2]), iterations=3)
+    events, begun = trace(made)["traceEvents"], {}
+    open_at = defaultdict(list)
+    for event in events:
+        assert all(type(event[key]) is int and 0 <= event[key] < 1 << 32 for key in ("pid", "tid"))
+        if event["ph"] == "M":
+            assert event["args"].get("name", "x")
+            continue
+        assert event["ts"] >= 0
+        assert event["name"]
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            open_at[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for event in (e for e in events if e["ph"] in "sf"):  # sorted by time, stably
+        key = event["cat"], event["name"], event["id"]
+        assert type(event["id"]) is int
+        at = open_at[event["pid"], event["tid"]]
+        assert any(start <= event["ts"] < end for start, end in at)
+        if event["ph"] == "s":
+            assert key not in begun
+            begun[key] = event["ts"]
+        else:
+            assert event["bp"] == "e"
+            assert begun.pop(key) <= event["ts"]
+    assert not begun
+
+
+def test_a_rank_that_begins_early_is_in_the_trace():
+    made = replayed(healthy(WORLDS[2]), iterations=3)
+    indices = range(len(made.graph.classes))
+    early = -min(int(made.spans(i)["ready"].min()) for i in indices)
+    found = trace(made)
+    assert found["otherData"]["iteration_begins_ns"] == early > 0
+    assert min(e["ts"] for e in found["traceEvents"] if e["ph"] == "X") == 0
+
+
+def test_arrows_lead_from_sends_to_receives_and_from_who_came_last():
+    events = trace(replayed(tiny()))["traceEvents"]
+    starts = [e for e in events if e["ph"] == "s"]
+    assert [e["pid"] for e in starts if e["name"] == "message"] == [0, 0]
+    assert [e["pid"] for e in starts if e["name"] == "came last"] == [1]
+    (span,) = {
+        json.dumps(e["args"], sort_keys=True)
+        for e in events
+        if e["ph"] == "X" and e["name"] == "all_reduce 1F0" and e["pid"] == 0
+    }
+    assert json.loads(span) == {
+        "step": "1F0", "group": TP, "bytes": 8192, "dtype": "bf16", "site": "mappings.py:31",
+        "duration is": "modelled: NCCL's alpha-beta on " + machine("h200").name, "op": 4,
+    }  # fmt: skip
+
+
+# -- the page --------------------------------------------------------------------------------------
+class Page(HTMLParser):
+    """Elements with attributes, and the text of scripts."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.texts = [], defaultdict(list)
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts[self.tags[-1][0] if self.tags else ""].append(data)
+
+
+@pytest.mark.parametrize("what", TIMELINES)
+def test_the_page_is_self_contained_and_nothing_escapes(what):
+    made = replayed(TIMELINES[what]())
+    source = html.render(made)
+    page = Page(source)
+    assert [tag for tag, _ in page.tags if tag in ("img", "link", "iframe", "object")] == []
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "data"}, {}]
+    assert not any("src" in attrs or "href" in attrs for _, attrs in page.tags)
+    data, script = page.texts["script"][0], source.rsplit("<script>")[-1].split("</script>")[0]
+    assert json.loads(data) == json.loads(json.dumps(page_data.page_data(made)))
+    assert not re.search(r"https?://", source.replace(data, ""))
+    (policy,) = (a["content"] for t, a in page.tags if a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'")
+    assert html._hash(script) in policy
+    assert "unsafe" not in policy
+
+
+def test_scripts_write_text_and_never_markup():
+    for name in html.SCRIPTS:
+        code = (html.FOLDER / name).read_text(encoding="utf-8")
+        forbidden = (
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|fetch\("
+        )
+        assert not re.search(forbidden, code), name
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
+def test_scripts_are_javascript(tmp_path):
+    whole = tmp_path / "page.js"
+    whole.write_text("".join((html.FOLDER / name).read_text() for name in html.SCRIPTS))
+    subprocess.run(["node", "--check", str(whole)], check=True)
+
+
+@pytest.mark.slow
+def test_a_page_of_a_large_world_stays_small():
+    world = World(8192, tp=8, pp=16, cp=2)
+    programs = tuple(
+        Program.from_ops(world.rank_at(pp=s), stage_ops(s, world, 900)) for s in world.stages
+    )
+    made = replayed(Programs(world, programs, world._along("pp", np.arange(world.size))))
+    assert sum(len(made.spans(i)) for i in range(16)) > page_data.SPANS
+    source = html.render(made)
+    assert len(source) < 5_000_000
+    assert json.loads(Page(source).texts["script"][0])["merged"] > 0
+
+
+def test_of_many_classes_the_critical_ones_are_drawn():
+    made = page_data.page_data(replayed(healthy(World(80, pp=80))))
+    assert len(made["rows"]) == page_data.ROWS
+    assert made["missing"] == 80 - page_data.ROWS
+    assert len(made["figures"]["classes"]) == 80
+    assert DP in made["lanes"]

@@ -1,0 +1,199 @@
+"""Stand-ins for the kernels of multi-latent attention's rotary embedding."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import patching
+
+from megatron_prism.runtime.devices.kernels import KERNELS
+
+HEADS, HEAD, WIDTH, VALUE = 3, 5, 8, 4
+
+
+def tables(length):
+    angles = torch.randn(length, WIDTH // 2).repeat(1, 2)
+    return angles, angles.cos().view(length, 1, 1, WIDTH), angles.sin().view(length, 1, 1, WIDTH)
+
+
+def rotated(pairs, angles):
+    """Pairs as complex numbers, turned; real parts in front of imaginary ones."""
+    there = torch.view_as_complex(pairs.double().reshape(*pairs.shape[:-1], WIDTH // 2, 2))
+    turned = there * torch.exp(1j * angles[..., : WIDTH // 2].double())
+    return torch.cat([turned.real, turned.imag], dim=-1).float()
+
+
+def run(name, *args):
+    KERNELS[f"rotary_{name}_kernel"]["grid"](*args)
+
+
+def test_queries_turn_by_the_angle_of_their_place():
+    angles, cos, sin = tables(6)
+    q = torch.randn(12, HEADS, HEAD + WIDTH)
+    before = q.clone()
+    run("fwd_q", q, cos, sin, HEAD, WIDTH, HEADS, 2, None, None, 0, 0, 0, 1)
+    assert torch.equal(q[..., :HEAD], before[..., :HEAD])
+    at = angles[torch.arange(12) // 2][:, None]
+    assert torch.allclose(q[..., HEAD:], rotated(before[..., HEAD:], at), atol=1e-5)
+
+
+def test_gradients_are_the_transpose():
+    _, cos, sin = tables(6)
+    numbers = (HEAD, WIDTH, HEADS, 2, None, None, 0, 0, 0, 1)
+    q, grad = torch.randn(12, HEADS, HEAD + WIDTH), torch.randn(12, HEADS, HEAD + WIDTH)
+    there, back = q.clone(), grad.clone()
+    run("fwd_q", there, cos, sin, *numbers)
+    run("bwd_q", back, cos, sin, *numbers)
+    assert (there * grad).sum().item() == pytest.approx((q * back).sum().item(), rel=1e-4)
+    kv, shared = torch.randn(12, HEADS, HEAD + VALUE), torch.randn(12, WIDTH)
+    key, value = torch.empty(12, HEADS, HEAD + WIDTH), torch.empty(12, HEADS, VALUE)
+    numbers = (WIDTH, HEAD, VALUE, HEADS, 2, None, None, 0, 0, 0, 0, 0, 0, 0, 0, 1)
+    run("fwd_kv", kv, shared, key, value, cos, sin, *numbers)
+    dk, dv = torch.randn_like(key), torch.randn_like(value)
+    d_kv, d_shared = torch.empty_like(kv), torch.empty(12, 1, WIDTH)
+    run("bwd_kv", dk, dv, d_kv, d_shared, cos, sin, *numbers)
+    forwards = (key * dk).sum() + (value * dv).sum()
+    backwards = (kv * d_kv).sum() + (shared * d_shared[:, 0]).sum()
+    assert forwards.item() == pytest.approx(backwards.item(), rel=1e-4)
+    assert torch.equal(value, kv[..., HEAD:])
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_packed_sequences_count_from_their_own_beginnings(rank, size):
+    angles, cos, sin = tables(8)
+    starts = torch.tensor([0, 8, 12])
+    total = 12 // size
+    q = torch.randn(total, HEADS, HEAD + WIDTH)
+    before = q.clone()
+    run("fwd_q", q, cos, sin, HEAD, WIDTH, HEADS, None, 2, starts, 0, 0, rank, size)
+    # the first and the last quarter, or the two in the middle
+    places = {(0, 1): [*range(8), *range(4)], (0, 2): [0, 1, 6, 7, 0, 3],
+              (1, 2): [2, 3, 4, 5, 1, 2]}[rank, size]  # fmt: skip
+    at = angles[torch.tensor(places)][:, None]
+    assert torch.allclose(q[..., HEAD:], rotated(before[..., HEAD:], at), atol=1e-5)
+
+
+def test_shapes_are_left_alone_and_counted(monkeypatch):
+    from megatron_prism.runtime.devices import kernels
+
+    class Meter:
+        def add(self, name, flops, traffic, tensors):
+            self.seen = name, traffic
+
+    meter = Meter()
+    monkeypatch.setattr(kernels, "meter", meter)
+    q = torch.empty(12, HEADS, HEAD + WIDTH, device="meta")
+    cos = torch.empty(6, 1, 1, WIDTH, device="meta")
+    run("fwd_q", q, cos, cos, HEAD, WIDTH, HEADS, 2, None, None, 0, 0, 0, 1)
+    assert meter.seen == ("rotary_fwd_q_kernel", 4 * (q.numel() + 2 * cos.numel()))
+    assert np.prod(q.shape) == q.numel()
+
+
+def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import training as seams_training
+    from megatron_prism.emulate.patches import without_cuda
+
+    class JITFunction:
+        __name__ = "rotate"
+
+        def run(self):
+            return 1
+
+    without_cuda._no_triton(SimpleNamespace(JITFunction=JITFunction), patching.context())
+    with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
+        JITFunction().run()
+    module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
+    seams_training._no_restarts(module, patching.context())
+    assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
+    with pytest.raises(UnsupportedError, match="virtual ranks have none"):
+        module.maybe_wrap_for_inprocess_restart(3)
+
+
+def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
+    from types import SimpleNamespace
+
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate import patch
+    from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate.patches import training as seams_training
+
+    class Sharded:
+        made = 0
+
+        def __init__(self):
+            Sharded.made += 1
+
+    sizes = [2, 1]
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: sizes[0])
+    module = SimpleNamespace(FullyShardedDataParallel=Sharded)
+    here = patch.PatchContext(lambda: None, TrainingMonitor(), False, (0,), 0)
+    seams_training._no_megatron_fsdp(module, here)
+    with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
+        Sharded()
+    assert Sharded.made == 0
+    del sizes[0]
+    Sharded()
+    assert Sharded.made == 1
+
+
+def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
+    """Megatron's build_module makes a new exception of each, once per level."""
+    from types import SimpleNamespace
+
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import training as seams_training
+    from megatron_prism.emulate.patches import without_cuda
+
+    class MambaMixer:
+        pass
+
+    def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
+        try:
+            return inside() if inside else module()
+        except Exception as e:
+            raise type(e)(f"{e} when instantiating {module.__name__}") from e
+
+    module = SimpleNamespace(MambaMixer=MambaMixer, build_module=build_module)
+    without_cuda._no_mixers(module, patching.context())
+    seams_training._own_words(module, patching.context())
+    with pytest.raises(UnsupportedError, match="Mamba layers are CUDA kernels") as caught:
+        module.build_module(list, lambda: module.build_module(set, MambaMixer))
+    assert caught.value.fix.endswith("--prism-tier cuda")
+    assert "instantiating" not in str(caught.value)
+
+
+def test_low_precision_is_refused_when_the_configuration_is_made():
+    from types import SimpleNamespace
+
+    from megatron_prism.core.errors import UnsupportedError
+    from megatron_prism.emulate.patches import without_cuda
+
+    class Config:
+        def __init__(self, **fields):
+            self.fp8, self.checked = None, False
+            vars(self).update(fields)
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.checked = True
+
+    context = patching.context()
+    without_cuda._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
+    assert Config().checked  # Megatron's own checks still run
+    assert Config(fp8_param=True).checked  # says nothing without --fp8-format
+    with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:
+        Config(fp8="hybrid", fp8_recipe="delayed")
+    assert "--prism-tier meta" in caught.value.fix
+    context.meta = True
+    assert Config(fp8="hybrid", fp8_recipe="delayed").checked
+    refused = {
+        "FP4": {"fp4": "e2m1"},
+        "FP8 recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
+        "attention in FP8": {"fp8": "hybrid", "fp8_dot_product_attention": True},
+    }
+    for said, fields in refused.items():
+        with pytest.raises(UnsupportedError, match=said):
+            Config(**fields)
