@@ -3,8 +3,8 @@
 ``python benchmarks/hang_scores.py [FIRST [LAST [MOST]]]``: seeds FIRST to LAST (0 to 199), worlds
 of 16 to MOST (512) ranks (``tests/helpers/random_hangs.py``).  Prints, per kind and in all, how
 many culprits are exact and how many innocents are named: with history and timing, with
-outstanding calls only (Megatron's default), and with these and the programs of the job (``hang/hypotheses.py``;
-half an hour on one core, minutes up to 64 ranks); and how often the culprit is at least among the
+outstanding calls only (Megatron's default), and with these and the programs of the job
+(``hang/hypotheses.py``; half an hour on one core, minutes up to 64 ranks); and how often the culprit is at least among the
 ranks that remain.
 ``python benchmarks/hang_scores.py 8192``: how long each kind takes on 8,192 ranks.
 ``python benchmarks/hang_scores.py history FIRST LAST``: with history and timing only, worlds of 16

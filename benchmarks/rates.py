@@ -5,8 +5,8 @@
 The rates that ``replay/costs/machines/*.json`` give a roofline, and the calls that
 ``replay/costs/collectives.py`` is held against (``tests/replay/test_collectives_model.py``).
 Everything is timed on the device while the host runs ahead, as in a training job: matrix products
-first, which keep the device busy, then one call so that all ranks start together, then ``REPEAT`` of what is measured
-between two events; the median of 5.
+first, which keep the device busy, then one call so that all ranks start together, then ``REPEAT``
+of what is measured between two events; the median of 5.
 """
 
 # ruff: noqa: B023 - every closure is called before its loop goes on
