@@ -97,7 +97,8 @@ def memory(args: argparse.Namespace) -> int:
     or leaves more than leak (1 MiB) behind after an iteration.  --github annotates.
     Allocated bytes are guarded; reserved is modelled and reported.  limit is held against device
     bytes, or against reserved where those are unknown.  device= is a shipped calibration of
-    context, libraries and NCCL (default h200), a file of benchmarks/device_memory.py, or none.
+    context, libraries and NCCL (default h200), a file of benchmarks/tools/device_memory.py, or
+    none.
     """
     places, settings = _words(args.action, args.settings)
     if args.out is not None and args.action != "record":

@@ -82,7 +82,7 @@ class NcclReserve(TrafficCounter):
         if wanted is None or had is None:
             raise UsageError(
                 f"the calibration does not know {op} among {size} ranks of {group}",
-                fix="measure it: python benchmarks/device_memory.py -o FILE.json",
+                fix="measure it: python -m benchmarks.tools.device_memory -o FILE.json",
             )
         more = wanted - had + (self._calibration.once if first else 0)
         if more > 0:
@@ -119,7 +119,7 @@ def reserve_from_options(options: Options) -> NcclReserve | None:
     if not calibration.measured:
         raise UsageError(
             f"the calibration {options.reserve_nccl} has no communicators: nothing to hold",
-            fix="measure them: python benchmarks/device_memory.py -o FILE.json",
+            fix="measure them: python -m benchmarks.tools.device_memory -o FILE.json",
         )
     return NcclReserve(calibration)
 

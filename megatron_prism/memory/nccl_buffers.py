@@ -1,8 +1,8 @@
 """How much device memory do NCCL's communicators take, that no allocator sees?
 
 In : communicators and what they were used for (``connected``), and a calibration: what
-``benchmarks/device_memory.py`` measured on a host.  Out: their bytes, and a provenance.  Unknown is
-None.
+``benchmarks/tools/device_memory.py`` measured on a host.  Out: their bytes, and a provenance.
+Unknown is None.
 
 NCCL connects a communicator when an algorithm is first used (NCCL_RUNTIME_CONNECT, src/group.cc
 @v2.28.9-1).  A connection takes, per channel, one page for the sender, and pages for the buffers
@@ -81,7 +81,7 @@ class Communicator:
 
 @dataclass(frozen=True)
 class BufferCalibration:
-    """What a host was measured to take; see ``benchmarks/device_memory.py``.
+    """What a host was measured to take; see ``benchmarks/tools/device_memory.py``.
 
     process : bytes beyond reserved of a training process without communicators; None: unknown
     once    : bytes that the first communicators of a process take beyond their own
@@ -159,7 +159,8 @@ def fitting(device: str) -> BufferCalibration | None:
 
 
 def read(name: str | os.PathLike[str]) -> BufferCalibration:
-    """The shipped calibration of that name, or a file that ``benchmarks/device_memory.py`` wrote.
+    """The shipped calibration of that name, or a file that ``benchmarks/tools/device_memory.py``
+    wrote.
 
     UsageError for anything else.
     """
@@ -172,12 +173,12 @@ def read(name: str | os.PathLike[str]) -> BufferCalibration:
     except OSError as error:
         raise UsageError(
             f"there is no calibration {name}: {error.strerror}",
-            fix=f"use {', '.join(shipped())}, or what benchmarks/device_memory.py wrote",
+            fix=f"use {', '.join(shipped())}, or what benchmarks/tools/device_memory.py wrote",
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"{path} is no calibration of device memory: {error}",
-            fix="python benchmarks/device_memory.py -o FILE.json writes one",
+            fix="python -m benchmarks.tools.device_memory -o FILE.json writes one",
         ) from error
 
 

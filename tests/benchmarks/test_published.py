@@ -1,4 +1,4 @@
-"""The README's table of published jobs is the file that benchmarks/published.py wrote."""
+"""The README's table of published jobs is the file that benchmarks/accuracy/published.py wrote."""
 
 import json
 import re

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 
 import numpy as np
 import pytest
 
+from benchmarks.accuracy import tails_reality
 from megatron_prism.core import program
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import Op
@@ -15,16 +15,9 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.predict.variability import fitted, read_variability
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def reality(monkeypatch):
-    if not BENCHMARKS.exists():
-        pytest.skip("benchmarks are in the checkout only")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import tails_reality
-
+def reality():
     return tails_reality
 
 

@@ -1,29 +1,24 @@
 """Jobs that take turns: nobody makes a step before it may, and errors are of the right pairs."""
 
 import dataclasses
-import importlib
 import json
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from benchmarks.accuracy import run as turns
+from benchmarks.accuracy import turnstile
 from megatron_prism.core import program
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def modules(monkeypatch):
-    if not BENCHMARKS.exists():
-        pytest.skip("benchmarks are in the checkout only")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("turns"), importlib.import_module("turnstile")
+def modules():
+    return turns, turnstile
 
 
 class Alive:
@@ -257,9 +252,12 @@ def test_memory_of_paced_ranks_stands_beside_that_of_the_real_ones(modules, tmp_
         "  power, last turn: real 690 W, -; paced -, -",
         "  late calls, last iteration: 131 of 700 (all together 12.35 ms), -",
     ]
-    assert turns.said(row) == wanted
+    assert turns.memory_lines(row) == wanted
     row["nccl"] = [None, None]
-    assert turns.said(row)[2] == "  device, with NCCL's part (modelled): not told by the driver"
+    assert (
+        turns.memory_lines(row)[2]
+        == "  device, with NCCL's part (modelled): not told by the driver"
+    )
     row["groups"]["paced"] = paced[:1]
-    assert turns.said(row) == []
-    assert turns.said({}) == []
+    assert turns.memory_lines(row) == []
+    assert turns.memory_lines({}) == []

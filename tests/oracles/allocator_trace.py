@@ -25,7 +25,9 @@ ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segmen
            "segment_map", "segment_unmap", "snapshot", "oom")  # fmt: skip
 _MORE = ("segment_alloc", "segment_map")
 _LESS = ("segment_free", "segment_unmap")
-_FIX = "record it from the start of the process: python benchmarks/record_allocator.py -o FILE"
+_FIX = (
+    "record it from the start of the process: python -m benchmarks.tools.record_allocator -o FILE"
+)
 
 Event = tuple[str, int, int, int]  # action, address (or its number), bytes, stream
 
@@ -99,7 +101,7 @@ def replay_history(events: Iterable[Event], settings: Settings | None = None) ->
 
 
 def load(path: str | os.PathLike[str]) -> tuple[History, ...]:
-    """What ``benchmarks/record_allocator.py`` wrote; UsageError for anything else."""
+    """What ``benchmarks/tools/record_allocator.py`` wrote; UsageError for anything else."""
     path = Path(path)
     try:
         raw = path.read_bytes()

@@ -1,8 +1,8 @@
 """How long did this kernel take where it was measured?  Looked up by shape, or by size.
 
-``ops/*.json`` in this package or a file like them (``benchmarks/op_table.py`` writes one).  In: a
-kernel as the recorder writes it, ``mm(4096x8192,8192x1024t)bfloat16:flops:bytes``.  Out: ns, or
-None for what was not measured.
+``ops/*.json`` in this package or a file like them (``benchmarks/tools/op_table.py`` writes one).
+In: a kernel as the recorder writes it, ``mm(4096x8192,8192x1024t)bfloat16:flops:bytes``.  Out: ns,
+or None for what was not measured.
 
 * products and fused attention: between the measured shapes, linearly in logarithms of times and
   sizes; never outside them.  FP16 is as fast as BF16
@@ -269,7 +269,8 @@ def read(name: str | os.PathLike[str]) -> OpTable:
         return OpTable(device, source, grids, kernels, sustained)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
-            f"{path} is no op table of ours: {error}", fix="write it again: benchmarks/op_table.py"
+            f"{path} is no op table of ours: {error}",
+            fix="write it again: benchmarks/tools/op_table.py",
         ) from error
 
 

@@ -1,0 +1,122 @@
+"""How often is a verdict exact?  Single faults drawn by seed, judged by what their dumps hold.
+
+``python -m benchmarks.accuracy.hang_scores [FIRST [LAST [MOST]]]``: seeds FIRST to LAST (0 to 199),
+worlds of 16 to MOST (512) ranks (``tests/helpers/random_hangs.py``).  Prints, per kind and in all,
+how many culprits are exact and how many innocents are named: with history and timing, with
+outstanding calls only (Megatron's default), and with these and the programs of the job
+(``hang/hypotheses.py``; half an hour on one core, minutes up to 64 ranks); and how often the
+culprit is at least among the ranks that remain.
+``python -m benchmarks.accuracy.hang_scores 8192``: how long each kind takes on 8,192 ranks.
+``python -m benchmarks.accuracy.hang_scores history FIRST LAST``: with history and timing only,
+worlds of 16 to 8,192 ranks, a third of them of 1,024 and more.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
+
+from hang_cases import dumps_of  # noqa: E402
+from helpers import random_hangs  # noqa: E402
+from test_graph import healthy  # noqa: E402
+
+import megatron_prism as prism  # noqa: E402
+from megatron_prism.core.world import World  # noqa: E402
+from megatron_prism.graph import stall  # noqa: E402
+
+LARGE = [World(1024, tp=8, pp=8, ep=8), World(4096, tp=8, pp=8, cp=2, ep=8),
+         World(8192, tp=8, pp=16, cp=2, ep=8)]  # fmt: skip
+ACTIVE = {"active_only": True, "stacks": False}
+
+
+def left(found) -> set[int]:
+    """The ranks of which a single fault would leave these dumps."""
+    text = re.search(r"leave these dumps, of ranks ([\d,:-]+)$", found.evidence[-1])
+    return set(World(1 << 20).select(text[1])) if text else set()
+
+
+def scored(found, culprits, finished) -> str:
+    named = random_hangs.named(found)
+    if named == culprits or finished and found.verdict == "healthy":
+        return "exact"
+    if named:
+        return "innocent"
+    return "among" if culprits <= left(found) else "open"
+
+
+def large(size: int) -> None:
+    """How long a verdict on a world of ``size`` ranks takes after everybody stands still."""
+    for kind in random_hangs.KINDS:
+        programs, faults, culprits = random_hangs.draw(
+            kind, World(size, tp=8, pp=16, cp=2, ep=8), seed=7
+        )
+        state = stall.run_until_stalled(programs, faults)
+        dumps, begin = dumps_of(state, **ACTIVE), time.perf_counter()
+        found = prism.diagnose(dumps)
+        took = time.perf_counter() - begin
+        print(f"{kind:14} {scored(found, culprits, state.finished):8} {took:.1f} s", flush=True)
+
+
+def history(first: int, last: int) -> None:
+    """Verdicts on worlds of every size, from dumps that hold everything."""
+    total: dict[bool, Counter[str]] = defaultdict(Counter)
+    slowest = 0.0
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        kind, small, large = (
+            rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS), rng.choice(LARGE)
+        )  # fmt: skip
+        world = large if seed % 3 == 0 else small
+        programs, faults, culprits = random_hangs.draw(kind, world, seed)
+        state = stall.run_until_stalled(programs, faults)
+        dumps, begin = dumps_of(state, timing=True), time.perf_counter()
+        verdict = scored(prism.diagnose(dumps), culprits, state.finished)
+        slowest = max(slowest, time.perf_counter() - begin)
+        total[world.size >= 1024][verdict] += 1
+        if verdict != "exact":
+            print(f"seed {seed}: {kind} of {world.size:,} ranks: {verdict}", flush=True)
+    for large, counts in sorted(total.items()):
+        print(f"{'1,024 and more' if large else 'below 1,024'}: {dict(counts)}")
+    print(f"slowest verdict {slowest:.1f} s")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["history"]:
+        history(int(sys.argv[2]), int(sys.argv[3]))
+        return
+    words = [int(word) for word in sys.argv[1:]]
+    if words[:1] == [8192]:
+        large(8192)
+        return
+    first, last, most = (*words, *(0, 199, 512)[len(words) :])
+    table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for seed in range(first, last + 1):
+        rng = random.Random(seed)
+        kind, world = rng.choice(list(random_hangs.KINDS)), rng.choice(random_hangs.WORLDS)
+        if world.size > most:
+            continue
+        programs, faults, culprits = random_hangs.draw(kind, world, seed)
+        state = stall.run_until_stalled(programs, faults)
+        full = prism.diagnose(dumps_of(state, timing=True))
+        dumps = dumps_of(state, **ACTIVE)
+        found = prism.diagnose(dumps)
+        more = found
+        if not state.finished:
+            more = prism.diagnose(dumps, programs=healthy(world))
+        for name, verdict in (("history", full), ("active only", found), ("and programs", more)):
+            table[name][kind][scored(verdict, culprits, state.finished)] += 1
+        print(seed, kind, world.size, {n: dict(t[kind]) for n, t in table.items()}, flush=True)
+    for name, kinds in table.items():
+        print(f"{name}: {dict(sum(kinds.values(), Counter()))}")
+        for kind, counts in sorted(kinds.items()):
+            print(f"    {kind:14} {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()

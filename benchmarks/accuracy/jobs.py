@@ -1,0 +1,79 @@
+"""Arguments of the real jobs that emulation is held against, by number of GPUs."""
+
+NUM_RANKS = 4  # of ``CONFIGS`` and ``JOBS``
+COMMON = """
+--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --ffn-hidden-size 14336 --swiglu --disable-bias-linear
+--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 32
+--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --bf16
+--use-distributed-optimizer --no-gradient-accumulation-fusion --eval-iters 0 --eval-interval 1000
+--log-interval 1 --attention-dropout 0 --hidden-dropout 0 --distributed-timeout-minutes 3
+"""
+LOCAL = (
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion"
+)
+TE = "--transformer-impl transformer_engine"
+MOE = """
+--num-layers 8 --hidden-size 2048 --ffn-hidden-size 4096 --num-attention-heads 16
+--num-query-groups 4 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 4096
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 4
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+--overlap-grad-reduce --overlap-param-gather
+"""
+CONFIGS = {
+    "tp2pp2": f"{LOCAL} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "pp4": f"{LOCAL} --pipeline-model-parallel-size 4",
+    "dp4ov": f"{LOCAL} --num-layers 8 --overlap-grad-reduce --overlap-param-gather",
+    "te_tp4sp": f"{TE} --tensor-model-parallel-size 4 --sequence-parallel",
+    "te_tp2pp2vp2": f"{TE} --tensor-model-parallel-size 2 --sequence-parallel"
+    " --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
+    "te_moe_ep4": f"{TE} {MOE}",
+}
+LLAMA_7B = """
+--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 32
+--ffn-hidden-size 11008 --seq-length 4096 --max-position-embeddings 4096
+"""
+JOBS = {
+    **CONFIGS,
+    "llama7b_tp4_mb1": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 4 --global-batch-size 8",
+    "llama7b_tp4_mb2": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 4 --micro-batch-size 2"
+    " --global-batch-size 16",
+    "llama7b_dp2tp2": f"{TE} {LLAMA_7B} --tensor-model-parallel-size 2 --global-batch-size 8",
+}
+SP, PP2 = "--sequence-parallel", "--pipeline-model-parallel-size 2"
+LLAMA3_8B = """
+--num-layers 32 --vocab-size 128256 --seq-length 8192 --max-position-embeddings 8192
+--rotary-base 500000 --global-batch-size 16
+"""
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+JOBS8 = {
+    "tp2pp2dp2vp2ov": f"{TE} --tensor-model-parallel-size 2 {SP} {PP2} {OVERLAP}"
+    " --num-layers-per-virtual-pipeline-stage 4",
+    "tp4pp2": f"{TE} --tensor-model-parallel-size 4 {SP} {PP2}",
+    "tp8": f"{TE} --tensor-model-parallel-size 8 {SP}",
+    "pp8vp2": f"{TE} --pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 1",
+    "dp8ov": f"{TE} --num-layers 8 {OVERLAP}",
+    "moe_ep8": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 8')}",
+    "cp2tp2dp2": f"{TE} --context-parallel-size 2 --tensor-model-parallel-size 2 {SP}",
+    "cp2tp2dp2_fp8": f"{TE} --context-parallel-size 2 --tensor-model-parallel-size 2 {SP}"
+    " --fp8-format hybrid",
+    "llama3_8b_tp4dp2": f"{TE} {LLAMA3_8B} --tensor-model-parallel-size 4 {SP} {OVERLAP}",
+}
+TWO = "--tensor-model-parallel-size 2"
+MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
+    "te_cp2tp2": f"{TE} --context-parallel-size 2 {TWO} {SP}",
+    "te_cp2tp2_fp8": f"{TE} --context-parallel-size 2 {TWO} {SP} --fp8-format hybrid",
+    "te_cp2": f"{TE} --context-parallel-size 2",
+    "te_cp2_fp8": f"{TE} --context-parallel-size 2 --fp8-format hybrid",
+}
+JOBS2 = {  # what two GPUs can say about the same effects
+    "tp2": f"{LOCAL} {TWO}",
+    "pp2": f"{LOCAL} {PP2}",
+    "dp2ov": f"{LOCAL} --num-layers 8 {OVERLAP}",
+    "te_tp2sp": f"{TE} {TWO} {SP}",
+    "te_pp2vp2": f"{TE} {PP2} --num-layers-per-virtual-pipeline-stage 4",
+    "te_moe_ep2": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')}",
+    "llama7b_tp2": f"{TE} {LLAMA_7B} {TWO} --num-layers 16 --global-batch-size 8",
+}
+EVERY = {2: JOBS2, 4: JOBS, 8: JOBS8}  # by GPUs

@@ -1,0 +1,184 @@
+"""How near are predictions without any GPU to what others published of large H100 jobs?
+
+``python -m benchmarks.accuracy.published [--keep DIR]``
+
+Each job is captured on tier ``meta``, one rank per pipeline stage, and replayed on ``machine=h100``
+(DGX H100).  Nothing is fitted to the published figures: kernels take the roofline of rates that
+were measured on H200 (``rates.py``), calls take NCCL's own estimate.  Of what a source does not say
+(micro batch, interleaving) the fastest prediction that fits in 80 GB is taken, as people who tune a
+job do; the rest is written down (``assumed``).  Model flops are counted as Megatron counts them
+(training.py num_floating_point_operations @core_r0.8.0: attention not halved), so that TFLOP/s/GPU
+compare.  Prints the README's table; writes results/published_h100.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron_prism as prism
+from benchmarks.report import ROOT, commit, machine
+from benchmarks.speed.world_graph import capture
+
+RESULT = ROOT / "benchmarks" / "results" / "published_h100.json"
+MACHINE = "h100"
+SCALING = "Megatron-LM README, weak scaling, Megatron-Core r0.8.0 (images/model_table.png)"
+MIXTRAL = "Megatron-LM megatron/core/transformer/moe/README.md @core_r0.16: 468 TFLOPS, MCore v0.9"
+LLAMA = "Llama 3 paper (arXiv 2407.21783), table 4: 430 TFLOP/s per GPU"
+NOT_SAID = "rope, no recomputation assumed; --tp-comm-overlap is not modelled"
+MEMORY = 72e9  # live bytes that leave room in 80 GB for NCCL, the context and the allocator
+
+
+@dataclass(frozen=True)
+class Job:
+    """A published job.
+
+    tflops : model TFLOP/s per GPU, published
+    base   : recipe; settings : what is different in this job
+    open   : settings that the source does not say, one of which is taken
+    """
+
+    name: str
+    gpus: int
+    split: str
+    tflops: float
+    source: str
+    base: str
+    settings: str
+    assumed: str = ""
+    open: tuple[str, ...] = ("",)
+
+
+def gpt(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, batch: int,
+        tflops: float) -> Job:  # fmt: skip
+    """A row of Megatron-LM's weak scaling: dp 48, 4,096 tokens, a vocabulary of 131,072."""
+    words = (
+        f"model.num_layers={layers} model.hidden_size={hidden} model.ffn_hidden_size={4 * hidden} "
+        f"model.num_attention_heads={heads} model.num_query_groups={heads} model.seq_length=4096 "
+        "model.vocab_size=131072 model.normalization=LayerNorm model.swiglu=false "
+        f"model.rotary_base=10000 model.add_bias_linear=true parallel.tp={tp} "
+        f"parallel.world_size={48 * tp * pp} parallel.pp={pp} parallel.cp=1 "
+        f"parallel.sequence_parallel={str(tp > 1).lower()} "
+        f"train.global_batch_size={batch} train.recompute_granularity=null"
+    )
+    if pp == 1:
+        free: tuple[str, ...] = ("train.micro_batch_size=1", "train.micro_batch_size=4")
+    else:
+        free = ("parallel.vpp=null", f"parallel.vpp={layers // pp}")
+    return Job(f"GPT {name}", 48 * tp * pp, f"tp {tp} pp {pp}", tflops, SCALING,
+               "llama3-8b_64gpu_tp4cp2_h200", words, NOT_SAID, free)  # fmt: skip
+
+
+JOBS = [
+    gpt("1.7B", 16, 2048, 24, 1, 1, 192, 408.8),
+    gpt("7.1B", 32, 4096, 30, 2, 1, 192, 465.9),
+    gpt("16B", 48, 6144, 32, 4, 1, 192, 489.1),
+    gpt("32B", 56, 7168, 48, 8, 1, 192, 459.6),
+    gpt("70B", 64, 8192, 84, 8, 2, 384, 419.7),
+    gpt("177B", 96, 12288, 96, 8, 6, 1152, 432.8),
+    Job(
+        "Mixtral 8x7B",
+        64,
+        "tp 1 ep 8 pp 4 vpp 8",
+        468.0,
+        MIXTRAL,
+        "mixtral-8x7b_256gpu_pp4vp8ep8_h200",
+        "parallel.world_size=64",
+        "tokens balanced over experts",
+    ),  # fmt: skip
+    Job(
+        "Llama 3 405B",
+        8192,
+        "tp 8 pp 16",
+        430.0,
+        LLAMA,
+        "llama3-405b_8192gpu_tp8pp16vp8_h200",
+        "",
+        "Meta's own framework; vpp 8, micro batch 1, batch 2,048 x 8,192 tokens assumed",
+    ),  # fmt: skip
+]
+
+
+def model_flops(recipe: Any) -> float:
+    """Of one iteration, forward and backward, as Megatron counts them."""
+    model = recipe.model
+    hidden, layers, seq = model.hidden_size, model.num_layers, model.seq_length
+    width = (model.kv_channels or hidden // model.num_attention_heads) * model.num_attention_heads
+    groups = model.num_query_groups or model.num_attention_heads
+    attention = (1 + groups / model.num_attention_heads + seq / hidden) * width / hidden
+    ffn = (model.ffn_hidden_size or 4 * hidden) / hidden * (1.5 if model.swiglu else 1)
+    experts = model.moe_router_topk if model.num_experts else 1
+    per_token = attention + ffn * experts + model.vocab_size / (2 * layers * hidden)
+    return 12.0 * recipe.train.global_batch_size * seq * layers * hidden**2 * per_token
+
+
+def measure(job: Job, folder: Path) -> dict[str, Any]:
+    """The row: published and predicted."""
+    from megatron_prism.core import recipe as recipes
+
+    recipe = recipes.load(job.base, job.settings.split())
+    flops, tried = model_flops(recipe), {}
+    for number, choice in enumerate(job.open):
+        place = folder.with_name(f"{folder.name}-{number}")
+        capture(f"{job.base} {job.settings} {choice}", place)
+        tried[choice] = prism.replay(prism.load(place), machine=MACHINE).to_json()
+    peaks = {
+        choice: max(one["peak_bytes"] for one in found["classes"])
+        for choice, found in tried.items()
+    }
+    fits = [choice for choice in tried if peaks[choice] < MEMORY] or list(tried)
+    taken = min(fits, key=lambda choice: tried[choice]["iteration_ns"])
+    found = tried[taken]
+    seconds = found["iteration_ns"] / 1e9
+    tflops = flops / seconds / job.gpus / 1e12
+    return {
+        **asdict(job),
+        "taken": taken,
+        "tried_s": {choice: one["iteration_ns"] / 1e9 for choice, one in tried.items()},
+        "peak_live_bytes": peaks,
+        "tokens_per_s_per_gpu": found["tokens_per_s"]["value"] / job.gpus,
+        "iteration_s": seconds,
+        "published_iteration_s": flops / job.gpus / job.tflops / 1e12,
+        "predicted_tflops": tflops,
+        "error": tflops / job.tflops - 1,
+        **{key: found[key] for key in ("computing", "exposed", "bubble")},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The README's table."""
+    lines = ["| job | GPUs | split | published | predicted | error |", "|---|---|---|---|---|---|"]
+    worst = max(abs(row["error"]) for row in rows)
+    for row in rows:
+        error = f"{100 * row['error']:+.0f} %".replace("-", "−")
+        mark = "**" if abs(row["error"]) == worst else ""
+        split = f"{row['split']} {row['taken'].partition('.')[2]}".replace("_", " ").rstrip()
+        lines.append(
+            f"| {row['name']} | {row['gpus']:,} | {split} | {row['tflops']:.0f} | "
+            f"{row['predicted_tflops']:.0f} | {mark}{error}{mark} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--keep", type=Path, help="keep the slices in this folder")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        base = args.keep or Path(temporary)
+        for job in JOBS:
+            name = f"{job.name} {job.split}".replace(" ", "-")
+            rows.append(measure(job, base / name))
+            print(f"{name}: {rows[-1]['predicted_tflops']:.0f} of {job.tflops:.0f} TFLOP/s/GPU")
+    shown = {"machine": MACHINE, "where": machine(), "commit": commit(), "rows": rows}
+    RESULT.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
