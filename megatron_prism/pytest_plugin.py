@@ -1,5 +1,4 @@
-"""What does pytest get from an installed megatron_prism?  A line that says it is there, and a guard
-of peak memory::
+"""The pytest plugin: a header line, and a guard of peak memory::
 
     @pytest.mark.prism_memory(job="llama3-70b_1024gpu_tp8pp4vp5_h200", limit="80GiB")
     def test_memory(prism_memory):

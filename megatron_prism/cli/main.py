@@ -1,4 +1,4 @@
-"""``prism``: which command was asked for, and what does it print?
+"""The ``prism`` command: its subcommands, their arguments and help.
 
 One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
 gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not

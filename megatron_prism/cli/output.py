@@ -1,4 +1,4 @@
-"""How do commands print?  A console, a plain table and JSON, the same for all of them.
+"""Printing for commands: a console, tables, JSON and progress, the same for all of them.
 
 rich is imported on first use, so that ``prism --version`` and usage errors stay instant.
 """

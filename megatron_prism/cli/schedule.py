@@ -1,7 +1,8 @@
-"""``prism schedule``: what does a pipeline schedule look like, and how much of it is bubble?
+"""``prism schedule``: a pipeline schedule as a chart, and how much of it is bubble.
 
 In : ``key=value`` words.  Out: stages x time as text, programs as a file, or JSON.  The order is
-recorded from Megatron's scheduler (``plugin.seams_schedule``); times are units (``unit_time``).
+recorded from Megatron's scheduler (``plugin.seams_schedule``); times are units
+(``replay.timeline``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``prism world``: what does a world of these sizes look like, and which groups is a rank in?
+"""``prism world``: a world of given sizes, and the groups of a rank in it.
 
 In : ``key=value`` words, or a recipe.  Out: a page of text or JSON.  No torch, no Megatron.
 """

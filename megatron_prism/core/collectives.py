@@ -1,4 +1,4 @@
-"""Which collectives exist, and what each one means: one row per collective, read by everybody.
+"""The collectives: what each one means, one row each, read by everything else.
 
 The backend asks a row what its virtual members deliver, the world graph how calls of different
 ranks match, the costs how many bytes cross the wire, the dump reader under which name it is

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree: whoever catches ``PrismError`` catches all we raise on purpose.
+"""The tree of errors; ``PrismError`` is the root of all that are raised on purpose.
 
 ::
 

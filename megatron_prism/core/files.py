@@ -1,4 +1,5 @@
-"""How do results appear all at once, or not at all?  A folder, or a single file.
+"""Files and folders of results that appear complete or not at all, and guards against hostile
+input.
 
 Everything is written into a hidden sibling of the final place and renamed into place when the
 work has succeeded; the rename is one step of the file system, so nobody ever reads half an

@@ -1,4 +1,4 @@
-"""Who is in which group, for all ranks at once?
+"""Members of every group, for all ranks at once, as arrays.
 
 In : a world, a group description, or explicit lists of ranks.  Out: ``Membership``, the members of
 all groups of one description as flat arrays, from which a million ranks read their group, position

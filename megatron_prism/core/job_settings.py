@@ -1,4 +1,4 @@
-"""Are two jobs one?  By their settings, which slices and recordings keep as a line of text.
+"""A job's settings as a line of text, and how those of two jobs differ.
 
 A setting is a name as people type it (``--seq-length``, ``model.seq_length``) with its value as
 text, "" where the name alone says it (``--bf16``).  What has its default is left out.  Which of

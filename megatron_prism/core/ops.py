@@ -1,4 +1,4 @@
-"""What can a rank do?  The ops that programs are made of, as rows of a table and as values.
+"""The ops that programs are made of, as rows of a table and as values.
 
 ``OP`` is the numpy row, so that a hundred thousand ops load in milliseconds; ``Op`` is the same row
 for people, tests and the text form.  Semantics, in CUDA's terms:

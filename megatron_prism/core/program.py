@@ -1,4 +1,5 @@
-"""What does one rank do in an iteration?  A program: its ops in the order in which it issues them.
+"""Programs: the ops of one rank's iteration in the order of issue; those of a whole world; their
+file.
 
 Programs are what capture writes and analysis reads.  ``ops.py`` says what an op is,
 ``program_text.py`` how programs look as text, ``programs.py`` keeps those of a world in one file.

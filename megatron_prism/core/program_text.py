@@ -1,4 +1,4 @@
-"""How do programs look as text that a person writes and a diff shows?
+"""The text form of programs, written and parsed.
 
 ::
 

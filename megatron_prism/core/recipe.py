@@ -1,7 +1,7 @@
-"""Which job does this file describe?  ``load(path, overrides)`` turns YAML into a checked Recipe.
+"""Recipes: jobs described in YAML, with their schema, checks and errors.
 
 In : a path or the name of a shipped recipe, and ``section.key=value`` overrides.  Out: the
-dataclasses of ``recipe_schema.py``.  This is the only module that imports OmegaConf; none of its
+dataclasses of ``this module``.  This is the only module that imports OmegaConf; none of its
 types leave it. OmegaConf is strict about types and keys; what it would take silently (a token
 without ``=``, octal
 ``012``, base-60 ``1:30``) is refused here.

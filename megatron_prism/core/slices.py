@@ -1,4 +1,4 @@
-"""Which slices does a folder hold, and which world do they make?
+"""Folders of slices (one captured rank each), and the world that they make.
 
 One file per captured rank, ``slice-NNNNNN.prism``, written whole or not at all as soon as the rank
 has finished: a capture that is killed loses the slices in flight and nothing else, and the next one

@@ -1,4 +1,4 @@
-"""How are durations, sizes, rates and counts written, and read back?
+"""Durations, sizes, rates and counts as text, written and parsed.
 
 Inside, time is integer nanoseconds and memory is integer bytes; this is the only place where they
 become text.  Every ``format_x`` is exact or rounds to at most four significant digits, and

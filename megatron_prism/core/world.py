@@ -1,4 +1,4 @@
-"""Which ranks does a job of this size have, where does each stand, and which groups is it in?
+"""The ranks of a job of a given size: coordinates, groups, selectors such as ``pp=3,tp=0``.
 
 In : world size and Megatron's parallel sizes.  Out: ranks, coordinates, Megatron's named groups,
 all by strides over ``arange(size)``, so that a million ranks cost milliseconds.  Numpy only.  It

@@ -1,4 +1,4 @@
-"""By which factor do computing and a call slow each other down while both run?
+"""Measure how much computing and a call slow each other down while both run.
 
 A part of ``prism calibrate``.  A GPU's clock follows its heat and power within some ten
 milliseconds, so "alone" and "together" measured one after the other compare two clocks (an earlier

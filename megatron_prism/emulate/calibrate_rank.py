@@ -1,8 +1,8 @@
-"""How long do calls take on this host, and (``calibrate_overlap``) what when it computes meanwhile?
+"""Measure calls on this host: one rank of ``prism calibrate``.
 
 One process per device, started by ``prism calibrate`` through torch.distributed.run.  Every group
 size from 2 to the number of devices that divides it is measured on ranks 0 … n-1, as
-``calibrate_calls`` does it.  Rank 0 writes the file.
+``CallTimer`` does it.  Rank 0 writes the file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands between a local rank and its groups?  Faults on purpose, then the matched calls.
+"""The guard between a local rank and its groups: plants faults, checks calls against programs.
 
 The guard is the first of the world's listeners and gets every call before a recorder does; without
 one of the flags there is no guard, and the calls do not know of it.

@@ -1,4 +1,4 @@
-"""``--prism-capture DIR``: what does this rank do in an iteration of a stock script?
+"""``--prism-capture DIR``: record what this rank does in an iteration of a stock script.
 
 Records from the start of one train step to the start of the next, so that what comes between train
 steps (logging, timers, their barriers) is in the program too.  The last nine such iterations count,

@@ -1,10 +1,10 @@
-"""Does a suspect's real code bear out the verdict?  It is run into the state of the dumps.
+"""Confirm a verdict by running the suspects' real code into the state of the dumps.
 
-In : a recipe, the programs of its world, the dumps, and ``placement.Placed``.  Every culprit is
-trained for three iterations by Megatron's own code, alone, its peers virtual and held against the
-programs.  Out: lines for people and whether the verdict is confirmed: the code makes the calls of
-its dump up to the place, the call there is the one that its peers wait in, and without the fault
-it goes on and takes its optimizer steps (the counterfactual).
+In : a recipe, the programs of its world, the dumps, and ``hang.alignment.Confirmation``.  Every
+culprit is trained for three iterations by Megatron's own code, alone, its peers virtual and held
+against the programs.  Out: lines for people and whether the verdict is confirmed: the code makes
+the calls of its dump up to the place, the call there is the one that its peers wait in, and without
+the fault it goes on and takes its optimizer steps (the counterfactual).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does a local rank's real device memory do?  ``--prism-memory-snapshot DIR``, tier ``cuda``.
+"""Real device memory of a local rank: snapshots, peaks by phase, NCCL's memory held in reserve.
 
 Peaks of allocated bytes per iteration and phase (forward, backward, optimizer, and what is between
 them), and torch's own snapshot of the iterations from the second on, which memory_viz
@@ -91,7 +91,7 @@ class NcclReserve(TrafficCounter):
 
 
 def connected_by(tally: TrafficCounter) -> tuple[Communicator, ...]:
-    """The communicators that the calls of a job have connected, as ``tally`` saw them."""
+    """The communicators that the calls of a job have connected, as ``TrafficCounter`` saw them."""
     used = nccl_buffers.ConnectedCommunicators()
     for group, size, op, num_bytes in tally.sizes():
         if op not in ("send", "recv") and not group.endswith(nccl_buffers.ON_HOST):

@@ -1,4 +1,4 @@
-"""How does this process end?  ``at_good_end(check)`` has a say where it would end with status 0.
+"""Have a say in the exit status of a process that would end with 0.
 
 ``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note
 (``note``).  A status that neither saw, such as a bare ``raise SystemExit(3)``, counts as good.

@@ -1,8 +1,8 @@
-"""How does a fault happen to a running rank?  The calls of its plan are changed, or not made.
+"""Make faults happen to a running rank: change the calls of its plan, or leave them out.
 
 In : the faults of this rank.  ``record`` makes every call, as the recorder does; the one that a
 Finder picks goes wrong and says so on stderr (``[prism-fault] fired …``) and in the file of
-``--prism-fault-truth``.  The ranks of a plan that are virtual are ``strict``'s affair.
+``--prism-fault-truth``.  The ranks of a plan that are virtual are ``call_guard``'s affair.
 ``survived`` are those that a real job would not have survived.
 """
 
@@ -159,7 +159,7 @@ Make = Callable[[str, "Answer"], "Answer"]  # of a collective and its answer
 
 
 class Injector:
-    """Makes ``faults`` happen on this rank.
+    """Makes ``hang.fault_planting`` happen on this rank.
 
     live  : the tracker of live bytes (meta) or None;  dry: say it, do nothing
     truth : file that gets a line for every fault that fires, before it does

@@ -1,4 +1,4 @@
-"""How do we change a Megatron module before anybody has copied names out of it?
+"""Change a Megatron module right after its import, before anybody copies names out of it.
 
 A finder at the head of ``sys.meta_path`` runs callbacks right after a module has executed and
 before its importer goes on, so a later ``from x import f`` copies the replaced ``f``.  Callbacks

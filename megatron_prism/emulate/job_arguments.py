@@ -1,4 +1,4 @@
-"""Which job is this?  Megatron's own parsed arguments, less what does not matter.
+"""Megatron's parsed arguments, less what does not matter, as the identity of a job.
 
 In : the namespace after Megatron has validated it, and its parser's defaults.  Out: the line of
 text that slices and recordings keep (``job_settings``).  The same command line in another order, as

@@ -1,4 +1,4 @@
-"""How does a job become an emulated one?
+"""Launch: turn a job into an emulated one.
 
 ``attach_from_command_line`` runs before the first ``import megatron`` (zero-edit attach);
 ``run_script`` is ``prism run -- pretrain_gpt.py …``.  Both settle the options, give Megatron the

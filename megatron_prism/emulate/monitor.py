@@ -1,5 +1,4 @@
-"""Did this rank really train?  Counts optimizer steps, keeps what the summary needs, gives the
-verdict.
+"""The training monitor: counts steps, keeps what the summary needs, says whether the rank trained.
 
 ``TrainingMonitor.training`` encloses the job's ``pretrain``; ``iteration`` and ``stepped`` each
 train step;

@@ -1,4 +1,4 @@
-"""Are the NVLinks of a GPU whose rank runs alone as awake as in the job?
+"""Keep the NVLinks of a GPU whose rank runs alone as awake as in the job.
 
 A link that has carried nothing for 50 ms falls asleep (``nvidia-smi nvlink -gLowPwrInfo``, H200)
 and leaves its power to the rest of the GPU.  A rank alone sends nothing to anybody, so a GPU at its

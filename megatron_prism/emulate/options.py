@@ -1,4 +1,4 @@
-"""What did the user ask for?  The ``--prism-*`` flags, and what they leave to be derived.
+"""The ``--prism-*`` options, and the world and ranks derived from them.
 
 ``from_command_line(argv, env)`` reads our flags and the parallel sizes among the job's own
 arguments and returns Options, or None if emulation was not asked for.  It knows nothing of torch or

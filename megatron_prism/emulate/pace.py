@@ -2,7 +2,7 @@
 
 In : the options, and a folder of slices of the same job (``--prism-capture``), perhaps with
 ``calibration.json`` (``prism calibrate``) in it.  Out: a Pacer for the virtual world.  Slices that
-are missing are captured first (``pace_capture``).
+are missing are captured first (``capture_missing``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The main job: one representative rank per pipeline stage, each in a worker process of its own.
+"""Run a recipe's job: one representative rank per pipeline stage, each in a worker process.
 
-``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``rank_job`` for
+``emulate(recipe, out, ...)`` needs no Megatron checkout and no GPU.  It starts ``recipe_rank`` for
 every rank (two at a time on two cores), shows a bar per stage, prints what each did and writes the
 artefact folder when all have trained.  It imports neither torch nor Megatron: the workers do.
 """

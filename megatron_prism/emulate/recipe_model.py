@@ -1,4 +1,4 @@
-"""How does a recipe become a Megatron model?  Groups, configuration, chunks, DDP and optimizer.
+"""Build the Megatron model of a recipe: groups, configuration, chunks, DDP and optimizer.
 
 Everything is megatron-core's own; this module only passes the recipe's numbers where
 ``megatron.training`` would pass the command line's.

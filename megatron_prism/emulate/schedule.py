@@ -1,4 +1,4 @@
-"""In which order does every stage of a pipeline run, send, receive and wait?  Megatron's own words.
+"""Schedules of all stages of a pipeline, taken from Megatron's own scheduler without a model.
 
 In : ScheduleSettings.  Out: Programs, one per stage.  Megatron's forward_backward_* and its p2p
 code run as they are, once per stage, on tokens instead of tensors; what is replaced is what they

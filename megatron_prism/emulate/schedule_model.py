@@ -1,4 +1,4 @@
-"""What is a chunk of the model made of, as far as a schedule asks?  Config, layout, stand-ins.
+"""Settings of a schedule, stand-ins for the model's chunks, and layer-wise (combined) schedules.
 
 In : ScheduleSettings.  Out: Megatron's TransformerConfig, chunks that hold it, and a note per chunk
 about the layers that Megatron would put there.  Layers change what a chunk costs, never the order;

@@ -1,4 +1,4 @@
-"""What did Megatron's scheduler ask of one stage?  A tape of events, and the tokens on it.
+"""A tape of what Megatron's scheduler asks of one stage, and the tokens on it.
 
 In : calls that the scheduler makes to what it takes for torch, torch.distributed and the model.
 Out: a Program.  A ``Token`` stands for a tensor that stages exchange; it remembers the event that

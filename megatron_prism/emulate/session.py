@@ -1,4 +1,4 @@
-"""What an emulation changes in its process, and how all of it is taken back.
+"""The run of one emulated rank, and the process-wide changes that it makes and takes back.
 
 ``with Session() as session:`` encloses one emulation; ``close`` undoes everything in reverse order,
 after which the same process can emulate another world on another tier.  A process that ends with

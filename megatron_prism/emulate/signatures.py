@@ -1,4 +1,4 @@
-"""What have Megatron's objects that we use, and what does a rank's summary hold?  Shared types.
+"""Types of Megatron's objects that we use, and of a rank's summary.
 
 For annotations alone: modules import it where types are checked and nowhere else.
 """

@@ -1,5 +1,4 @@
-"""What does an emulated run say about itself?  A banner at the start, a summary and a file at the
-end.
+"""The banner, the summary and the JSON file of an emulated run.
 
 Every number says where it comes from.  The artefact folder appears under its name only when the job
 has trained, with one JSON file per local rank and nothing else; a failed run leaves none.

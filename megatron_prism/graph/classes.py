@@ -1,4 +1,4 @@
-"""Which ranks cannot be told apart?  The coarsest equitable partition of a world's ranks.
+"""Equivalence classes of ranks: the coarsest equitable partition of a world.
 
 In : Programs.  Out: Classes.  Two ranks are in one class when they run the same program and, for
 every group that the program uses, their groups hold the same classes equally often, and for every

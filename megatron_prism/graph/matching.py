@@ -1,4 +1,4 @@
-"""Do the programs of a world fit together?  NCCL's rules, and a picture of what breaks them.
+"""Match the calls of a world's programs by NCCL's rules, and show what does not fit.
 
 In : programs and their classes.  Out: Findings, empty for a healthy world.  Every group is a FIFO
 of collectives (a coalesced call is one entry), every directed pair of ranks in a group a FIFO of

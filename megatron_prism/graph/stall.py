@@ -1,9 +1,9 @@
-"""When nothing moves any more, where does every rank stand?  Programs run until they stand still.
+"""Run programs, with faults, until nothing moves: the stalled job.
 
 In : Programs, and faults.  Out: Standstill: per rank what it issued and what of it ended.  Rules as
 in ``replay.dag``, but rank by rank and without times, and for programs that do not fit together: a
 call ends when all members are ready and their calls agree; one that disagrees never ends.  This is
-what a watchdog finds half an hour later; ``flight_export`` writes it down as dumps.
+what a watchdog finds half an hour later; ``hang.export`` writes it down as dumps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How do the programs of all ranks hang together?  The world graph, over classes of ranks.
+"""The world graph: the programs of all ranks joined over classes of ranks.
 
 In : Programs.  Out: WorldGraph: the classes, and for every op that communicates the *matched
 call* at which it meets the ops of other ranks.  A matched call stands for all its equals in the

@@ -1,4 +1,4 @@
-"""Where in its program did every rank stand?  Dumps laid over the programs of the same job.
+"""Align dumps with the programs of the same job: where every rank stood, and does the verdict hold.
 
 In : the State of dumps, and the job's Programs.  Out: per rank the last call that it issued and in
 which iteration, where only one place fits.

@@ -1,4 +1,4 @@
-"""Who made the job hang?  A verdict with culprits, victims, evidence and what was missing.
+"""Judge dumps: a verdict with culprits, victims, evidence and what is missing.
 
 In : Flight Recorder dumps (``diagnose_dumps``).
 Out: Diagnosis.  From dumps, what decides, strongest first:

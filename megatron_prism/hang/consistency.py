@@ -1,4 +1,4 @@
-"""Are these dumps of one job and of one moment?  What does not belong with the others is set apart.
+"""Set dumps apart that are of another job, or of another moment, than the others.
 
 In : a DumpSet.  Out: ``ConsistentDumps``: the dumps that belong together, and why the others do
 not.  A dump that somebody asked for by hand, before the job stood still, makes its rank look late;

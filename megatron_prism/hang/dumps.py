@@ -1,4 +1,4 @@
-"""What is in a Flight Recorder dump?  The values that the reader makes and the analyses read.
+"""Read Flight Recorder dumps: safely, in parallel, as entries, groups and status.
 
 ``pg_status`` and entries count from 1; sequence numbers are per group, as ProcessGroupNCCL counts.
 """
@@ -624,7 +624,7 @@ _WORDS = [f in ("group", "desc", "op", "numbers", "dtypes", "state", "done", "si
 def read(folder: str | os.PathLike[str], processes: int | None = None) -> DumpSet:
     """All dumps in ``folder``; by default as many processes as there are cores and work for.
 
-    DumpError as ``flight_recorder.read``, or if a process is killed.
+    DumpError as ``read_in_process``, or if a process is killed.
     """
     files = dump_files(Path(folder))
     if processes is None:

@@ -1,4 +1,4 @@
-"""What would the Flight Recorder have written?  Dumps of a standstill, one per rank.
+"""Write the dumps that the Flight Recorder would have left of a stalled job.
 
 In : ``quiescence.Standstill``.  Out: values in the format of torch 2.13 (version 2.10), or files,
 for ``flight_recorder.read`` and for torch's own ``torchfrtrace``.  The counters, states and names

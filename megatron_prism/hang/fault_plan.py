@@ -1,9 +1,9 @@
-"""Which fault shall happen, to whom and when?  ``KIND@SELECTOR[:PARAM=VALUE,…]`` and plans of them.
+"""Faults to plant: ``KIND@SELECTOR[:PARAM=VALUE,…]``, and plans of them.
 
-In : a line of text (``fault_files`` has lists of them and other people's words).
+In : a line of text (``load_plan`` has lists of them and other people's words).
 Out: ``Fault``s, and ``FaultMatcher``, which is told of a rank's calls one by one and says which is
-hit. Programs (``faults``) and running ranks (``plugin.injector``) ask the same Finder, so that a
-plan hits the same call in both.
+hit. Programs (``fault_planting``) and running ranks (``emulate.fault_injector``) ask the same
+Finder, so that a plan hits the same call in both.
 """
 
 from __future__ import annotations

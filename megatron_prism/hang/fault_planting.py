@@ -1,4 +1,4 @@
-"""What does a fault do to programs?  A healthy world with faults planted in it.
+"""Plant faults in the programs of a healthy world.
 
 In : Programs and ``fault_plan.Fault``s.  Out: ``PlantedFaults``: the programs as the ranks would
 then run them, the standstill's own faults (hosts that stop, devices that hang), and the truth:
@@ -210,7 +210,7 @@ class FaultedCall:
 
 @dataclass(frozen=True)
 class PlantedFaults:
-    """programs and faults to run with ``quiescence.run``; hits is the truth.
+    """programs and faults to run with ``graph.stall.run_until_stalled``; hits is the truth.
 
     slow_nics : of ranks whose calls between nodes take longer, which programs cannot say
     """

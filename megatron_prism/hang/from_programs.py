@@ -1,8 +1,8 @@
-"""Who is to blame for a standstill of programs?  Judged by the dumps that it would leave.
+"""Judge programs: whether they hang, and whom the dumps of the stalled job would blame.
 
 In : ``quiescence.Standstill``.  Out: Diagnosis.  The verdict sees the dumps and nothing else, as
 after a real hang; only where they cannot decide (they know no splits) are the programs compared,
-and, where a job knows them, the programs as they should be (``explain``).
+and, where a job knows them, the programs as they should be (``hypotheses.explain``).
 """
 
 from __future__ import annotations

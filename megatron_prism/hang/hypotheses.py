@@ -1,4 +1,4 @@
-"""Whose single fault leaves exactly these dumps?  Hypotheses, each driven through the programs.
+"""Find the single faults that leave exactly these dumps, each driven through the programs.
 
 In : a DumpSet on which the verdict names nobody, that verdict, and the job's Programs.  Out: the
 Diagnosis, with a culprit where all hypotheses that fit are one rank's.  A hypothesis is one rank

@@ -1,4 +1,4 @@
-"""Whose call is the odd one?  Majorities inside a group, then among siblings.
+"""Find calls that differ inside a group, and the odd ranks by majority.
 
 In : State.  Out: per odd rank, what it did and what the others did.  A vote without a majority
 names nobody: in a group of two it is the siblings, ranks with the same program in other groups,

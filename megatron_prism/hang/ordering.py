@@ -1,4 +1,4 @@
-"""Who issued calls in another order than its siblings?  The fewest ranks that explain it.
+"""Find ranks that issued calls in another order than equivalent ranks: the fewest that explain it.
 
 In : State.  Out: the ranks at odds with the others of their place in the pipeline, and what about.
 Ranks at one place run the same program, so of two calls that both make, each makes the same first.

@@ -1,4 +1,4 @@
-"""Which calls are outstanding, on which rank, and who has not come to them?
+"""The state of a job that hangs: outstanding calls of every rank, and who has not come to them.
 
 In : the dumps of a job that stands still.  Out: ``JobState``, the questions that a verdict asks.
 Two ranks are *siblings* when they stand at the same place of their pipeline: they run the same

@@ -1,4 +1,4 @@
-"""Where do waits end?  Ranks that explain the others' waits: without a dump, idle, alone in a call.
+"""Who waits for whom, and the ranks at which waits end: dead, idle, or alone in a call.
 
 In : State.  Out: ranks with the call at which others wait for them; ``hang`` makes culprits of them
 and says why.

@@ -1,4 +1,4 @@
-"""How much would PyTorch's caching allocator reserve for these allocations?  A model.
+"""A model of PyTorch's caching allocator: the bytes it would reserve for given allocations.
 
 In : (storage, bytes) events in order, bytes negative for a free; a stream each if there are
 several.  Out: segments, blocks and peaks.  The rules are those of c10/cuda/CUDACachingAllocator.cpp

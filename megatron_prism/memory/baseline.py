@@ -1,4 +1,4 @@
-"""Has a rank's peak grown?  The baseline of a job's memory: written, read, compared.
+"""Baselines of a job's memory: measured, written, read and compared.
 
 In : ClassMemory of every class, and where they are from.  Out: JSON that a person reviews (sorted
 keys, whole bytes, one value a line), or Changes between two of them.  One-sided: growth of

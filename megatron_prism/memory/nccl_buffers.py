@@ -1,6 +1,6 @@
-"""How much device memory do NCCL's communicators take, that no allocator sees?
+"""Device memory of NCCL's communicators, which no allocator sees.
 
-In : communicators and what they were used for (``connected``), and a calibration: what
+In : communicators and what they were used for (``connection_bytes``), and a calibration: what
 ``benchmarks/tools/device_memory.py`` measured on a host.  Out: their bytes, and a provenance.
 Unknown is None.
 

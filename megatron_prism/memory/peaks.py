@@ -1,4 +1,4 @@
-"""Where does memory peak, and what is alive there?  Per class of ranks, from the programs alone.
+"""Peaks of memory and what is alive there, per class of ranks, from programs alone.
 
 Three levels that are never mixed, each with its provenance:
 

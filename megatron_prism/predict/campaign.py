@@ -1,4 +1,4 @@
-"""Will N iterations finish by a deadline, with failures, checkpoints and restarts?
+"""Predict whether N iterations finish by a deadline, with failures, checkpoints and restarts.
 
 In : a Sampler, a Variability, a Plan.  Out: RunPrediction.  A run has one cluster, whose slow GPUs
 stay slow: its iterations add up to N times its own mean, so clusters are drawn, and iterations of

@@ -1,4 +1,4 @@
-"""How is a duration distributed?  Fitted from samples, or refused or widened with the reason.
+"""Distributions of durations, fitted from samples; quantiles with intervals that cover.
 
 In : positive samples.  Out: Distribution: normal, gamma or lognormal, whichever is nearest in the
 Kolmogorov-Smirnov sense, else the samples themselves.  After PRISM (arXiv 2510.15596), which

@@ -192,7 +192,7 @@ def _longest(  # type: ignore[no-untyped-def]
 
 
 def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
-    """``dag`` made small; ``durations`` decide only the order in which nodes are visited."""
+    """``replay.dependencies`` made small; ``durations`` decide only the order in which nodes are visited."""
     waits = _implied_gone(dag)
     begin, _ = timeline.evaluate(dag, durations)
     place = np.empty(len(dag), dtype=np.int64)

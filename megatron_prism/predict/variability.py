@@ -1,5 +1,4 @@
-"""How much do durations vary?  Spreads of the factors on computing and calls, from a data file or
-fitted to what was recorded.
+"""Spreads of computing, calls and hosts: from a data file, or fitted to what was recorded.
 
 Every factor has median 1 and, unless its distribution is known, is lognormal; a spread is the
 standard deviation of its logarithm, about the relative deviation for small ones.

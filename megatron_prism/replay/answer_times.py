@@ -1,4 +1,4 @@
-"""When do virtual ranks answer a local one?  The rest of the world as a few sums and one maximum.
+"""When virtual ranks answer local ones: the rest of the world as a few sums and one maximum.
 
 In : a WorldGraph in which every local rank is a class of its own (``whatif.with_own_classes``), and
 Prices. Out: Releases.  A *local interaction* is a meeting of a local rank with at least one virtual
@@ -13,7 +13,7 @@ interaction (the transfer of a max-plus system with the local ranks cut out: Bac
 ch. 2).  Cutting at the *ends* of interactions keeps the terms few: whoever met the local rank since
 is behind that meeting.
 
-Pruning (``transfer``).  A term (i, w) is dropped if another term (k, v) of the same maximum always
+Pruning (``_bound``).  A term (i, w) is dropped if another term (k, v) of the same maximum always
 reaches it: E_k >= E_i + b and b + v >= w.  Bounds b are longest ways from i to k over interactions:
 through the terms of each, and through what the local rank itself waits for before it comes to one
 (its computing taken as 0).  Dropping such a term changes no maximum whatever the local ranks do,

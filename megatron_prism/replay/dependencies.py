@@ -1,4 +1,4 @@
-"""Who waits for whom?  The world graph as a directed acyclic graph of nodes that take time.
+"""The dependency graph: who waits for whom, as a directed acyclic graph of nodes that take time.
 
 In : a WorldGraph (and how many iterations in a row).  Out: Dag.  CUDA's rules, which do not depend
 on times, so the graph is built once and evaluated for any durations:
@@ -14,7 +14,7 @@ on times, so the graph is built once and evaluated for any durations:
   device also waits until the host is through with the segment
 
 A cycle means that the job hangs: ``order`` then holds fewer nodes than there are.  Programs are
-read once each (``issue.py``); classes that run the same one are copies.
+read once each (``Issue``); classes that run the same one are copies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""When does everything happen if transfers share links, ranks stop, or ops never end?
+"""Replay with shared links, ranks that stop and ops that never end.
 
 In : a Dag, a duration for every node, and what is in the way: links, faults.  Out: Outcome, also of
 a world that hangs.  Discrete events in whole nanoseconds; without links and faults the result is
-``maxplus``'s, to the last digit.
+``timeline.evaluate``'s, to the last digit.
 
 Links are shared as a fluid, in equal parts: of k transfers on a link each moves at 1/k of the speed
 that it has alone, at the k of its fullest link.  NCCL's kernels run side by side and their packets

@@ -1,4 +1,4 @@
-"""What do computing and calls cost each other where the timeline has both at once?
+"""Replay in which computing and calls slow each other down where they overlap.
 
 In : a WorldGraph, Prices and measured factors (``costs.overlap``).  Out: Timeline.  A replay says
 for how long each segment had calls of its rank beside it; during that time it gets 1 / factor as

@@ -5,7 +5,7 @@ duration on a machine, calls and overlaps as a calibration measured them where t
 ``replay`` is ``price`` and its timeline.  Commands, predictions, pacing and benchmarks use these.
 
 What-ifs apply in the order in which they make sense: the schedule and the size of the world, then
-who is slow in it, then where it runs, then what its calls cost; ``reschedule``, ``scale`` and
+who is slow in it, then where it runs, then what its calls cost; ``whatif``, ``whatif`` and
 ``whatif`` say what each assumes.  Each is named in ``Programs.source["what-if"]``.
 """
 

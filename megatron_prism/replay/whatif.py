@@ -1,4 +1,4 @@
-"""What would the timeline be if …?  Other programs or other prices, made from those at hand.
+"""What-ifs: other microbatch counts, replicas, slow ranks or NICs, another machine.
 
 In : Programs, or a WorldGraph and its Prices.  Out: the same kind of value, changed; nothing is
 changed in place.  What a function assumes is in ``Programs.source["what-if"]`` or in the new

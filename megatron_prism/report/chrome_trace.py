@@ -1,4 +1,4 @@
-"""How do ui.perfetto.dev and chrome://tracing show a timeline?  As a Chrome trace (JSON).
+"""Chrome traces (JSON) of a timeline or of a hang, for ui.perfetto.dev and chrome://tracing.
 
 In : Timeline.  Out: text.  One process per class, one thread per stream and per group; threads that
 would need spans to overlap get a second one (a Chrome thread's spans must nest), and one shows what
@@ -34,7 +34,7 @@ _LENGTH = 1_000_000.0  # us
 
 
 def render_hang(found: Diagnosis) -> str:
-    """The Chrome trace (JSON); format as in ``perfetto``."""
+    """The Chrome trace (JSON); format as in ``chrome_trace``."""
     about = {"made_by": "prism hang", "verdict": found.headline(), "confidence": found.confidence,
              "evidence": list(found.evidence), "missing": list(found.missing)}  # fmt: skip
     events = [*_tracks(found), *_wait_arrows(found)]

@@ -1,4 +1,4 @@
-"""How does a browser show a distribution?  One self-contained page without scripts, drawn as SVG.
+"""Pages of predictions: one distribution, or several layouts side by side, drawn as SVG.
 
 In : a Prediction, and its Study and RunPrediction if there are.  Out: HTML.  Labels come from
 programs and are hostile: all text is escaped, and the content security policy lets nothing but our

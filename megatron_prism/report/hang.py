@@ -1,4 +1,4 @@
-"""How does a verdict on a hang look as Markdown (for an issue) and as one HTML page?
+"""A verdict on a hang as Markdown (for an issue) and as one HTML page.
 
 In : Diagnosis.  Out: text.  The same words as on the terminal, first line first; what comes from
 dumps and programs is hostile and is escaped.

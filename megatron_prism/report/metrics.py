@@ -1,4 +1,4 @@
-"""Which numbers of a timeline do people read?  ``figures(timeline)`` -> Figures, JSON-ready.
+"""The numbers of a timeline that people read, as one JSON-ready value.
 
 All renderers print these, so they cannot disagree.  Sums over ranks are means: a class of 256 ranks
 counts 256 times.  Figures that need what the programs do not say are ``Value(None, why)``.

@@ -1,4 +1,4 @@
-"""How does a browser show a timeline?  One self-contained page that asks the network for nothing.
+"""The page of a timeline: one self-contained HTML file that asks the network for nothing.
 
 In : Timeline.  Out: HTML.  page.html is the frame, *.css and *.js are put into it, and page_data's
 value as JSON.  Labels come from programs and are hostile: the JSON cannot end its script element,

@@ -1,4 +1,4 @@
-"""What does a timeline say on one page of a terminal?  Plain text, no colours, columns aligned."""
+"""A timeline on one page of a terminal: plain text, no colours, columns aligned."""
 
 from __future__ import annotations
 

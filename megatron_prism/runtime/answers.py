@@ -1,11 +1,11 @@
-"""What does a collective answer when this process is the only real member of its group?
+"""Answers of collectives in which this process is the only real member.
 
 One function per row of the table of collectives, named after the row.  Each fills the caller's
 outputs in place, in the caller's stream, without allocating (a peak measured here must be the real
 job's peak; non-contiguous tensors are the exception) and without synchronising with the host.
 Inputs and outputs are as c10d hands them over; ``n`` is the group's size, ``p`` the local member's
-group rank.  Groups with several local members are answered in ``hybrid.py``; ranks and groups are
-unknown here.
+group rank.  Groups with several local members are answered in ``mixed_groups``; ranks and groups
+are unknown here.
 
 ``reduce_op`` is one of the strings of :func:`reduce_op_name`.
 """

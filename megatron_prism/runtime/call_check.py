@@ -1,4 +1,4 @@
-"""Would the peers make this call now?  Every call of a local rank, checked before data moves.
+"""Check every call of a local rank against what its peers would call, before data moves.
 
 ``CallCheck`` compares with what the derived programs of the peers say (group, sequence, operation,
 dtype, size, root, reduction, splits); ``LocalCallCheck`` with what other local ranks are about to

@@ -1,5 +1,4 @@
-"""What did the real peers say?  Control values of a real run, kept so that a rank alone can hear
-them.
+"""Record values of a real run that steer sizes, and replay them to a rank that runs alone.
 
 ``ValueRecorder`` watches a run in which all ranks are local and keeps, for one rank, what steers
 sizes: the integer results of its all-gathers (MoE token counts) and its own routing decisions.

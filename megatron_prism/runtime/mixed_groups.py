@@ -1,4 +1,4 @@
-"""What does a collective answer when some, but not all, members of its group run for real?
+"""Answers of collectives in which some, but not all, members run for real.
 
 The k local members really communicate (``real``: a gloo or NCCL group of just them).  Every virtual
 member is the mirror of one local member, dealt out in turn, the same way on every local rank, so

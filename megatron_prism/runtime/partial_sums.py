@@ -1,4 +1,4 @@
-"""What do members contribute that are not there, where mirrors of the local member would be wrong?
+"""Contributions of absent members where mirrors of the local member would be wrong.
 
 ``PartialLookup``: a sum to which exactly one member gives each part.  Of a table whose rows are
 dealt out over a group (Megatron's VocabParallelEmbedding) every member looks up its own rows and

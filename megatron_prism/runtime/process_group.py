@@ -1,8 +1,8 @@
 """The ``prism`` process group: real for its local members, answered for everybody else.
 
 ``torch.distributed`` calls the methods named in the table of collectives; each counts the call,
-asks ``answers`` (one local member), ``hybrid`` (several) or the real group (all local) for the
-result, and returns a finished Work.  A c10d method without a row in the table raises, by name.
+asks ``answers`` (one local member), ``mixed_groups`` (several) or the real group (all local) for
+the result, and returns a finished Work.  A c10d method without a row in the table raises, by name.
 
 Why a ``ProcessGroup`` subclass: ``torch._C._distributed_c10d.Backend`` has no Python constructor,
 whereas a ProcessGroup returned by a backend's creator becomes the group itself (torch 2.13

@@ -1,4 +1,4 @@
-"""The functions of ``torch.distributed`` that a virtual world replaces, and how to undo it.
+"""The functions of ``torch.distributed`` that a virtual world replaces.
 
 =====================  ===========================================================================
 new_group              a PrismGroup, or NON_GROUP_MEMBER before any work is done for non-members

@@ -1,4 +1,4 @@
-"""What do ranks that do not exist hold?  The policies behind every virtual answer.
+"""What tensors of ranks that do not exist hold: the policies behind every virtual answer.
 
 ``mirror`` (default)  every virtual member holds what the local member holds.  Sums are n times the
                       local tensor, gathers are copies; counts stay consistent (MoE), losses finite.
@@ -9,10 +9,10 @@
 
 Received pipeline tensors have no local counterpart: they are noise under every policy, never zeros
 (equal router logits send every token to the same experts, and matrix products run measurably faster
-on zeros than on data), and where their tokens are known, vectors of these (``token_vectors``).
+on zeros than on data), and where their tokens are known, vectors of these (``TokenVectors``).
 Gradients among them carry the job's loss scale.  What comes round a ring has a counterpart, see
-``exchange``; so has a lookup in a table whose rows are dealt out over a group, see ``parts``.
-Noise comes from generators of our own: the job's random streams never move.
+``Exchange``; so has a lookup in a table whose rows are dealt out over a group, see
+``partial_sums``. Noise comes from generators of our own: the job's random streams never move.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Values:
 
     @contextlib.contextmanager
     def of_parts(self, parts: PartialSums) -> Iterator[None]:
-        """Sums and gathers inside the block are of ``parts``, under any policy."""
+        """Sums and gathers inside the block are of ``partial_sums``, under any policy."""
         self.parts = parts
         try:
             yield

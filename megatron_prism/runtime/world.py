@@ -1,4 +1,4 @@
-"""Which world does this process play a rank of, and how do its groups come to be?
+"""The virtual world that this process plays a rank of: its groups, and a count of its traffic.
 
 ``start(...)`` brings ``torch.distributed`` up with the ``prism`` backend as global rank ``rank`` of
 ``size``; from then on every ``dist.new_group`` makes a PrismGroup, at no cost for groups that this
@@ -210,7 +210,8 @@ class VirtualWorld:
     ) -> PrismGroup | None:
         """The group of global ``ranks`` (None: all), or None if this rank is not one of them.
 
-        ``backend`` is what the caller asked for; ``gloo`` groups carry host tensors on every tier.
+        ``process_group`` is what the caller asked for; ``gloo`` groups carry host tensors on every
+        tier.
         """
         if ranks is None:
             ranks = range(self.size)

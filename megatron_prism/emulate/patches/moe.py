@@ -1,4 +1,4 @@
-"""What is changed in Megatron's experts, and why.  Same form as ``seams``.
+"""Patches of Megatron's experts and multi-token prediction.
 
 Dispatchers that go round torch.distributed are refused; what virtual ranks route is made up so that
 tokens are as many as in the job; and with --prism-record or --prism-values recorded:PATH the

@@ -1,6 +1,6 @@
-"""What of the real job's places an emulated job must not write, or cannot read, and why.
+"""Patches that keep an emulated job from writing to, or reading from, the real job's places.
 
-Same form as ``seams``.  A copied command line names the folders of the real job's checkpoints and
+Same form as ``startup``.  A copied command line names the folders of the real job's checkpoints and
 curves; an emulated job has no business there.  With all ranks local the job is real, and writes.
 """
 

@@ -1,6 +1,6 @@
-"""What is changed in Megatron's pipeline communication, and why: scales and shapes of what comes.
+"""Patches of pipeline communication: scales and shapes of what is received, and labels.
 
-Same form as ``seams``: each answers what only an absent rank could answer.
+Same form as ``startup``: each answers what only an absent rank could answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Patches of Megatron's start-up, groups, data and log, so that one rank can run alone.
 
 Others are in ``seams_*`` by subject (kernels: no GPU),
-gathered for each tier in ``seams_tiers``.  Nothing here re-implements a schedule, a bucket
+gathered for each tier in ``without_cuda``.  Nothing here re-implements a schedule, a bucket
 or a dispatcher: patches answer questions that only absent ranks could answer.
 """
 

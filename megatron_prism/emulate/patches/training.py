@@ -1,6 +1,7 @@
-"""What is changed in Megatron's schedules, gradient finalisation and training loop, and why.
+"""Patches of Megatron's schedules, gradient finalisation and training loop.
 
-Same form as ``seams``: each answers what only an absent rank could answer, or watches what happens.
+Same form as ``startup``: each answers what only an absent rank could answer, or watches what
+happens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is changed in Megatron's vocabulary-parallel embedding, and why.  Same form as ``seams``."""
+"""Patches of the vocabulary-parallel embedding and loss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What is changed in Megatron where there is no CUDA device (tiers cpu and meta), and why.
+"""Patches for tiers without a CUDA device (cpu and meta), and the patches of every tier.
 
-Same form as ``seams``.  Stand-ins for kernels live in ``tiers``; here they are only put in place.
+Same form as ``startup``.  Stand-ins for kernels live in ``runtime.devices``; here they are only put
+in place.
 """
 
 from __future__ import annotations

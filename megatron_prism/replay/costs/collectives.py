@@ -1,4 +1,4 @@
-"""How long does a call take once everybody has come?  Measured tables first, then a model.
+"""How long a call takes once all members have come: measured tables first, then a model of NCCL.
 
 In : a collective, its message size, its group's shape on the machine.  Out: ns and a provenance.
 

@@ -1,4 +1,4 @@
-"""How long does the host take to issue an op?  Measured for segments, calibrated for calls.
+"""How long the host takes to issue an op: measured for segments, calibrated for calls.
 
 In : a program whose segments say it (``host``), and a calibration.  Out: ns per op.  What a call
 takes is NCCL's part alone: Python's way to it is in the segment before, measured with it.

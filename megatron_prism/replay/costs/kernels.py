@@ -1,4 +1,4 @@
-"""How long did this kernel take where it was measured?  Looked up by shape, or by size.
+"""How long a kernel takes: measured ones by shape or size, rooflines for the rest.
 
 ``ops/*.json`` in this package or a file like them (``benchmarks/tools/op_table.py`` writes one).
 In: a kernel as the recorder writes it, ``mm(4096x8192,8192x1024t)bfloat16:flops:bytes``.  Out: ns,

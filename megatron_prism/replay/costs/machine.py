@@ -1,4 +1,4 @@
-"""What can the hardware do?  One machine per data file: its numbers and where they are from.
+"""Machines: rates and links of GPUs and nodes, one data file each, with their sources.
 
 ``machines/*.json`` in this package, or a file of one's own.  Rates are what is reached in practice
 (the file's ``source`` says by whom), not the data sheet's, unless the source says so.
@@ -82,7 +82,7 @@ class Machine:
     call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
     peak            : dense bf16 flops per second of the data sheet, which MFU is a share of; 0 if
                       nobody said
-    ops             : its table of measured kernels (``op_table``), a name or a file; "" if none
+    ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What does a run of nccl-tests say?  Its text of any release since 2.0, or its JSON (2.17 on).
+"""Read a calibration from the output of nccl-tests: text of any release since 2.0, or JSON.
 
 In : files as people have them.  Out: rows of a calibration, and where they are from.  The text is
 read by its own header line, so columns may differ; the collective is what the program says it is,

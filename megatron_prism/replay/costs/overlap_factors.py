@@ -1,4 +1,4 @@
-"""By how much do computing and a call slow each other down while both run?  As measured.
+"""Measured factors by which computing and a call slow each other down.
 
 In : the ``overlap`` rows of a calibration (``prism calibrate``).  Out: factors for a call beside
 each of two kinds of computing: products, which fill the GPU, and what takes its memory's rate (they

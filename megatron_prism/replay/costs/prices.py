@@ -1,4 +1,4 @@
-"""What does every op of a world cost?  One price per op and meeting, each with its provenance."""
+"""Prices: a duration for every op and matched call of a world, each with its provenance."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Where do local ranks run?  ``cuda`` (the real device), ``cpu`` (real values), ``meta`` (shapes).
+"""Tiers, where local ranks run: ``cuda`` (the device), ``cpu`` (values), ``meta`` (shapes).
 
 ``prepare(tier, changes)`` prepares this process, before Megatron is imported: on ``cuda`` nothing
 changes; on the others ``cuda`` means another device (``remap``), torch.cuda answers without a
-driver (``cuda_stubs``), Transformer Engine is virtual where it is not installed (``virtual_te``)
-and, on ``meta``, live bytes are counted (``live``).  ``changes.undo()`` takes everything back.
+driver (``cuda``), Transformer Engine is virtual where it is not installed (``te``)
+and, on ``meta``, live bytes are counted (``live_bytes``).  ``changes.undo()`` takes everything
+back.
 """
 
 from __future__ import annotations

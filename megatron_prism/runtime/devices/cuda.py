@@ -1,4 +1,4 @@
-"""What does ``torch.cuda`` answer where there is no CUDA device?
+"""Stand-ins for ``torch.cuda`` where there is no CUDA device.
 
 ``replace_functions(changes)`` replaces the functions and classes that Megatron's start-up, streams,
 timers and memory reports touch (facts: 499 textual uses at 0.16.1, 624 at 0.19.0).  Streams and

@@ -1,4 +1,4 @@
-"""What does torch itself choose otherwise on a GPU?  The same choices on tier ``meta``.
+"""Make torch choose on tier ``meta`` as it does on a GPU.
 
 * ``rms_norm``: torch >= 2.9 has a fused kernel on CUDA (``aten::_fused_rms_norm``), which keeps its
   input and one number a row; elsewhere the same call is a row of small ones, whose fp32 copies of

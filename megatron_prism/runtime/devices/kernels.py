@@ -1,4 +1,4 @@
-"""Megatron's kernels for the rotary embedding of multi-latent attention, without a GPU.
+"""Stand-ins for kernels of triton, Apex and others that Megatron launches.
 
 Its autograd functions stay as they are, and so do their allocations; only the four triton kernels
 that they launch are stood in for (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1 and @0.19.0).

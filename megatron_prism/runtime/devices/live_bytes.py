@@ -1,4 +1,4 @@
-"""How many bytes are alive on the (virtual) device, and what was going on at the peak?
+"""Count the bytes that are alive on the (virtual) device, and keep the history of requests.
 
 A TorchDispatchMode sees every storage that an operator creates; a weak finalizer sees it go.  Sums
 are exact *allocated* bytes of tensors, before the allocator's rounding and segments.  ``scope``

@@ -1,4 +1,4 @@
-"""Where do tensors go that Megatron puts on ``cuda`` when there is no CUDA device?
+"""Send tensors that Megatron puts on ``cuda`` elsewhere when there is no CUDA device.
 
 A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real values on the CPU) or
 ``meta`` tier (shapes only).  It also answers the few questions Megatron asks of CUDA tensors:

@@ -1,4 +1,4 @@
-"""What comes out of a simple operator, if only its shape matters?
+"""Shapes of the results of simple operators.
 
 torch's own answer on ``meta`` is Python for elementwise operators, 20 to 120 us a call, and 5 us
 more than need be for ``new_empty`` (2.11 and 2.13, AMD EPYC); where tensors are of one type and

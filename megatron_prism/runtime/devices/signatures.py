@@ -1,4 +1,4 @@
-"""What do Megatron and autograd hand to a stand-in?  Types that many signatures share.
+"""Types that the stand-ins share.
 
 For annotations alone: modules import it where types are checked and nowhere else.
 """

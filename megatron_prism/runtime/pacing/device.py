@@ -1,4 +1,4 @@
-"""How does a device wait until a virtual peer would have answered?  With one kernel a call.
+"""Hold a device's streams until a virtual peer would have answered, with one kernel a call.
 
 ``release`` is the call: it ends when the table says (``kernel_source``).  A call that several of
 torch's kernels answer is preceded by ``arrive``, which writes down when its turn has come.  Nothing

@@ -1,4 +1,4 @@
-"""What would one kernel have to move to give the answer of ``answers``?
+"""What one kernel must move to give the answer of ``answers``.
 
 Most answers repeat bytes of one tensor in another, or scale a tensor where it is.  Those the pacing
 kernel gives itself, at the pace at which the call runs; ``move_of`` answers None for all others,

@@ -1,4 +1,4 @@
-"""When do virtual peers answer?  At the time at which they would, on the device, as NCCL would.
+"""The pacer: virtual peers answer on the device, at the time at which they would.
 
 In : what this rank is expected to call in an iteration (its program) and the releases of the world
 graph.  Every call then takes the stream that ProcessGroupNCCL would take, is answered there, and

@@ -1,4 +1,4 @@
-"""Was the local rank answered on time?  What the device wrote down, put into words.
+"""Report whether the local rank was answered on time, from what the device wrote down.
 
 In : a Pacer after the run, and the stamps of its launcher.  Out: plain numbers for the
 summary; times in us.

@@ -1,4 +1,4 @@
-"""How do the local ranks of one host know of each other's calls?  Through memory that all map.
+"""Memory that all local ranks of one host map, through which they know of each other's calls.
 
 A file in /dev/shm, page-locked and mapped into every device: the ends of interactions, who came to
 them when, and the words with which ``prism_ping`` compares clocks.  Its name travels through the

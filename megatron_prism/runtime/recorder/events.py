@@ -1,7 +1,7 @@
-"""Which streams, events and host waits does the job use?  Tells the recorder of each.
+"""Tell the recorder of the streams, events and host waits that the job uses.
 
 On a real device ``torch.cuda``'s classes are wrapped; on the other tiers the stand-ins report by
-themselves (``cuda_stubs.watcher``).  ``changes.undo()`` puts
+themselves (``devices.cuda.watcher``).  ``changes.undo()`` puts
 everything back.
 """
 

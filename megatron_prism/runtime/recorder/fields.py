@@ -1,4 +1,4 @@
-"""What does a c10d call say about itself?  Its fields as an op, and a handle that tells of waits.
+"""Fields of a c10d call as an op, and a handle that tells of waits.
 
 In : the group, our name of the collective and the arguments of the ``ProcessGroup`` method.
 """

@@ -1,4 +1,4 @@
-"""How long do a segment's kernels take by themselves?  A traced iteration, read segment by segment.
+"""Times of a segment's kernels by themselves, read from a trace of one iteration.
 
 CUDA events around a segment also count the moments in which the device waits for Python.  Kineto
 (CUPTI) writes down when each kernel was launched and when it ran; a gap between two kernels that

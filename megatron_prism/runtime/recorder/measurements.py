@@ -1,4 +1,4 @@
-"""What is left of a recorded iteration, and how do several become one program with typical times?
+"""Measured iterations: what is left of a recording, typical times of several, the host's clock.
 
 Device times are read only when the program is asked for, since that waits for the device.
 """

@@ -1,4 +1,4 @@
-"""Whose memory is it?  A short note for every storage: ``kind:module @file:line``, parts optional.
+"""Owners of allocations: a note for every storage, ``kind:module @file:line``, parts optional.
 
 What is alive when an iteration starts is found by walking: parameters, gradients and their buffers
 from the model, main parameters and states from the optimizer.  What comes to be later gets the

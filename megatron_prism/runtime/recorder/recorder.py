@@ -1,6 +1,6 @@
-"""What did this rank do in an iteration?  Writes down every op while Megatron's own code runs.
+"""The recorder: writes down every op of a rank while Megatron's own code runs.
 
-The backend hands every communication to ``record``; ``watch`` reports streams, events and host
+The backend hands every communication to ``record``; ``events`` reports streams, events and host
 waits; what runs in between becomes compute segments, timed on the device (CUDA events), on the host
 (cpu tier) or weighed (meta tier: flops, bytes, kernels).  Time spent here and in answering for
 virtual peers belongs to no segment.  ``start`` and ``stop`` enclose one iteration; once one is

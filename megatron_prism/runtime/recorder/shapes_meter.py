@@ -1,4 +1,4 @@
-"""How much work is in a segment whose kernels do not run?  Flops, bytes and kernels, from shapes.
+"""Flops, bytes and kernels of segments whose kernels do not run, from shapes.
 
 In : every aten call (``LiveBytes`` sees them all on the meta tier).  Out: Work of the calls since
 the last ``take``.  Flops are those of torch.utils.flop_counter's formulas; traffic is what a kernel

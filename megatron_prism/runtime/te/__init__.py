@@ -1,4 +1,4 @@
-"""How does Megatron's Transformer Engine code run where Transformer Engine is not installed?
+"""The virtual Transformer Engine: its modules as shapes and bytes, where it is not installed.
 
 ``add_modules(changes)`` puts modules named ``transformer_engine…`` into ``sys.modules``; Megatron's
 own core/extensions/transformer_engine.py then runs unmodified, with real values on the CPU and with

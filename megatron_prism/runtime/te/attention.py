@@ -1,4 +1,4 @@
-"""DotProductAttention as one flash-like kernel.
+"""DotProductAttention as one flash-like kernel, and the rotary embedding.
 
 Saved: q, k, v, out, cu_seqlens, softmax statistics in fp32 (pytorch/attention/
 dot_product_attention/backends.py:1306-1318 @v2.9, FusedAttnFunc).  q, k, v become contiguous unless

@@ -1,4 +1,4 @@
-"""What have all of Transformer Engine's modules in common (pytorch/module/base.py @v2.9)?
+"""The base of all modules (pytorch/module/base.py @v2.9), and the state that a layer keeps for FP8.
 
 Parameters are made on ``device``, marked for tensor parallelism as Megatron expects, and
 initialised under the caller's random tracker.  ``now_or_later`` is the end of every backward:

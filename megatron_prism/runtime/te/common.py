@@ -1,4 +1,4 @@
-"""Collectives of the layers (pytorch/distributed.py @v2.9: 880 reduce-scatter, 1573 gather)."""
+"""Collectives of the layers (pytorch/distributed.py @v2.9); names that are refused when used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over ranks.
+"""Attention over a sequence that is spread over ranks (ring and all-to-all).
 
 Line numbers are of pytorch/attention/dot_product_attention/context_parallel.py @v2.9.
 

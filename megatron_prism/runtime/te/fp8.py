@@ -1,4 +1,4 @@
-"""Is FP8 on, by which recipe, and what does that cost a layer that holds state for it?
+"""FP8 recipes, quantizers and quantized tensors, and whether FP8 is on.
 
 (pytorch/quantization.py @v2.20.2.)  Shapes only: on tier ``cpu``, whose values would be wrong,
 entering it raises UnsupportedError.  Delayed scaling alone has state: a scale and a history of

@@ -1,4 +1,4 @@
-"""Linear: ``x W^T + b`` with its tensor- and sequence-parallel communication.
+"""Linear and LayerNormLinear with their tensor- and sequence-parallel communication.
 
 Saved: the un-gathered input, weight twice and bias (pytorch/module/linear.py:421-429 @v2.9).
 Column-parallel under sequence parallelism gathers the input in forward and again in backward

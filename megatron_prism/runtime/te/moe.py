@@ -1,4 +1,4 @@
-"""The fused router: scores and the best experts of every token, one kernel each way.
+"""The fused router, permutation and padding of tokens.
 
 Saved: the routing map and the scores in the logits' type, of the scores for the balancing loss only
 those, of the loss one number and the counts (pytorch/router.py, pytorch/csrc/extensions/router.cpp
