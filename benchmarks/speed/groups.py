@@ -2,7 +2,7 @@
 
 ``initialize_model_parallel`` at TP8 PP16 CP2 EP8 for one rank in the middle of 1,024, 8,192 and
 65,536 ranks; each measurement in a process of its own, the best of three (the machine's own noise
-only ever adds).  ``--compare`` also measures without our seams: every rank walks every group.
+only ever adds).  ``--compare`` also measures without our patches: every rank walks every group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ size, with_seams = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8
 world = session.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
 if with_seams:
-    context = patch.PatchContext(start=None, proof=None, meta=False, local_ranks=(rank,), rank=rank)
+    context = patch.PatchContext(start=None, monitor=None, meta=False, local_ranks=(rank,), rank=rank)
     wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
     patch.apply(tuple(wanted), context)
 from megatron.core import parallel_state
@@ -78,7 +78,7 @@ def measure(size: int, with_seams: bool) -> dict[str, float]:
 def main() -> None:
     """Measure, print, exit 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--compare", action="store_true", help="also without our seams")
+    parser.add_argument("--compare", action="store_true", help="also without our patches")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rows = []
@@ -91,9 +91,9 @@ def main() -> None:
             rows.append(Row(f"{size:,} ranks: {name}", most, "MB", MEMORY))
         if args.compare:
             plain = measure(size, with_seams=False)
-            rows.append(Row(f"{size:,} ranks without our seams: time", plain["seconds"], "s"))
+            rows.append(Row(f"{size:,} ranks without our patches: time", plain["seconds"], "s"))
             rows.append(
-                Row(f"{size:,} ranks without our seams: peak", plain["peak_megabytes"], "MB")
+                Row(f"{size:,} ranks without our patches: peak", plain["peak_megabytes"], "MB")
             )
     finish("process groups at TP8 PP16 CP2 EP8 (gloo twins included)", rows)
 

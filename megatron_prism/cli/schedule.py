@@ -1,7 +1,7 @@
 """``prism schedule``: a pipeline schedule as a chart, and how much of it is bubble.
 
 In : ``key=value`` words.  Out: stages x time as text, programs as a file, or JSON.  The order is
-recorded from Megatron's scheduler (``plugin.seams_schedule``); times are units
+recorded from Megatron's scheduler (``emulate.schedule``); times are units
 (``replay.timeline``).
 """
 

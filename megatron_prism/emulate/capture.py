@@ -6,10 +6,10 @@ of longer jobs up to ``KEPT`` of those after the fourth: the first is written do
 timed; the slice has the median time of each segment, and all times beside it.  A job of one or two
 steps has only its last recorded.  The slice is written when the job has trained.
 
-On a GPU the last one is traced (``slicer.busy``), so that the host's delays can be told from
-kernels, and behind two timed ones, and then behind every four, the host alone is clocked in two
-(``slicer.clock``).  The device rests in these, and at its power limit it is 4 to 7 % quicker behind
-them: the iteration that follows is left out.
+On a GPU the last one is traced (``recorder.kernel_times``), so that the host's delays can be told
+from kernels, and behind two timed ones, and then behind every four, the host alone is clocked in
+two (``recorder.measurements``).  The device rests in these, and at its power limit it is 4 to 7 %
+quicker behind them: the iteration that follows is left out.
 """
 
 from __future__ import annotations

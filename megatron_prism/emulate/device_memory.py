@@ -128,7 +128,7 @@ class _Complete(Exception):
     """The state dict is there."""
 
 
-def weigh(module: ModuleType, proof: TrainingMonitor, save: Callable[[], object]) -> None:
+def weigh(module: ModuleType, monitor: TrainingMonitor, save: Callable[[], object]) -> None:
     """The part ``checkpoint`` of the rank's memory; ``save`` is Megatron's save_checkpoint with all
     its arguments, ``module`` its module.  Stays unknown, and says so, where a stand-in lacks what
     only checkpoints ask for.
@@ -141,14 +141,14 @@ def weigh(module: ModuleType, proof: TrainingMonitor, save: Callable[[], object]
 
     module.generate_state_dict = generate  # type: ignore[attr-defined]
     try:
-        with proof.part("checkpoint"):
+        with monitor.part("checkpoint"):
             save()
     except _Complete:
         return
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
-        proof.peak_source.parts.pop("checkpoint", None)
+        monitor.peak_source.parts.pop("checkpoint", None)
     finally:
         module.generate_state_dict = complete  # type: ignore[attr-defined]
 

@@ -2,7 +2,7 @@
 
 ``attach_from_command_line`` runs before the first ``import megatron`` (zero-edit attach);
 ``run_script`` is ``prism run -- pretrain_gpt.py …``.  Both settle the options, give Megatron the
-virtual RANK and WORLD_SIZE, prepare the tier, register the seams and arrange for the verdict.
+virtual RANK and WORLD_SIZE, prepare the tier, register the patches and arrange for the verdict.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _check_version() -> str:
 
 
 def attach(options: flags.Options, session: Session) -> Any:
-    """Prepare this process for ``options``; returns the seams' Context.
+    """Prepare this process for ``options``; returns the patches' context.
 
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
@@ -116,7 +116,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     run = build_run(options, session)
     context = patch.PatchContext(
         start=lambda: start_world(run, session),
-        proof=run.monitor,
+        monitor=run.monitor,
         meta=run.tier.name == "meta",
         local_ranks=tuple(sorted(run.options.ranks)),
         rank=run.options.rank,

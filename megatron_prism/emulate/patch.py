@@ -109,7 +109,7 @@ class PatchContext:
     """
 
     start: Callable[[], VirtualWorld]
-    proof: TrainingMonitor
+    monitor: TrainingMonitor
     meta: bool
     local_ranks: tuple[int, ...]
     rank: int

@@ -455,7 +455,7 @@ def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
     meta, rank = run.tier.name == "meta", run.options.rank
     context = patch.PatchContext(
         start=lambda: launch.start_world(run, session),
-        proof=run.monitor,
+        monitor=run.monitor,
         meta=meta,
         local_ranks=(rank,),
         rank=rank,

@@ -38,7 +38,7 @@ from megatron_prism.runtime import world as session
 
 __all__ = ["schedules"]
 
-_lock = threading.Lock()  # the seams are module globals
+_lock = threading.Lock()  # the replaced are module globals
 
 
 def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
@@ -50,7 +50,7 @@ def record(settings: ScheduleSettings) -> Programs:
     """Run Megatron's schedule for every stage.
 
     Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
-    virtual world, whose own seams would answer the tokens.
+    virtual world, whose own replaced would answer the tokens.
     """
     if session.current() is not None:
         raise UnsupportedError(
@@ -79,15 +79,15 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         if settings.knows_layers:
             tape.add("mark", chunk=index if settings.vpp else -1, note=chunk_note(layers))
     _hooks(settings, config, tape)
-    with ReplacedNames() as seams:
-        _replace(seams, settings, tape)
+    with ReplacedNames() as replaced:
+        _replace(replaced, settings, tape)
         step: Callable[..., Any] = _no_forward
         if settings.ep_overlap:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of packages that Megatron would rather have
                 from megatron_prism.emulate import schedule_model
 
-            step = schedule_model.replace(seams, tape, chunks)
+            step = schedule_model.replace(replaced, tape, chunks)
         _run(settings, config, tape, chunks, step)
     return tape.program()
 
@@ -144,7 +144,7 @@ def _hooks(settings: ScheduleSettings, config: Any, tape: Tape) -> None:
 
 
 # -- what Megatron calls ---------------------------------------------------------------------------
-def _replace(seams: ReplacedNames, settings: ScheduleSettings, tape: Tape) -> None:
+def _replace(replaced: ReplacedNames, settings: ScheduleSettings, tape: Tape) -> None:
     """Tokens, recorders and group sizes in place of torch, the model and torch.distributed."""
     distributed = ModuleProxy(
         torch.distributed,
@@ -167,15 +167,15 @@ def _replace(seams: ReplacedNames, settings: ScheduleSettings, tape: Tape) -> No
         return Token(sizes=(3,), tells=shape)
 
     tokens = ModuleProxy(torch, distributed=distributed, cuda=cuda, empty=empty, tensor=tensor)
-    seams.set(p2p_communication, torch=tokens, dist=distributed)
-    seams.set(
+    replaced.set(p2p_communication, torch=tokens, dist=distributed)
+    replaced.set(
         megatron_schedules,
         torch=ModuleProxy(torch, zeros=lambda *args, **kwargs: 0),
         forward_step=partial(_forward, tape, settings.shape or ()),
         backward_step=lambda inputs, outputs, grads, *rest: tape.backward(inputs, outputs, grads),
         deallocate_output_tensor=lambda *args: None,
     )
-    seams.set(
+    replaced.set(
         pipeline_utils,
         get_pg_rank=lambda group: group.rank(),
         get_pg_size=lambda group: group.size(),

@@ -290,18 +290,18 @@ _FIRST = (
 _LAZY = hasattr(pipeline_utils.ScheduleNode, "stream_acquire_context")  # 0.19: streams on first use
 
 
-def replace(seams: ReplacedNames, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
+def replace(replaced: ReplacedNames, tape: Tape, chunks: list[Any]) -> Callable[..., Any]:
     """Put recorders in place; returns the forward_step_func, which makes schedule plans."""
     cuda = _Cuda(tape)
     like = ModuleProxy(torch, cuda=cuda, autograd=SimpleNamespace(backward=_loss_backward(tape)))
-    seams.set(pipeline_utils, torch=like, make_viewless=lambda e: e)
-    seams.set(pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
-    seams.set(plans, torch=like)
-    seams.set(combined_1f1b, torch=like)
-    seams.set(
+    replaced.set(pipeline_utils, torch=like, make_viewless=lambda e: e)
+    replaced.set(pipeline_utils, _COMP_STREAM=None, _COMM_STREAM=None)
+    replaced.set(plans, torch=like)
+    replaced.set(combined_1f1b, torch=like)
+    replaced.set(
         gpt_model, GPTModel=ScheduleChunk
     )  # 0.16 asserts that the model is one (combined_1f1b.py:338)
-    seams.set(
+    replaced.set(
         megatron_schedules,
         set_current_microbatch=lambda chunk, number: setattr(chunk, "microbatch", number),
         forward_step_calc_loss=_loss,

@@ -192,7 +192,7 @@ def _longest(  # type: ignore[no-untyped-def]
 
 
 def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
-    """``replay.dependencies`` made small; ``durations`` decide only the order in which nodes are visited."""
+    """Compact form of ``dag``; ``durations`` (ns) only decide the order of its nodes."""
     waits = _implied_gone(dag)
     begin, _ = timeline.evaluate(dag, durations)
     place = np.empty(len(dag), dtype=np.int64)

@@ -27,7 +27,7 @@ def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
         return (object() if f_model else None), 0, None
 
     module.combined_forward_backward_step = combined_forward_backward_step
-    _label_combined(module, dataclasses.replace(patching.context(), proof=proof))
+    _label_combined(module, dataclasses.replace(patching.context(), monitor=proof))
 
     def step(forward, backward, chunk=None):
         given = [None, None, forward, 4, None, [], backward is not None or None, None, backward]

@@ -51,7 +51,7 @@ def prepare(tier, local_flash=True):
     installed = tiers.prepare(tier, ProcessChanges())
     shape = tier == "meta"
     one = monitor.TrainingMonitor(installed.live, shapes_only=shape)
-    shared = patch.PatchContext(start=None, proof=one, meta=shape, local_ranks=(0,), rank=0)
+    shared = patch.PatchContext(start=None, monitor=one, meta=shape, local_ranks=(0,), rank=0)
     # fast-groups remembers which ranks are local; these worlds are small enough without
     chosen = tuple(s for s in without_cuda.patches_for(tier) if s.name != "fast-groups")
     if tier == "meta" and local_flash:

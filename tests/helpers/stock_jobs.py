@@ -2,7 +2,7 @@
 
 A script: its argument is a folder for logs.  A line of stdin is a JSON list of command lines of
 ``prism run``, a line of stdout a JSON list of [status, what it printed]; it ends with its stdin.
-Megatron is imported by each job itself, after the seams are in place.
+Megatron is imported by each job itself, after the patches are in place.
 """
 
 import atexit

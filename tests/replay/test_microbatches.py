@@ -12,7 +12,7 @@ from megatron_prism.core.program_text import dump, parse
 from megatron_prism.graph import world_graph
 from megatron_prism.replay import whatif
 
-seams = pytest.importorskip("megatron_prism.emulate.schedule")
+schedule = pytest.importorskip("megatron_prism.emulate.schedule")
 
 
 def ops_of(programs):
@@ -35,8 +35,8 @@ def ops_of(programs):
     ],
 )
 def test_it_is_the_schedule_of_that_number(sizes, given, wanted):
-    made = whatif.with_microbatches(seams.schedules(microbatches=given, **sizes), wanted)
-    real = seams.schedules(microbatches=wanted, **sizes)
+    made = whatif.with_microbatches(schedule.schedules(microbatches=given, **sizes), wanted)
+    real = schedule.schedules(microbatches=wanted, **sizes)
     assert ops_of(made) == ops_of(real)
     assert world_graph.build(made).check() == []
     assert f"{wanted} microbatches instead of {given}" in made.source["what-if"]
@@ -51,21 +51,21 @@ def test_programs_that_name_no_microbatch_are_refused():
 
 def test_what_does_not_repeat_is_refused():
     with pytest.raises(ProgramError, match="too few to make") as caught:
-        whatif.with_microbatches(seams.schedules(pp=4, microbatches=4), 16)
+        whatif.with_microbatches(schedule.schedules(pp=4, microbatches=4), 16)
     assert caught.value.fix.endswith("--global-batch-size N, 4 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:  # and none of them is equal
-        whatif.with_microbatches(seams.schedules(pp=4, vpp=5, microbatches=8), 7)
+        whatif.with_microbatches(schedule.schedules(pp=4, vpp=5, microbatches=8), 7)
     assert caught.value.fix.endswith("N, 12/8 times what it is now")
     with pytest.raises(ProgramError, match="periods of 4") as caught:
-        whatif.with_microbatches(seams.schedules(pp=4, vpp=2, microbatches=16), 18)
+        whatif.with_microbatches(schedule.schedules(pp=4, vpp=2, microbatches=16), 18)
     assert caught.value.fix == "microbatches=20"
-    same = seams.schedules(pp=2, microbatches=4)
+    same = schedule.schedules(pp=2, microbatches=4)
     assert whatif.with_microbatches(same, 4) is same
 
 
 @pytest.mark.parametrize("wanted", [5, 12])
 def test_times_of_single_iterations_are_those_of_the_segments(wanted, tmp_path):
-    given = seams.schedules(pp=2, microbatches=8)
+    given = schedule.schedules(pp=2, microbatches=8)
     timed = []
     for one in given.programs:
         ops = one.ops.copy()
@@ -101,7 +101,7 @@ def test_measured_times_of_the_last_equal_period_are_repeated():
 
 
 def test_what_products_take_may_differ_from_period_to_period():
-    text = dump(seams.schedules(pp=2, microbatches=8))
+    text = dump(schedule.schedules(pp=2, microbatches=8))
     lines, count = [], 0
     for line in text.splitlines():
         if " compute " in f"{line} ":
@@ -114,7 +114,7 @@ def test_what_products_take_may_differ_from_period_to_period():
 
 
 def test_memory_keeps_its_peak():
-    programs = seams.schedules(pp=2, microbatches=8)
+    programs = schedule.schedules(pp=2, microbatches=8)
     one = programs.programs[0]
     memory = np.zeros(2 * len(one), dtype=one.allocations.dtype)
     memory["before"] = np.repeat(np.arange(len(one)), 2)

@@ -137,7 +137,7 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def patches_for_recording(recording: ValueRecorder | ValueReplayer | None) -> tuple[Patch, ...]:
-    """The seam that keeps, or gives back, what every MoE layer's router decides."""
+    """The patch that keeps, or gives back, what every MoE layer's router decides."""
 
     def routing(module: ModuleType, context: PatchContext) -> None:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:

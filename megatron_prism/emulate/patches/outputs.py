@@ -31,19 +31,19 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
-            context.proof.outside_step(gathered, begun=True)
+            context.monitor.outside_step(gathered, begun=True)
             if context.all_local():
-                with context.proof.part("checkpoint"):
+                with context.monitor.part("checkpoint"):
                     return original(iteration, *args, **kwargs)
             if not told and context.leads:
                 why = "those of an emulated job are meaningless"
                 sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
             told.append(iteration)
-            proof = context.proof
-            watched = proof.hears_calls
+            monitor = context.monitor
+            watched = monitor.hears_calls
             if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
                 save = partial(original, iteration, *args, **kwargs)
-                device_memory.weigh(module, proof, save)
+                device_memory.weigh(module, monitor, save)
             return None
 
         return call

@@ -210,22 +210,22 @@ _RECEIVED: tuple[Patch, ...] = (
 
 
 def _label_phases(module: ModuleType, context: PatchContext) -> None:
-    """Tell the proof (and through it the memory tracker) which microbatch runs."""
-    proof = context.proof
+    """Tell the monitor (and through it the memory tracker) which microbatch runs."""
+    monitor = context.monitor
 
     def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            labels = proof.forward_labels(kwargs.get("vp_stage"))
-            with proof.step(labels):
+            labels = monitor.forward_labels(kwargs.get("vp_stage"))
+            with monitor.step(labels):
                 result = original(*args, **kwargs)
-            proof.remember_output(result[0], labels)
+            monitor.remember_output(result[0], labels)
             return result
 
         return call
 
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(input_tensor: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-            with proof.step(proof.backward_labels(output)):
+            with monitor.step(monitor.backward_labels(output)):
                 return original(input_tensor, output, *args, **kwargs)
 
         return call
@@ -235,7 +235,7 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 
     def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            proof.new_schedule(kwargs)
+            monitor.new_schedule(kwargs)
             return original(*args, **kwargs)
 
         return call
@@ -251,7 +251,7 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 def _label_combined(module: ModuleType, context: PatchContext) -> None:
     """The same for a forward and a backward that run layer by layer beside each other: what they
     do counts as the forward's."""
-    proof = context.proof
+    monitor = context.monitor
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         order = inspect.signature(original)
@@ -261,13 +261,15 @@ def _label_combined(module: ModuleType, context: PatchContext) -> None:
             steps, forward = contextlib.ExitStack(), None
             with steps:
                 if given["b_model"] is not None:
-                    steps.enter_context(proof.step(proof.backward_labels(given["b_output_tensor"])))
+                    steps.enter_context(
+                        monitor.step(monitor.backward_labels(given["b_output_tensor"]))
+                    )
                 if given["f_model"] is not None:
-                    forward = proof.forward_labels(given.get("f_model_chunk_id"))
-                    steps.enter_context(proof.step(forward))
+                    forward = monitor.forward_labels(given.get("f_model_chunk_id"))
+                    steps.enter_context(monitor.step(forward))
                 result = original(*args, **kwargs)
             if forward is not None:
-                proof.remember_output(result[0], forward)
+                monitor.remember_output(result[0], forward)
             return result
 
         return call
@@ -325,7 +327,7 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
             layout = getattr(self.config, "pipeline_model_parallel_layout", None)
             if getattr(self.config, "mtp_standalone", False) and layout is not None:
                 if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
-                    self._prism_lengths = mtp_lengths(self, context.proof.microbatches())
+                    self._prism_lengths = mtp_lengths(self, context.monitor.microbatches())
                 one = _shape_here(self.config)
                 long = [next(side) if asked else 1 for side, asked in
                         zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip

@@ -1,6 +1,6 @@
 """Patches of Megatron's start-up, groups, data and log, so that one rank can run alone.
 
-Others are in ``seams_*`` by subject (kernels: no GPU),
+Others are in the modules beside this one, by subject,
 gathered for each tier in ``without_cuda``.  Nothing here re-implements a schedule, a bucket
 or a dispatcher: patches answer questions that only absent ranks could answer.
 """

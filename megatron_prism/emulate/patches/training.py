@@ -29,7 +29,7 @@ def _token_count(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
             if num_tokens is not None and not context.meta and not int(num_tokens):
-                num_tokens = num_tokens + context.proof.tokens_per_iteration()
+                num_tokens = num_tokens + context.monitor.tokens_per_iteration()
             return original(model, num_tokens, *args, **kwargs)
 
         return call
@@ -71,17 +71,17 @@ def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.LanguageModule, "setup_embeddings_and_output_layer", make)
 
 
-# -- proof -----------------------------------------------------------------------------------------
+# -- monitor -----------------------------------------------------------------------------------------
 
 
-def _label_optimizer(optimizer: Any, proof: Any) -> None:
+def _label_optimizer(optimizer: Any, monitor: Any) -> None:
     """What runs in ``optimizer.step`` has the phase ``optimizer``."""
     if optimizer is None or "step" in vars(optimizer):
         return
     original = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        with proof.phase("optimizer"), proof.part("optimizer step"):
+        with monitor.phase("optimizer"), monitor.part("optimizer step"):
             return original(*args, **kwargs)
 
     optimizer.step = step
@@ -98,22 +98,22 @@ def _followed_by_more(args: Any) -> bool:
 
 def _prove(module: ModuleType, context: PatchContext) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
-    proof = context.proof
+    monitor = context.monitor
 
     def beside(begun: bool = True) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
-        proof.outside_step(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
+        monitor.outside_step(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
 
     def step(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
-            _label_optimizer(optimizer, proof)
-            wanted = proof.asked(_get_args())
+            _label_optimizer(optimizer, monitor)
+            wanted = monitor.asked(_get_args())
             model = args[2] if len(args) > 2 else None
-            which = "steady iteration" if proof.iterations else "first iteration"
-            with proof.iteration(optimizer, model, wanted), proof.part(which):
+            which = "steady iteration" if monitor.iterations else "first iteration"
+            with monitor.iteration(optimizer, model, wanted), monitor.part(which):
                 result = original(*args, **kwargs)
-                proof.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
+                monitor.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
             if _followed_by_more(_get_args()):
                 beside(begun=False)
             return result
@@ -122,7 +122,7 @@ def _prove(module: ModuleType, context: PatchContext) -> None:
 
     def whole(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with proof.training(_get_args):
+            with monitor.training(_get_args):
                 return original(*args, **kwargs)
 
         return call
@@ -130,7 +130,7 @@ def _prove(module: ModuleType, context: PatchContext) -> None:
     def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             beside()
-            with proof.part("evaluation"):
+            with monitor.part("evaluation"):
                 return original(*args, **kwargs)
 
         return call
@@ -138,7 +138,7 @@ def _prove(module: ModuleType, context: PatchContext) -> None:
     def skip(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            proof.skipped += 1
+            monitor.skipped += 1
             return result
 
         return call
@@ -260,7 +260,7 @@ PATCHES: tuple[Patch, ...] = (
         targets=("LanguageModule.setup_embeddings_and_output_layer",),
     ),
     Patch(
-        "proof",
+        "monitor",
         "megatron.training.training",
         "an emulated run that did not train must not exit 0",
         "training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",

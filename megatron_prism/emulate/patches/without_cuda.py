@@ -568,7 +568,7 @@ PATCHES_META: tuple[Patch, ...] = (
 
 
 def patches_for(tier: str) -> tuple[Patch, ...]:
-    """Every seam that a run on ``tier`` needs."""
+    """Every patch that a run on ``tier`` needs."""
     chosen = startup.PATCHES + pipeline.PATCHES + training.PATCHES
     chosen += outputs.PATCHES + moe.PATCHES + vocabulary.PATCHES
     if tier != "cuda":

@@ -1,6 +1,6 @@
 """Small stand-ins for parts that need a GPU library, each naming what it stands in for.
 
-Used by ``plugin/seams_tiers`` on hosts without Transformer Engine and apex.  (The virtual
+Used by ``emulate.patches.without_cuda`` on hosts without Transformer Engine and apex.  (The virtual
 Transformer Engine, for jobs that ask for it, is the package ``runtime.te``.)  Values are right on
 the CPU; on the meta device only shapes are.
 """
