@@ -31,7 +31,7 @@ size, with_seams = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8
 world = session.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
 if with_seams:
-    context = patch.PatchContext(start=None, monitor=None, meta=False, local_ranks=(rank,), rank=rank)
+    context = patch.PatchContext(None, None, meta=False, local_ranks=(rank,), rank=rank)
     wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
     patch.apply(tuple(wanted), context)
 from megatron.core import parallel_state

@@ -159,13 +159,13 @@ def fail(file, line):
 
 
 def test_running_out_names_rank_step_and_line():
-    proof = TrainingMonitor()
-    proof.who, proof.held = "rank 517 (pp=2 tp=5)", lambda: 4096
-    with pytest.raises(NotTrainedError) as caught, proof.training(None):  # noqa: PT012, SIM117
-        with proof.iteration(None, [torch.nn.Linear(2, 2)]):
-            with proof.step({"phase": "forward", "microbatch": 0, "chunk": 1}):
+    monitor = TrainingMonitor()
+    monitor.who, monitor.held = "rank 517 (pp=2 tp=5)", lambda: 4096
+    with pytest.raises(NotTrainedError) as caught, monitor.training(None):  # noqa: PT012, SIM117
+        with monitor.iteration(None, [torch.nn.Linear(2, 2)]):
+            with monitor.step({"phase": "forward", "microbatch": 0, "chunk": 1}):
                 pass
-            with proof.step({"phase": "backward", "microbatch": 3, "chunk": 1}):
+            with monitor.step({"phase": "backward", "microbatch": 3, "chunk": 1}):
                 fail("/x/megatron/core/transformer/mlp.py", 77)
     assert caught.value.message == (
         "rank 517 (pp=2 tp=5) ran out of device memory in iteration 1, phase backward, "
@@ -178,9 +178,9 @@ def test_running_out_names_rank_step_and_line():
 
 
 def test_running_out_before_the_first_iteration():
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     says = "this rank ran out of device memory in no phase\n"
-    with pytest.raises(PrismError, match=says), proof.training(None):
+    with pytest.raises(PrismError, match=says), monitor.training(None):
         fail("/home/me/train.py", 3)
 
 
@@ -207,17 +207,17 @@ class FakeCuda:
 
 def test_peaks_by_phase_and_a_snapshot(tmp_path):
     cuda = FakeCuda()
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     watch = MemoryWatch(tmp_path / "m" / "rank-000003.pickle", cuda=cuda)
-    proof.listen(watch)
+    monitor.listen(watch)
     cuda.peak = 900  # building the model
     for number in (1, 2):
-        with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=2):
+        with monitor.iteration(None, [torch.nn.Linear(2, 2)], wanted=2):
             for microbatch, peak in enumerate((10, 30, 20)):
-                with proof.step({"phase": "forward", "microbatch": microbatch}):
+                with monitor.step({"phase": "forward", "microbatch": microbatch}):
                     cuda.peak = peak * number
             cuda.peak = 5
-            with proof.phase("optimizer"):
+            with monitor.phase("optimizer"):
                 cuda.peak = 40
         assert len(cuda.history) == number - 1  # from the second one on
     assert watch.iterations == [
@@ -237,17 +237,17 @@ def test_peaks_by_phase_and_a_snapshot(tmp_path):
 def test_parts_of_a_job_have_peaks_of_their_own(tmp_path):
     """Evaluation counts in no train step; the optimizer step counts in its own too."""
     cuda = FakeCuda()
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     watch = MemoryWatch(tmp_path / "x.pickle", cuda=cuda)
-    proof.listen(watch)
+    monitor.listen(watch)
     for number in (1, 2, 3):
         which = "first iteration" if number == 1 else "steady iteration"
-        with proof.iteration(None, [torch.nn.Linear(2, 2)], wanted=3), proof.part(which):
-            with proof.step({"phase": "forward", "microbatch": 0}):
+        with monitor.iteration(None, [torch.nn.Linear(2, 2)], wanted=3), monitor.part(which):
+            with monitor.step({"phase": "forward", "microbatch": 0}):
                 cuda.peak = 10 * number
-            with proof.phase("optimizer"), proof.part("optimizer step"):
+            with monitor.phase("optimizer"), monitor.part("optimizer step"):
                 cuda.peak = 25
-        with proof.part("evaluation"), proof.step({"phase": "forward", "microbatch": 0}):
+        with monitor.part("evaluation"), monitor.step({"phase": "forward", "microbatch": 0}):
             cuda.peak = 70
     assert watch.parts == {"first iteration": 25, "steady iteration": 30, "optimizer step": 25,
                            "evaluation": 70}  # fmt: skip
@@ -255,10 +255,10 @@ def test_parts_of_a_job_have_peaks_of_their_own(tmp_path):
 
 
 def test_a_snapshot_is_written_when_memory_runs_out(tmp_path):
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     watch = MemoryWatch(tmp_path / "x.pickle", cuda=FakeCuda())
-    proof.listen(watch)
+    monitor.listen(watch)
     with pytest.raises(PrismError, match="ran out"):  # noqa: SIM117
-        with proof.iteration(None, [torch.nn.Linear(2, 2)]):
+        with monitor.iteration(None, [torch.nn.Linear(2, 2)]):
             fail("/x/megatron/core/a.py", 1)
     assert watch.path.exists()

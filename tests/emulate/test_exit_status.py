@@ -77,11 +77,11 @@ def test_a_command_line_that_is_no_script_is_no_job(tmp_path):
 
 @pytest.fixture
 def verdict(monkeypatch):
-    """(proof, what is asked at a good end)."""
-    checks, proof = [], TrainingMonitor()
+    """(monitor, what is asked at a good end)."""
+    checks, monitor = [], TrainingMonitor()
     monkeypatch.setattr(exit_status, "at_good_end", lambda check, changes: checks.append(check))
-    launch._arrange_verdict(proof, Session())
-    return proof, checks[0]
+    launch._arrange_verdict(monitor, Session())
+    return monitor, checks[0]
 
 
 def settings():
@@ -89,26 +89,26 @@ def settings():
 
 
 def test_a_script_that_never_calls_pretrain_is_told_so(verdict):
-    proof, asked = verdict
+    monitor, asked = verdict
     assert "without calling Megatron's pretrain()" in str(asked())
 
 
 def test_a_script_that_swallows_our_verdict_does_not_end_well(verdict):
-    proof, asked = verdict
-    with pytest.raises(NotTrainedError) as raised, proof.training(settings):
+    monitor, asked = verdict
+    with pytest.raises(NotTrainedError) as raised, monitor.training(settings):
         pass
     assert asked() is raised.value
 
 
 def test_a_script_that_swallows_a_failure_of_pretrain_does_not_end_well(verdict):
-    proof, asked = verdict
-    with pytest.raises(MemoryError), proof.training(settings):
+    monitor, asked = verdict
+    with pytest.raises(MemoryError), monitor.training(settings):
         raise MemoryError
     assert "pretrain() failed" in str(asked())
 
 
 def test_a_trained_script_ends_well(verdict):
-    proof, asked = verdict
-    with proof.training(lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)):
+    monitor, asked = verdict
+    with monitor.training(lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)):
         pass
     assert asked() is None

@@ -15,8 +15,8 @@ from megatron_prism.emulate.patches.pipeline import _label_combined
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
     """combined_1f1b.py: a forward alone, then one's forward beside another's backward."""
-    proof, seen = TrainingMonitor(), []
-    monkeypatch.setattr(proof, "phase", lambda phase, **labels: _kept(seen, phase, labels))
+    monitor, seen = TrainingMonitor(), []
+    monkeypatch.setattr(monitor, "phase", lambda phase, **labels: _kept(seen, phase, labels))
     module = ModuleType("combined_1f1b")
 
     def combined_forward_backward_step(
@@ -27,7 +27,7 @@ def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
         return (object() if f_model else None), 0, None
 
     module.combined_forward_backward_step = combined_forward_backward_step
-    _label_combined(module, dataclasses.replace(patching.context(), monitor=proof))
+    _label_combined(module, dataclasses.replace(patching.context(), monitor=monitor))
 
     def step(forward, backward, chunk=None):
         given = [None, None, forward, 4, None, [], backward is not None or None, None, backward]

@@ -25,31 +25,31 @@ class Finished(TrainingListener):
         self.then()
 
 
-def run(proof, steps, skipped=(), wanted=3, move=True, end=None, **more):
+def run(monitor, steps, skipped=(), wanted=3, move=True, end=None, **more):
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = types.SimpleNamespace(param_groups=[{"params": [weight]}])
-    with proof.training(lambda: args(wanted, **more)):
+    with monitor.training(lambda: args(wanted, **more)):
         for step in range(steps):
-            with proof.iteration(optimizer, [torch.nn.Linear(2, 2)]):
+            with monitor.iteration(optimizer, [torch.nn.Linear(2, 2)]):
                 if move and step not in skipped:
                     weight.data.add_(1)
-                proof.stepped({"lm loss": 1.5}, skipped=step in skipped, grad_norm=0.5)
+                monitor.stepped({"lm loss": 1.5}, skipped=step in skipped, grad_norm=0.5)
         if end is not None:
             raise SystemExit(end)
 
 
 def test_a_trained_run_passes_and_remembers():
-    proof = TrainingMonitor()
-    run(proof, 3)
-    assert (proof.steps, proof.expected, proof.moved) == (3, 3, True)
-    assert proof.num_parameters == 6
-    assert [entry.losses["lm loss"] for entry in proof.iterations] == [1.5] * 3
+    monitor = TrainingMonitor()
+    run(monitor, 3)
+    assert (monitor.steps, monitor.expected, monitor.moved) == (3, 3, True)
+    assert monitor.num_parameters == 6
+    assert [entry.losses["lm loss"] for entry in monitor.iterations] == [1.5] * 3
 
 
 def test_parameters_that_did_not_move_are_noticed():
-    proof = TrainingMonitor()
-    run(proof, 3, move=False)
-    assert proof.moved is False
+    monitor = TrainingMonitor()
+    run(monitor, 3, move=False)
+    assert monitor.moved is False
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_a_run_that_did_not_train_is_an_error(steps, skipped, words):
 def test_iterations_that_the_job_skips_are_not_asked_for():
     """--iterations-to-skip: what was passed over counts, not the flag, which releases number
     differently: [0] is none of 0.19's iterations, [3] none of 0.16's three."""
-    proof = TrainingMonitor()
-    proof.skipped = 1
-    run(proof, 2, iterations_to_skip=[0, 7])
-    assert proof.expected == 2
+    monitor = TrainingMonitor()
+    monitor.skipped = 1
+    run(monitor, 2, iterations_to_skip=[0, 7])
+    assert monitor.expected == 2
     with pytest.raises(NotTrainedError, match="only 2 updates of 3"):
         run(TrainingMonitor(), 2, iterations_to_skip=[3])
 
@@ -122,11 +122,11 @@ def test_the_steps_of_a_run_end_where_megatron_leaves(more, steps):
 
 
 def test_a_phase_that_ends_is_no_failure():
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     with pytest.raises(SystemExit):
-        run(proof, 2, phase_transition_iterations=[2], end=0)
-    assert proof.expected == 2
-    assert proof.failure is None
+        run(monitor, 2, phase_transition_iterations=[2], end=0)
+    assert monitor.expected == 2
+    assert monitor.failure is None
 
 
 def test_a_job_that_left_before_its_first_step_is_asked_why():
@@ -145,27 +145,27 @@ def test_skip_train_asks_for_no_step():
 
 
 def test_finish_callbacks_run_only_after_a_good_verdict():
-    called, proof = [], TrainingMonitor()
-    proof.listen(Finished(lambda: called.append(1)))
+    called, monitor = [], TrainingMonitor()
+    monitor.listen(Finished(lambda: called.append(1)))
     with pytest.raises(NotTrainedError):
-        run(proof, 0)
+        run(monitor, 0)
     assert called == []
-    proof = TrainingMonitor()
-    proof.listen(Finished(lambda: called.append(2)))
-    run(proof, 3)
+    monitor = TrainingMonitor()
+    monitor.listen(Finished(lambda: called.append(2)))
+    run(monitor, 3)
     assert called == [2]
 
 
 def test_backward_gets_the_labels_of_its_forward():
-    proof = TrainingMonitor()
-    proof.new_schedule({"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3})
+    monitor = TrainingMonitor()
+    monitor.new_schedule({"num_microbatches": 2, "seq_length": 8, "micro_batch_size": 3})
     outputs = [torch.ones(1), torch.ones(1)]
     for output in outputs:
-        labels = proof.forward_labels(chunk=1)
-        proof.remember_output([output], labels)
-    assert proof.backward_labels(outputs[1]) == {"phase": "backward", "microbatch": 1, "chunk": 1}
-    assert proof.backward_labels([outputs[0]])["microbatch"] == 0
-    assert proof.tokens_per_iteration() == 48
+        labels = monitor.forward_labels(chunk=1)
+        monitor.remember_output([output], labels)
+    assert monitor.backward_labels(outputs[1]) == {"phase": "backward", "microbatch": 1, "chunk": 1}
+    assert monitor.backward_labels([outputs[0]])["microbatch"] == 0
+    assert monitor.tokens_per_iteration() == 48
 
 
 def test_json_has_no_nan():

@@ -80,7 +80,7 @@ def test_an_iteration_that_megatron_skips_is_counted(module):
     seams_training._prove(training, here)
     training.dummy_train_step("data")
     assert calls == [("dummy_train_step", "data")]
-    assert here.proof.skipped == 1
+    assert here.monitor.skipped == 1
 
 
 PLACES = {

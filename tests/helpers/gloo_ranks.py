@@ -218,16 +218,16 @@ def run(recipe, rank, store_file):
     dist.init_process_group(
         "gloo", store=dist.FileStore(store_file, size), rank=rank, world_size=size
     )
-    proof = TrainingMonitor()
+    monitor = TrainingMonitor()
     tier = tiers.prepare("cpu", ProcessChanges())
-    job = RankJob(recipe, proof, tier, lambda kind, **fields: None)
+    job = RankJob(recipe, monitor, tier, lambda kind, **fields: None)
     for iteration in range(recipe.train.iterations):
         if iteration == recipe.train.iterations - 1:
             LIST["on"] = True
         job.iterate(iteration)
     LIST.clear()
-    losses = [entry.losses.get("lm loss") for entry in proof.iterations]
-    return {"calls": CALLS, "losses": losses, "moved": proof.has_moved()}
+    losses = [entry.losses.get("lm loss") for entry in monitor.iterations]
+    return {"calls": CALLS, "losses": losses, "moved": monitor.has_moved()}
 
 
 def main():

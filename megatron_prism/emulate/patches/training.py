@@ -71,7 +71,7 @@ def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.LanguageModule, "setup_embeddings_and_output_layer", make)
 
 
-# -- monitor -----------------------------------------------------------------------------------------
+# -- monitor --------------------------------------------------------------------------------------
 
 
 def _label_optimizer(optimizer: Any, monitor: Any) -> None:
