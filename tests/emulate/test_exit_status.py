@@ -109,6 +109,8 @@ def test_a_script_that_swallows_a_failure_of_pretrain_does_not_end_well(verdict)
 
 def test_a_trained_script_ends_well(verdict):
     monitor, asked = verdict
-    with monitor.training(lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)):
+    with monitor.training(
+        lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)
+    ):
         pass
     assert asked() is None

@@ -14,7 +14,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers.needs import TRAINING
 from helpers.pretrain import JOB, SCRIPT, forked
+
+pytestmark = [pytest.mark.megatron, TRAINING]
 
 ATTACHES = any(
     entry.name == "megatron_prism"
