@@ -1,5 +1,7 @@
 """The virtual Transformer Engine computes what torch computes and saves what TE saves."""
 
+import importlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from torch import distributed as dist
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime import world
+from megatron_prism.runtime import te, world
 from megatron_prism.runtime.te import attention, context_parallel, fp8, optimizers
 from megatron_prism.runtime.te.attention import (
     DotProductAttention,
@@ -552,3 +554,23 @@ def test_megatrons_own_layers_run(tier, recipe):
     words = [sys.executable, "-c", _JOB, tier, recipe]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert "ran (2, 32) TELayerNormColumnParallelLinear" in done.stdout, done.stderr[-3000:]
+
+
+def test_the_table_of_sources_names_what_exists_and_every_layer():
+    rows = re.findall(r"^    ([\w, …]+?)  +(\w+)  +\S+\.py:?", te.__doc__, re.MULTILINE)
+    named = {}
+    for names, module in rows:
+        for name in re.findall(r"[A-Za-z_]\w+", names.removesuffix(", and its kinds")):
+            found = importlib.import_module(f"megatron_prism.runtime.te.{module}")
+            named[name] = [key for key in vars(found) if key.startswith(name)]
+            assert named[name], f"{name} is not in {module}"
+    assert len(named) >= 25
+    layers = {
+        name
+        for contents in te._contents().values()
+        for name, value in contents.items()
+        if isinstance(value, type)
+        and issubclass(value, (torch.nn.Module, torch.optim.Optimizer))
+        and not value.__name__.startswith("_")
+    }
+    assert {name for name in layers if name not in named} == set()

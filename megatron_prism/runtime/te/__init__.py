@@ -3,15 +3,43 @@
 ``add_modules(changes)`` puts modules named ``transformer_engine…`` into ``sys.modules``; Megatron's
 own core/extensions/transformer_engine.py then runs unmodified, with real values on the CPU and with
 shapes on ``meta``.  Each layer saves for backward what TE's layer saves and takes no memory that
-TE's kernels do not take; the module's docstring says where that stands in TE's source.
+TE's kernels do not take.
 
-FP8 is shapes alone: ``recipes`` and ``fp8`` (is it on), ``quantized`` (what a tensor is made of),
-``layer_fp8`` (what a layer keeps), ``linear_fp8``, ``layernorm_linear_fp8``, ``grouped_fp8`` with
-``padding``, ``gather_fp8`` (what travels), ``parameters_fp8``.
+What follows which source, below transformer_engine/pytorch (``dpa``: attention/
+dot_product_attention).  Values and memory in high precision follow v2.9, FP8 follows v2.20.2 and
+is shapes alone; a place that differs says so where it is.
 
-What is missing raises UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, the
-fused operations (te.pytorch.ops), TransformerLayer, attention biases, the largest logit (qk-clip),
-sliding windows and softmax offsets under context parallelism.
+    class or function             here                 source @v2.9
+    TransformerEngineBaseModule   base                 module/base.py:638
+    Linear                        linear               module/linear.py:1009
+    LayerNormLinear               linear               module/layernorm_linear.py:1056
+    GroupedLinear                 grouped_linear       module/grouped_linear.py:510
+    LayerNorm, RMSNorm            norm                 ops/basic/layer_norm.py:30, rmsnorm.py:30
+    DotProductAttention           attention            dpa/dot_product_attention.py:154
+    apply_rotary_pos_emb          attention            attention/rope.py:372
+    context_attention             context_parallel     dpa/context_parallel.py:3670
+    moe_permute, moe_unpermute    moe                  permutation.py:503, 578
+    fused_topk_with_score_…       moe                  router.py:81
+    parallel_cross_entropy        cross_entropy        cross_entropy.py:16
+    CudaRNGStatesTracker          rng                  distributed.py:775
+    checkpoint                    rng                  distributed.py:622
+    FusedAdam, FusedSGD           optimizers           optimizers/fused_adam.py:33, fused_sgd.py:18
+
+    FP8                           here                 source @v2.20.2
+    autocast                      fp8                  quantization.py:730
+    FP8GlobalStateManager         fp8                  quantization.py:656
+    Quantizer, and its kinds      fp8                  tensor/float8_tensor.py:190, and beside it
+    LayerState                    base                 module/base.py:1354
+    LinearFP8                     linear_fp8           module/linear.py:470
+    LayerNormLinearFP8            linear_fp8           module/layernorm_linear.py:250
+    GroupedLinearFP8              grouped_linear       module/grouped_linear.py:155
+    Fp8Padding, Fp8Unpadding      moe                  module/fp8_padding.py:74, fp8_unpadding.py:72
+    QuantizedTensor               parameters_fp8       tensor/utils.py
+
+Refused with UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, activation
+offloading, CUDA graphs, LayerNormMLP, TransformerLayer, the fused operations (te.pytorch.ops),
+attention biases, the largest logit (qk-clip), sliding windows and softmax offsets under context
+parallelism.
 """
 
 from __future__ import annotations
