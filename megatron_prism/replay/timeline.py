@@ -492,8 +492,3 @@ class _Accountant:
             explained += wait + move
             at = max(at, int(call["end"]))
         return explained
-
-
-def name_of(timeline: Timeline, index: int, op: int) -> str:
-    """What op ``op`` of class ``index`` is called in outputs."""
-    return NAMES[int(timeline.graph.program_list[index].ops["name"][op])]

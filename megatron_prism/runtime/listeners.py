@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
-from megatron_prism.runtime.process_group import PrismGroup
-
 __all__ = ["Answer", "Args", "CallListener", "Kwargs", "TrainingListener", "overriding"]
 
 
@@ -23,14 +21,6 @@ __all__ = ["Answer", "Args", "CallListener", "Kwargs", "TrainingListener", "over
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Answer = Callable[..., dist.Work | None]  # called with the group, then args and kwargs
-
-
-class Listener(Protocol):
-    """Makes calls itself, or has them made when and as it likes: a Recorder, a Pacer, a Guard."""
-
-    def record(
-        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs, /
-    ) -> dist.Work | None: ...
 
 
 class TrainingListener(Protocol):
