@@ -416,7 +416,7 @@ def test_neighbours_compare_before_they_call():
     kind, _, number, theirs, found, peer = said[1]
     assert (kind, number, theirs.site, peer) == ("dtype", 0, "a.py:1", 0)
     assert found[:2] == ["dtype: int64 here, int32 there", "rank 1 stands at"]
-    assert "test_runtime.py" in found[2]
+    assert "test_real_ranks.py" in found[2]
     store.set("call_check/k/0/stack/0", json.dumps(["c.py:3 g"]))  # now rank 0 has said it too
     ranks[1].counts.clear()
     ranks[1].check(calls[1], "k", {0: 0, 1: 1}, "b.py:2")

@@ -47,7 +47,7 @@ def test_a_history_by_hand():
 def test_histories_that_are_incomplete(events, says):
     with pytest.raises(UsageError, match=says) as error:
         replay_history(events)
-    assert "record_allocator.py" in error.value.fix
+    assert "record_allocator" in error.value.fix
 
 
 def of(**columns):

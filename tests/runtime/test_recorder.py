@@ -277,7 +277,7 @@ def test_without_a_recorder_a_call_answers_the_same(world):
     recorded = run()
     assert plain[:2] == inactive[:2] == recorded[:2]
     world.listen()
-    assert type(dist.all_reduce(torch.ones(1), async_op=True)).__name__ == "Done"
+    assert type(dist.all_reduce(torch.ones(1), async_op=True)).__name__ == "CompletedWork"
 
 
 def test_an_error_inside_a_call_leaves_the_recorder_usable(world, recorder):
