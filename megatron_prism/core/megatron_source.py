@@ -62,10 +62,14 @@ def _installed(package: str) -> list[Path]:
 
 
 def megatron_release(roots: Sequence[str] | None = None) -> str:
-    """The version of the ``megatron.core`` that is or would be imported, such as 0.19.2."""
+    """The version of the ``megatron.core`` that is or would be imported, such as 0.19.2.
+
+    Once imported from a git checkout, it calls itself 0.19.2+COMMIT, before that nobody knows: the
+    commit is left out.
+    """
     loaded = sys.modules.get("megatron.core")
     if roots is None and isinstance(version := getattr(loaded, "__version__", None), str):
-        return version
+        return version.partition("+")[0]
     path = locate("megatron.core.package_info", roots)
     if path is None:
         return UNKNOWN

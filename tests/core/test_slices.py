@@ -422,7 +422,7 @@ def test_a_killed_capture_goes_on_where_it_was(tmp_path, capsys):
     with pytest.raises(ProgramError, match="stages 1 have no slice"):
         assemble(out)
     status, shown, talked = prism(*words, capsys=capsys)
-    assert status == 0
+    assert status == 0, talked
     assert "1 slices are there already" in shown + talked
     assert "stage 1:" in shown + talked
     assert "stage 0:" not in shown + talked

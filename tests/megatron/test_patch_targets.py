@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -109,6 +110,14 @@ def test_what_a_missing_target_leads_to(purpose, tmp_path, monkeypatch):
         assert caught.value.exit_code == 1
         assert "prism patches" in caught.value.fix
     import_hooks.clear()
+
+
+def test_a_release_is_the_same_before_and_after_its_import(monkeypatch):
+    """In a git checkout, Megatron adds the commit to its version once it is imported."""
+    before = megatron_source.megatron_release()
+    imported = SimpleNamespace(__version__=f"{before}+0123abc")
+    monkeypatch.setitem(sys.modules, "megatron.core", imported)
+    assert megatron_source.megatron_release() == before
 
 
 def test_a_module_that_moved_is_missing(tmp_path):
