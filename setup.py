@@ -11,6 +11,7 @@ README = HERE / "README.md"
 
 TEST = [
     "pytest>=8",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     # megatron.training imports these; megatron-core does not ask for them
     "six",

@@ -139,7 +139,7 @@ def test_the_readme_has_the_two_commands_that_ci_runs():
     recipe = "llama3-70b_1024gpu_tp8pp4vp5_h200"
     assert first == [
         f"{setup} . && .venv/bin/prism emulate {recipe}",
-        f'{setup} ".[test]" && .venv/bin/pytest -q',
+        f'{setup} ".[test]" && .venv/bin/pytest -q -n 2 --dist loadfile',
     ]
     ci = shown(".ci/run")
     assert "readme bin/pytest" in ci

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
-__all__ = ["count", "name", "number", "read"]
+__all__ = ["Reader", "count", "name", "number", "read"]
 
 Reader = Callable[[str], Any]
 
@@ -24,19 +25,25 @@ def read(
     command: str,
     *,
     several: Collection[str] = (),
+    names: list[str] | None = None,
 ) -> dict[str, Any]:
     """The value of every key that was given; ``several`` may come more than once, as a list.
 
-    A reader raises UnitError for what it cannot read.  UsageError for unknown or repeated keys and
-    for words without ``=``.
+    Words that are names (of a recipe, of files that exist) are added to ``names``, if the command
+    takes any.  A reader raises UnitError for what it cannot read.  UsageError for unknown or
+    repeated keys and for other words without ``=``.
     """
     found: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
-        key = key.lstrip("-")
+        key = key.lstrip("-").replace("-", "_")
+        if names is not None and key not in keys and (not equals or Path(word).exists()):
+            names.append(word)
+            continue
         if not equals or key not in keys:
             close = difflib.get_close_matches(key, keys, n=1)
-            fix = f"did you mean {close[0]}={text}?" if close else f"use {', '.join(keys)}=…"
+            known = f"use {', '.join(keys)}=…" if keys else "it takes no settings"
+            fix = f"did you mean {close[0]}={text}?" if close else known
             raise UsageError(f"prism {command} does not understand {word}", fix=fix)
         try:
             value = keys[key](text)
@@ -84,5 +91,5 @@ def number(example: str) -> Reader:
 def name(text: str) -> str:
     """Reads a name or a path; UnitError for nothing."""
     if not text:
-        raise UnitError("nothing is named", fix="machine=h200, or leave it out")
+        raise UnitError("nothing is named", fix="leave it out")
     return text

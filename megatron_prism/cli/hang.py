@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, steps
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
@@ -204,19 +206,13 @@ def _of_programs(args: argparse.Namespace) -> tuple[Diagnosis, PlantedFaults | N
 def _faults(words: list[str]) -> tuple[list[Fault], int, Path | None]:
     from megatron_prism.hang.fault_plan import load_plan, parse
 
-    found: list[Fault] = []
-    seed, truth = 0, None
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key == "fault" and value:
-            found.append(parse(value))
-        elif key == "plan" and value:
-            found += load_plan(value)
-        elif key == "seed" and value.isdecimal() and len(value) < 19:
-            seed = int(value)
-        elif key == "truth" and value:
-            truth = Path(value)
-        else:
-            raise UsageError(f"{word} is not understood",
-                             fix="fault=KIND@…, plan=FILE, seed=N, truth=FILE")  # fmt: skip
-    return found, seed, truth
+    keys = {
+        "fault": parse,
+        "plan": load_plan,
+        "seed": arguments.count(0, 10**18, "seed=0"),
+        "truth": arguments.name,
+    }
+    given = arguments.read(words, keys, "hang", several=("fault", "plan"))
+    found = [*given.get("fault", ()), *itertools.chain.from_iterable(given.get("plan", ()))]
+    truth = given.get("truth")
+    return found, given.get("seed", 0), None if truth is None else Path(truth)

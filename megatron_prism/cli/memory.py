@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, print_table
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
@@ -109,20 +110,10 @@ def memory(args: argparse.Namespace) -> int:
 
 
 def _words(action: str, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(paths, settings); a word whose part before = is one of our keys is a setting."""
+    """(paths, settings)."""
     places: list[str] = []
-    settings: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and key in _KEYS[action] and value:
-            if key in settings:
-                raise UsageError(f"{key} is given twice", fix=f"leave out one of them, {word} say")
-            settings[key] = value
-        elif equals and not Path(word).exists():
-            known = ", ".join(f"{k}=…" for k in _KEYS[action]) or "no settings"
-            raise UsageError(f"{word} is not understood by memory {action}", fix=f"use {known}")
-        else:
-            places.append(word)
+    keys = dict.fromkeys(_KEYS[action], arguments.name)
+    settings = arguments.read(words, keys, f"memory {action}", names=places)
     if len(places) != _PLACES[action]:
         wanted = "OLD NEW" if action == "diff" else "DIR"
         raise UsageError(

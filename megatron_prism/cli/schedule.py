@@ -8,7 +8,6 @@ recorded from Megatron's scheduler (``emulate.schedule``); times are units
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli import arguments
 from megatron_prism.cli.output import console, print_json
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
@@ -85,33 +85,22 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-_KEYS: dict[str, tuple[str, Callable[[str], object]]] = {
-    **{key: (key, units.parse_count) for key in ("pp", "vpp", "microbatches", "group_size")},
-    **{key: (key, units.parse_count) for key in ("layers", "first_layers", "last_layers", "mtp")},
-    "overlap": ("overlap_p2p", _switch),
-    **{key: (key, _switch) for key in ("warmup_flush", "forward_only", "align_grad_reduce")},
-    **{key: (key, _switch) for key in ("ep_overlap", "delay_wgrad", "variable_lengths")},
-    "layout": ("layout", str),
-    "shape": ("shape", _shape),
-    "dtype": ("dtype", str),
+_COUNTS = ("pp", "vpp", "microbatches", "group_size", "layers", "first_layers", "last_layers")
+_SWITCHES = ("overlap", "warmup_flush", "forward_only", "align_grad_reduce", "ep_overlap")
+_KEYS: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys((*_COUNTS, "mtp"), units.parse_count),
+    **dict.fromkeys((*_SWITCHES, "delay_wgrad", "variable_lengths"), _switch),
+    "layout": str,
+    "shape": _shape,
+    "dtype": str,
 }
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """Keyword arguments of ScheduleSettings out of key=value words.  UsageError with the fix."""
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        key = key.lstrip("-").replace("-", "_")
-        if not equals or key not in _KEYS:
-            close = difflib.get_close_matches(key, _KEYS, n=1)
-            fix = f"did you mean {close[0]}={text}?" if close else f"use {', '.join(_KEYS)}"
-            raise UsageError(f"prism schedule does not understand {word}", fix=fix)
-        name, read = _KEYS[key]
-        try:
-            found[name] = read(text)
-        except UnitError as error:
-            raise UsageError(f"{key}={text}: {error.message}", fix=error.fix) from None
+    found = arguments.read(words, _KEYS, "schedule")
+    if "overlap" in found:
+        found["overlap_p2p"] = found.pop("overlap")
     for key in ("pp", "microbatches"):
         if key not in found:
             raise UsageError(f"a schedule needs {key}", fix="pp=8 vpp=2 microbatches=32")

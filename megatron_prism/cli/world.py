@@ -6,10 +6,10 @@ In : ``key=value`` words, or a recipe.  Out: a page of text or JSON.  No torch, 
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_prism.cli import arguments
 from megatron_prism.cli.output import console, print_json, print_table
 from megatron_prism.core.errors import UnitError, UsageError
 
@@ -30,8 +30,10 @@ def world(args: argparse.Namespace) -> int:
     Sizes are size, tp, cp, pp, ep, etp, vpp and order; size may be left out.  rank is a rank or a
     selector; megatron=0.19 lists the groups of that release (0.16 by default).
     """
-    sizes, rank, release = _world_settings(args.settings)
-    the_world = _world(sizes)
+    names: list[str] = []
+    sizes = arguments.read(args.settings, _KEYS, "world", names=names)
+    rank, release = sizes.pop("rank", None), sizes.pop("megatron", (0, 16))
+    the_world = _world(names, sizes)
     ranks = the_world.select(rank) if rank is not None else ()
     if args.json:
         print_json(
@@ -51,45 +53,43 @@ def world(args: argparse.Namespace) -> int:
     return 0
 
 
-def _world_settings(words: Sequence[str]) -> tuple[dict[str, str], str | None, tuple[int, int]]:
-    """(sizes, rank selector, megatron release) out of key=value words; RECIPE stands for sizes."""
-    sizes: dict[str, str] = {}
-    known = ("size", "tp", "cp", "pp", "ep", "etp", "vpp", "order", "rank", "megatron")
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            sizes["recipe"] = word
-        elif key in known:
-            sizes[key] = value
-        else:
-            close = difflib.get_close_matches(key.lstrip("-"), known, n=1)
-            fix = f"did you mean {close[0]}={value}?" if close else f"use {', '.join(known)}"
-            raise UsageError(f"prism world has no {key}", fix=fix)
-    release = sizes.pop("megatron", "0.16").split(".")
-    if len(release) < 2 or not all(part.isdigit() for part in release[:2]):
-        raise UsageError(f"megatron={'.'.join(release)} is no release", fix="megatron=0.19")
-    return sizes, sizes.pop("rank", None), (int(release[0]), int(release[1]))
-
-
-def _world(settings: dict[str, str]) -> World:
+def _size(text: str) -> int:
     from megatron_prism.core import units
+
+    found = units.parse_count(text)
+    if found < 1:
+        raise UnitError("sizes are positive numbers", fix="1 at least")
+    return found
+
+
+def _release(text: str) -> tuple[int, int]:
+    parts = text.split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise UnitError("it is no release", fix="megatron=0.19")
+    return int(parts[0]), int(parts[1])
+
+
+_SIZES = ("size", "tp", "cp", "pp", "ep", "etp", "vpp")
+_KEYS: dict[str, arguments.Reader] = {
+    **dict.fromkeys(_SIZES, _size),
+    "order": str,
+    "rank": str,
+    "megatron": _release,
+}
+
+
+def _world(names: Sequence[str], values: dict[str, Any]) -> World:
+    """The world of a recipe, some sizes of which may be given otherwise."""
     from megatron_prism.core.world import World, implied_size
 
-    values: dict[str, Any] = {}
-    if name := settings.pop("recipe", None):
+    if len(names) > 1:
+        raise UsageError(f"{' '.join(names)}: a world is that of one recipe", fix=names[0])
+    for name in names:
         from megatron_prism.core import recipe
 
         p = recipe.load(name).parallel
-        values = {key: getattr(p, key) for key in ("tp", "cp", "pp", "ep", "etp", "vpp", "order")}
-        values["size"] = p.world_size
-    for key, text in settings.items():
-        try:
-            values[key] = text if key == "order" else units.parse_count(text)
-        except UnitError as error:
-            raise UsageError(f"{key}={text}: {error.message}", fix=error.fix) from None
-    for key, value in values.items():
-        if isinstance(value, int) and value < 1:
-            raise UsageError(f"{key}={value}: sizes are positive numbers", fix=f"{key}=1")
+        found = {key: getattr(p, key) for key in (*_SIZES[1:], "order")}
+        values = {**found, "size": p.world_size, **values}
     parts = {key: values[key] for key in ("tp", "cp", "pp", "ep", "etp") if key in values}
     size = values.pop("size", None) or implied_size(**parts)
     if size > _MOST:

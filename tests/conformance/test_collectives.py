@@ -71,7 +71,7 @@ def test_virtual_is_real(results, name):
 def test_gloo_was_asked(results):
     agreed = total(results, "agreed")
     assert {name for name in NAMES if agreed[name] < NUM_PROCESSES} <= GLOO_REFUSES
-    assert sum(agreed.values()) > 6_000
+    assert sum(agreed.values()) > 3_000
 
 
 @pytest.mark.slow

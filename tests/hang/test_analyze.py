@@ -265,11 +265,11 @@ def test_bad_usage_ends_with_2(words, says, tmp_path, capsys):
 
 # -- the score ------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_score_of_200_single_faults(capsys):
+def test_score_of_100_single_faults(capsys):
     """A fault that lets the job finish must be called healthy; it counts as exact then."""
     hows = {"timing": {"timing": True}, "active only": {"active_only": True, "stacks": False}}
     exact, innocent = Counter(), Counter()
-    for seed in range(200):
+    for seed in range(100):
         rng = random.Random(seed)
         kind, world = rng.choice(list(KINDS)), rng.choice(random_hangs.WORLDS)
         programs, faults, culprits = random_hangs.draw(kind, world, seed)
@@ -280,9 +280,9 @@ def test_score_of_200_single_faults(capsys):
             exact[name] += named(found) == culprits or healthy
             innocent[name] += bool(named(found) - culprits)
     with capsys.disabled():
-        print(f"\nexact culprit set of 200: {dict(exact)}, an innocent named: {dict(innocent)}")
-    assert exact["timing"] >= 196
-    assert exact["active only"] >= 100
+        print(f"\nexact culprit set of 100: {dict(exact)}, an innocent named: {dict(innocent)}")
+    assert exact["timing"] >= 98
+    assert exact["active only"] >= 50
     assert innocent == {"timing": 0, "active only": 0}
 
 

@@ -187,7 +187,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=drop@rank=1:n=4"], "has no parameter"),
         (["fault=dtype@rank=1:to=bf61"], "cannot be bf61"),
         (["fault=swap@rank=1"], "swap with what"),
-        (["fault=nan@rank=1", "seed=x"], "not understood"),
+        (["fault=nan@rank=1", "seed=x"], "seed=x: "),
         (
             ["fault=nan@rank=1,group=EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP,nth=0"],
             "which cannot be NaN",
@@ -216,7 +216,7 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
         (["fault=drop@rank=any:17"], "any:17 of 16 ranks"),
         (["fault=drop@rank=any:x"], "any:x of 16 ranks"),
         (["fault=drop@rank=1,nth=²"], "nth=² is no number"),
-        (["fault=nan@rank=1", "seed=²"], "not understood"),
+        (["fault=nan@rank=1", "seed=²"], "seed=²: "),
         (["-o", "x"], "without a fault"),
     ],
 )

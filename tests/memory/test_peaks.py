@@ -187,9 +187,7 @@ def test_an_activation_that_is_kept_is_found_at_its_class_and_site(tmp_path, mon
     recipe = recipes.load("guard-gpt_16gpu_tp2pp2vp2_h200")
     quiet = Console(file=io.StringIO())
     plain = recipe_job.capture(recipe, tmp_path / "plain", console=quiet)
-    again = recipe_job.capture(recipe, tmp_path / "again", console=quiet)
     before = memory_baseline.measure(plain)
-    assert memory_baseline.measure(again) == before  # zero tolerance is right on meta
     for one in before.classes.values():
         kinds = one["by_category"]
         assert all(kinds[k] > 0 for k in ("param", "grad", "optim", "act"))

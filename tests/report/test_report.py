@@ -352,7 +352,7 @@ def test_scripts_are_javascript(tmp_path):
 def test_a_page_of_a_large_world_stays_small():
     world = World(8192, tp=8, pp=16, cp=2)
     programs = tuple(
-        Program.from_ops(world.rank_at(pp=s), stage_ops(s, world, 900)) for s in world.stages
+        Program.from_ops(world.rank_at(pp=s), stage_ops(s, world, 720)) for s in world.stages
     )
     made = replayed(Programs(world, programs, world._along("pp", np.arange(world.size))))
     assert sum(len(made.spans(i)) for i in range(16)) > page_data.SPANS
