@@ -1,6 +1,6 @@
 """Chrome traces (JSON) of a timeline or of a hang, for ui.perfetto.dev and chrome://tracing.
 
-In : Timeline.  Out: text.  One process per class, one thread per stream and per group; threads that
+In : Timeline or Diagnosis.  Out: text.  Of a timeline, one process per class, one thread per stream and per group; threads that
 would need spans to overlap get a second one (a Chrome thread's spans must nest), and one shows what
 the host issues when, if the slices say how long that takes.  A call is a span
 from when the rank was ready to its end, with a span ``waiting`` inside while others had not come.
@@ -34,11 +34,10 @@ _LENGTH = 1_000_000.0  # us
 
 
 def render_hang(found: Diagnosis) -> str:
-    """The Chrome trace (JSON); format as in ``chrome_trace``."""
+    """Who waits for whom: a thread per rank, an arrow per wait."""
     about = {"made_by": "prism hang", "verdict": found.headline(), "confidence": found.confidence,
              "evidence": list(found.evidence), "missing": list(found.missing)}  # fmt: skip
-    events = [*_tracks(found), *_wait_arrows(found)]
-    return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}) + "\n"
+    return _file(about, [json.dumps(event) for event in (*_tracks(found), *_wait_arrows(found))])
 
 
 def _tracks(found: Diagnosis) -> Iterator[dict[str, object]]:
@@ -47,9 +46,8 @@ def _tracks(found: Diagnosis) -> Iterator[dict[str, object]]:
     victims = {victim.rank: victim for victim in found.victims}
     for place, rank in enumerate([*sorted(culprits), *sorted(victims.keys() - culprits)]):
         name = f"rank {rank}" + " (culprit)" * (rank in culprits)
-        for what, args in (("thread_name", {"name": name}),
-                           ("thread_sort_index", {"sort_index": place})):  # fmt: skip
-            yield {"ph": "M", "name": what, "pid": 0, "tid": rank, "args": args}
+        yield _meta("thread_name", 0, rank, name=name)
+        yield _meta("thread_sort_index", 0, rank, sort_index=place)
         if rank in culprits:
             culprit = culprits[rank]
             yield _span(rank, culprit.kind, "culprit", {"why": culprit.why})
@@ -57,7 +55,7 @@ def _tracks(found: Diagnosis) -> Iterator[dict[str, object]]:
             victim = victims[rank]
             args = {"group": victim.group, "waits for": format_ranks(sorted(victim.waits_for))}
             yield _span(rank, _call(victim), "victim", args)
-    yield {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "ranks"}}
+    yield _meta("process_name", 0, 0, name="ranks")
 
 
 def _call(victim: Waiting) -> str:
@@ -103,8 +101,12 @@ def render_timeline(timeline: Timeline) -> str:
         "provenance": [text for text in timeline.prices.sources if not text.startswith("none")],
         **{f"slices_{key}": short(value) for key, value in timeline.graph.programs.source.items()},
     }
+    return _file(about, lines)
+
+
+def _file(about: dict[str, object], events: list[str]) -> str:
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
-    return head + ",\n".join(lines) + "\n]}\n"
+    return head + ",\n".join(events) + "\n]}\n"
 
 
 def _earliest(timeline: Timeline, index: int) -> int:
