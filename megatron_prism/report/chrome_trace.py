@@ -1,10 +1,11 @@
 """Chrome traces (JSON) of a timeline or of a hang, for ui.perfetto.dev and chrome://tracing.
 
-In : Timeline or Diagnosis.  Out: text.  Of a timeline, one process per class, one thread per stream and per group; threads that
-would need spans to overlap get a second one (a Chrome thread's spans must nest), and one shows what
-the host issues when, if the slices say how long that takes.  A call is a span
-from when the rank was ready to its end, with a span ``waiting`` inside while others had not come.
-Arrows go from a send to its receive, and from the class that came last to a call to the others.
+In : Timeline or Diagnosis.  Out: text.  Of a timeline, one process per class, one thread per stream
+and per group; threads that would need spans to overlap get a second one (a Chrome thread's spans
+must nest), and one shows what the host issues when, if the slices say how long that takes.  A call
+is a span from when the rank was ready to its end, with a span ``waiting`` inside while others had
+not come.  Arrows go from a send to its receive, and from the class that came last to a call to the
+others.
 
 Format: "Trace Event Format" (Google, 2016): X complete events, s/f flows, M names.  ``ts`` and
 ``dur`` are microseconds with three decimals, so nothing is rounded.  Perfetto drops what is before
@@ -16,7 +17,7 @@ iteration does.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +105,7 @@ def render_timeline(timeline: Timeline) -> str:
     return _file(about, lines)
 
 
-def _file(about: dict[str, object], events: list[str]) -> str:
+def _file(about: Mapping[str, object], events: list[str]) -> str:
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
     return head + ",\n".join(events) + "\n]}\n"
 
