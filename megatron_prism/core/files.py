@@ -126,7 +126,7 @@ T = TypeVar("T")
 
 
 def rendered(renderer: str, result: object, kind: type[T]) -> T:
-    """Return ``result`` as ``renderer`` (``report.page:render``) writes it, a value of ``kind``."""
+    """Return ``result`` as ``renderer`` (``report.replay:render``) writes it, as a ``kind``."""
     module, _, function = renderer.partition(":")
     found = getattr(import_module(f"megatron_prism.{module}"), function)(result)
     assert isinstance(found, kind)

@@ -93,7 +93,7 @@ class Comparison:
 
     def to_html(self) -> str:
         """One self-contained page."""
-        return rendered("report.distribution:render_comparison", self, str)
+        return rendered("report.predict:render_comparison", self, str)
 
 
 def compare(

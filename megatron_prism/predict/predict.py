@@ -105,7 +105,7 @@ class Prediction:
 
     def to_html(self) -> str:
         """One self-contained page with the distribution, and the study if there is one."""
-        return rendered("report.distribution:render_distribution", self, str)
+        return rendered("report.predict:render_distribution", self, str)
 
 
 @dataclass(frozen=True)

@@ -408,7 +408,7 @@ class Timeline:
 
     def to_html(self) -> str:
         """One self-contained page with the diagram, for any browser."""
-        return rendered("report.page:render", self, str)
+        return rendered("report.replay:render", self, str)
 
     def to_chrome_trace(self) -> str:
         """A Chrome trace, for ui.perfetto.dev."""

@@ -2,8 +2,8 @@
 
     metrics.py       the numbers that all renderers print, as one value
     text.py          a timeline for the terminal
-    page.py          a timeline as one self-contained page (page.html, *.css, *.js)
-    distribution.py  a prediction, or several layouts side by side, as a page
+    replay.py        a timeline as one self-contained page (page.html, *.css, *.js)
+    predict.py       a prediction, or several layouts side by side, as a page
     hang.py          a verdict on a hang as Markdown and as a page
     chrome_trace.py  a timeline or a verdict for ui.perfetto.dev
 

@@ -21,9 +21,8 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.report import chrome_trace, metrics, page, text
-from megatron_prism.report import page as html
-from megatron_prism.report import page as page_data
+from megatron_prism.report import chrome_trace, metrics, text
+from megatron_prism.report import replay as html
 
 
 def empty():
@@ -82,7 +81,7 @@ def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     assert sum(one.critical for one in found.classes) == sum(critical)
     parts = found.computing + found.exposed + found.bubble
     assert parts == pytest.approx(1 if made.iteration_ns else 0)
-    rows = page.path_rows(made)
+    rows = html.path_rows(made)
     assert (rows[:, 2] - rows[:, 1]).sum() == made.iteration_ns
     assert (rows[1:, 1] == rows[:-1, 2]).all()
 
@@ -160,21 +159,21 @@ def test_many_classes_are_shown_in_blocks_and_counted():
 # -- curves ----------------------------------------------------------------------------------------
 def test_memory_keeps_its_peak_and_its_last_value():
     made = replayed(tiny())
-    at, live = page.live_memory(made, 0, buckets=1)
+    at, live = html.live_memory(made, 0, buckets=1)
     assert live.max() == made.graph.program_list[0].live_bytes().max() == 2048
     assert live[-1] == 1536
     assert live[0] == 1536  # what was there, and the first activation: before the first op
     assert (np.diff(at) >= 0).all()
     assert at[0] == 0
-    assert [len(c) for c in page.live_memory(replayed(empty()), 0, 5)] == [0, 0]
+    assert [len(c) for c in html.live_memory(replayed(empty()), 0, 5)] == [0, 0]
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])
 def test_merging_loses_no_span_and_no_time_between(epsilon):
     made = replayed(healthy(WORLDS[2]))
     spans = made.spans(1)
-    codes = page.step_codes(made, 1, spans)
-    merged = page.merge(spans, codes, epsilon)
+    codes = html.step_codes(made, 1, spans)
+    merged = html.merge(spans, codes, epsilon)
     assert merged["count"].sum() == len(spans)
     assert merged["ready"].min() == spans["ready"].min()
     assert merged["end"].max() == spans["end"].max()
@@ -324,7 +323,7 @@ def test_the_page_is_self_contained_and_nothing_escapes(what):
     assert scripts == [{"type": "application/json", "id": "data"}, {}]
     assert not any("src" in attrs or "href" in attrs for _, attrs in page.tags)
     data, script = page.texts["script"][0], source.rsplit("<script>")[-1].split("</script>")[0]
-    assert json.loads(data) == json.loads(json.dumps(page_data.page_data(made)))
+    assert json.loads(data) == json.loads(json.dumps(html.page_data(made)))
     assert not re.search(r"https?://", source.replace(data, ""))
     (policy,) = (a["content"] for t, a in page.tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'")
@@ -355,15 +354,15 @@ def test_a_page_of_a_large_world_stays_small():
         Program.from_ops(world.rank_at(pp=s), stage_ops(s, world, 720)) for s in world.stages
     )
     made = replayed(Programs(world, programs, world._along("pp", np.arange(world.size))))
-    assert sum(len(made.spans(i)) for i in range(16)) > page_data.SPANS
+    assert sum(len(made.spans(i)) for i in range(16)) > html.SPANS
     source = html.render(made)
     assert len(source) < 5_000_000
     assert json.loads(Page(source).texts["script"][0])["merged"] > 0
 
 
 def test_of_many_classes_the_critical_ones_are_drawn():
-    made = page_data.page_data(replayed(healthy(World(80, pp=80))))
-    assert len(made["rows"]) == page_data.ROWS
-    assert made["missing"] == 80 - page_data.ROWS
+    made = html.page_data(replayed(healthy(World(80, pp=80))))
+    assert len(made["rows"]) == html.ROWS
+    assert made["missing"] == 80 - html.ROWS
     assert len(made["figures"]["classes"]) == 80
     assert DP in made["lanes"]
