@@ -27,7 +27,7 @@ function cards() {
   const peaks = F.classes.filter((one) => one.peak_bytes !== null);
   const peak = peaks.length ? peaks.reduce((a, b) => b.peak_bytes > a.peak_bytes ? b : a) : null;
   const range = F.high_ns > F.iteration_ns
-    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} if what is modelled is as far off as it was elsewhere` : "";
+    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} with the models' errors` : "";
   at("cards").append(
     card("iteration", formatNs(F.iteration_ns), (basis() || "nothing takes time") + range),
     card("computing", percent(F.computing), "of all ranks' time"),
@@ -146,7 +146,8 @@ function fromAddress() {
 }
 
 at("world").textContent = F.sizes;
-at("slices").textContent = [F.world, ...Object.entries(F.source).map(([key, value]) => `${key} ${value}`)].join(" · ");
+const JOB = ["recipe", "megatron_core", "torch", "tier", "device"];  // the rest is under Provenance
+at("slices").textContent = [F.world, ...JOB.filter((key) => F.source[key]).map((key) => `${key} ${F.source[key]}`)].join(" · ");
 cards();
 for (const [key, title] of Object.entries(TABS)) {
   const button = element("button", "", title);
