@@ -188,7 +188,7 @@ def command(
 
 
 def shorten(job: list[str], samples: int, iters: int, replicas: int) -> None:
-    """About ``samples`` sequences in a batch at most: without a pipeline no peak depends on more."""
+    """About ``samples`` sequences in a batch: without a pipeline no peak depends on more."""
     micro = int(job[job.index("--micro-batch-size") + 1]) if "--micro-batch-size" in job else 1
     least = micro * replicas
     for flag in ("--global-batch-size", "--step-batch-size-schedule"):
