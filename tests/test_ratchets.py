@@ -5,6 +5,8 @@ import doctest
 import importlib
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -15,6 +17,10 @@ from megatron_prism.emulate.options import FLAGS
 ROOT = pathlib.Path(megatron_prism.__file__).parent
 MOST_ANY = 721  # of 1,868 once
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md"]
+PAGES += sorted(str(p.relative_to(ROOT.parent)) for p in (ROOT.parent / "docs").rglob("*.md"))
 
 
 def parsed(name):
@@ -114,22 +120,39 @@ needs_checkout = pytest.mark.skipif(
 
 
 @needs_checkout
-def test_the_readme_documents_every_command_and_flag_and_no_other():
+def test_the_readme_names_only_commands_and_flags_that_exist():
     readme = shown("README.md")
-    used = set(re.findall(r"(?:bin/|`|^)prism ([a-z]+)", readme, re.MULTILINE))
-    assert used == set(cli.COMMANDS)
-    rows = set(re.findall(r"^\| `(--prism-[a-z-]+)", readme, re.MULTILINE))
-    assert rows == set(FLAGS)
-    assert set(re.findall(r"--prism-[a-z]+(?:-[a-z]+)*", readme)) == set(FLAGS)
+    assert set(re.findall(r"(?:bin/|`|^\$ |^)prism ([a-z]+)", readme, re.MULTILINE)) <= set(
+        cli.COMMANDS
+    )
+    assert set(re.findall(r"--prism-[a-z]+(?:-[a-z]+)*", readme)) <= set(FLAGS)
+    assert len(readme.splitlines()) <= 150
 
 
 @needs_checkout
-def test_what_the_readme_names_exists():
-    readme = shown("README.md")
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", readme)
-    paths = re.findall(r"`((?:tests|benchmarks|constraints)/[\w./-]+)`", readme)
-    missing = [name for name in [*links, *paths] if not (ROOT.parent / name).exists()]
-    assert missing == []
+def test_the_reference_is_what_the_code_says():
+    subprocess.run([sys.executable, "docs/reference.py", "--check"], cwd=ROOT.parent, check=True)
+
+
+@needs_checkout
+def test_every_command_has_a_page_that_the_index_names():
+    index = shown("docs/how-to/README.md")
+    for name in cli.COMMANDS:
+        assert f"`prism {name}`]({name}.md)" in index
+        assert (ROOT.parent / f"docs/how-to/{name}.md").exists()
+
+
+@needs_checkout
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page):
+    text = shown(page)
+    here = (ROOT.parent / page).parent
+    links = re.findall(r"\]\((?!http|mailto)([^)#]+)", text) + re.findall(
+        r'(?:src|srcset)="([^"]+)', text
+    )
+    missing = [link for link in links if not (here / link).exists()]
+    paths = re.findall(r"`((?:tests|benchmarks|constraints|recipes|examples|docs)/[\w./-]+)`", text)
+    assert missing + [path for path in paths if not (ROOT.parent / path).exists()] == []
 
 
 @needs_checkout

@@ -3,7 +3,7 @@
 ``python -m benchmarks.accuracy.meta_peaks SCRIPTS [CONFIG:RANK … | all] [--json OUT]``
 
 SCRIPTS holds stock ``pretrain_gpt.py`` and its siblings of Megatron-LM tag core_v0.19.0.  Every
-rank named (default: the ten of the README; all: 24, eight minutes) is captured alone on tier
+rank named (default: ten; all: 24, eight minutes) is captured alone on tier
 ``meta`` with the arguments of the real 4 x H200 runs whose figures are in
 ``results/h200_x4_real_peaks.json``: three steps, 20 seconds each on one core.  Reserved and device
 bytes are what ``prism memory`` says of the slice: midway between a device that keeps up with its

@@ -8,7 +8,7 @@ were measured on H200 (``rates.py``), calls take NCCL's own estimate.  Of what a
 (micro batch, interleaving) the fastest prediction that fits in 80 GB is taken, as people who tune a
 job do; the rest is written down (``assumed``).  Model flops are counted as Megatron counts them
 (training.py num_floating_point_operations @core_r0.8.0: attention not halved), so that TFLOP/s/GPU
-compare.  Prints the README's table; writes results/published_h100.json.
+compare.  Prints the table of docs/accuracy.md; writes results/published_h100.json.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def measure(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The README's table."""
+    """The table of docs/accuracy.md."""
     lines = ["| job | GPUs | split | published | predicted | error |", "|---|---|---|---|---|---|"]
     worst = max(abs(row["error"]) for row in rows)
     for row in rows:
