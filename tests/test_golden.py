@@ -98,7 +98,9 @@ def hold(request, name, found):
     path = GOLDEN / "json" / f"{name}.json"
     if request.config.getoption("--update-golden"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        short = {"parse_float": lambda text: float(f"{float(text):.10g}")}
+        stored = json.loads(json.dumps(found), **short)
+        path.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     assert path.exists(), f"{path.name} is missing: pytest tests/test_golden.py --update-golden"
     assert_like(found, json.loads(path.read_text(encoding="utf-8")))
 

@@ -374,7 +374,8 @@ _ROUNDS = 4  # the share hardly changes with the factor
 
 def _priced(parts: SegmentParts, slower: float) -> tuple[int, int]:
     """(ns, source)."""
-    by_table = round(slower * parts.products + parts.others)
+    # exp and log differ in the last digit between processors: a half is a half on all of them
+    by_table = round(round(slower * parts.products + parts.others, 3))
     share = parts.roof / max(1, by_table + parts.roof)
     code = ROOFLINE if not by_table else MIXED if share > SLIGHT else OPS
     return min(by_table + parts.roof, _MOST_NS), code
