@@ -27,7 +27,7 @@ from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.costs.overlap_factors import KINDS, OverlapFactors
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["replay_with_overlap"]
+__all__ = ["corrected_once", "replay_with_overlap"]
 
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN = 0.5  # of a segment: products
@@ -57,6 +57,12 @@ def replay_with_overlap(
         if same and moved <= SETTLED * now.collective_ns.sum():
             break
     return found
+
+
+def corrected_once(found: Timeline, factors: Mapping[str, OverlapFactors], source: str) -> Prices:
+    """Prices with what the overlaps of ``found`` would cost, as they are now."""
+    costs = [_lost(found.graph, index, factors) for index in range(len(found.graph.classes))]
+    return _corrected(found, found.prices, costs, source)
 
 
 def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) -> np.ndarray:

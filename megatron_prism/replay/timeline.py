@@ -312,6 +312,12 @@ class Timeline:
         """Duration of one iteration: from the end of the one before to its own end."""
         return self.ends[-1] - (self.ends[-2] if self.iterations > 1 else 0)
 
+    def iteration_with(self, durations: np.ndarray) -> int:
+        """ns of an iteration if nodes took ``durations``, int64 [nodes] (``durations_of``)."""
+        start, end = evaluate(self.dag, durations)
+        other = Timeline(self.graph, self.prices, self.dag, start, end, self.iterations)
+        return other.iteration_ns
+
     @cached_property
     def ends(self) -> list[int]:
         """When each iteration was over on the last rank, ns."""

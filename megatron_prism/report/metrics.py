@@ -15,7 +15,7 @@ import numpy as np
 from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.world import format_ranks
-from megatron_prism.replay.costs import ERRORS
+from megatron_prism.replay.interval import Uncertainty, interval
 from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "name_class", "path_parts"]
@@ -182,8 +182,8 @@ class Source:
 class Metrics:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
 
-    low_ns, high_ns : of the iteration, if what is modelled on its critical path is as far off as
-    ``costs.ERRORS`` says; measured parts count as exact
+    low_ns, high_ns : where the iteration of the real job is expected (``replay.interval``)
+    uncertainties   : what the two are made of, the largest first
     host            : part of 1 of the critical path in which a host issues work; None if the
     slices do not say how long that takes
     host_unknown    : ranks whose slices do not say how long the host takes, where others do
@@ -197,6 +197,7 @@ class Metrics:
     iteration_ns: int
     low_ns: int
     high_ns: int
+    uncertainties: tuple[Uncertainty, ...]
     iterations: int
     computing: float
     exposed: float
@@ -245,14 +246,15 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
     for part in path:
         on_path[part.source] += part.ns
     whole = (iteration or 1) * size
-    off = round(sum(ns * _error(text) for text, ns in on_path.items()))
+    between = interval(timeline)
     return Metrics(
         sizes=str(graph.programs.world),
         world=str(graph),
         source={key: short(text) for key, text in graph.programs.source.items()},
         iteration_ns=iteration,
-        low_ns=max(0, iteration - off),
-        high_ns=iteration + off,
+        low_ns=between.low_ns,
+        high_ns=between.high_ns,
+        uncertainties=between.sources,
         iterations=timeline.iterations,
         computing=sum(c.compute * c.count for c in classes) / whole,
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,
@@ -289,11 +291,6 @@ def _host_unknown(timeline: Timeline) -> int:
 def _host_spread(timeline: Timeline) -> float | None:
     hosts = [one.hosts for one in timeline.graph.programs.programs if len(one.hosts) > 1]
     return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
-
-
-def _error(source: str) -> float:
-    """By which part of 1 times of that provenance may be off; what-ifs are as good as theirs."""
-    return next((error for start, error in ERRORS.items() if start in source), 0.0)
 
 
 def name_class(timeline: Timeline, index: int) -> str:

@@ -26,8 +26,8 @@ function cards() {
   const value = (found, write) => found.value === null ? null : write(found.value);
   const peaks = F.classes.filter((one) => one.peak_bytes !== null);
   const peak = peaks.length ? peaks.reduce((a, b) => b.peak_bytes > a.peak_bytes ? b : a) : null;
-  const range = F.high_ns > F.iteration_ns
-    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} with the models' errors` : "";
+  const range = F.high_ns > F.low_ns
+    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} with what is not measured` : "";
   at("cards").append(
     card("iteration", formatNs(F.iteration_ns), (basis() || "nothing takes time") + range),
     card("computing", percent(F.computing), "of all ranks' time"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prism.core.units import format_bytes, format_ns
-from megatron_prism.replay.costs import ERRORS
+from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
 
@@ -39,10 +39,12 @@ def _head(found: Metrics) -> str:
     if what_if is not None:
         rows.append(("what if", what_if))
     rows.append(("iteration", f"{format_ns(found.iteration_ns)}  ({_basis(found)})"))
-    if found.high_ns > found.iteration_ns:
-        errors = ", ".join(f"{what.partition(': ')[2]} by {e:.0%}" for what, e in ERRORS.items())
+    if found.high_ns > found.low_ns:
         between = f"{format_ns(found.low_ns)} to {format_ns(found.high_ns)}"
-        rows.append(("between", f"{between}  (if what is modelled is off: {errors})"))
+        what = "; what is not measured:" if found.uncertainties else ""
+        rows.append(("between", f"{between}, nine times in ten{what}"))
+        for one in found.uncertainties:
+            rows += [("", line) for line in _uncertainty(one)]
     if found.iteration_ns:
         rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
         rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
@@ -62,6 +64,13 @@ def _head(found: Metrics) -> str:
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _uncertainty(one: Uncertainty) -> list[str]:
+    """What it may do to the iteration, why, and what to type."""
+    less, more = (format_ns(ns) if ns else "0" for ns in (one.low_ns, one.high_ns))
+    lines = [f"{one.what:<9} −{less} to +{more}: {one.why}".replace("−0 ", "0 ")]
+    return lines + ([f"{'':<9} {one.fix}"] if one.fix else [])
 
 
 def _basis(found: Metrics) -> str:

@@ -198,7 +198,10 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         assert found["iteration_ns"] - found["low_ns"] == pytest.approx(0.2 * modelled, abs=1)
     _, out, _ = run(world, capsys=capsys)
     assert "  between      3.0" in out or "  between      3 ms to" in out
-    assert "roofline by 20%" in out
+    world.write_text(text.format("flops=685000000000000"))
+    _, out, _ = run(world, capsys=capsys)
+    assert "kernels   −" in out
+    assert "rooflines: the worst of eight" in out
 
 
 @pytest.mark.parametrize(

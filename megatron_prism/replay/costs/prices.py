@@ -17,20 +17,7 @@ from megatron_prism.replay.costs.host import host_ns, host_sources
 from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.replay.costs.machine import Machine
 
-__all__ = ["ERRORS", "Prices", "price_ops"]
-
-# How far off what is not measured may be: beginnings of provenances -> parts of 1.  Op table: what
-# the GPU's power limit takes from products that go on (benchmarks/results/h200_x4_rates.json), for
-# nobody knows how idle the GPU is; phases of real ranks were less far off, at most 7.2 %
-# (benchmarks/results/h200_segments.json).  Rooflines, and segments that need them too:
-# the worst of benchmarks/results/published_h100.json; NCCL's estimate: the mean error of its rows
-# among several GPUs in benchmarks/results/h200_x4_rates.json.
-ERRORS = {
-    "modelled: op table and roofline": 0.2,  # the first that fits counts
-    "modelled: op table": 0.1,
-    "modelled: roofline": 0.2,
-    "modelled: NCCL": 0.12,
-}
+__all__ = ["Prices", "price_ops"]
 
 
 @dataclass(frozen=True)

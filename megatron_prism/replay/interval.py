@@ -1,0 +1,236 @@
+"""How far off an iteration may be: what is not measured for the machine that the job will run on.
+
+In : a timeline.  Out: Interval, and by how much each source of uncertainty moves its ends.
+
+Every source has a range and a reason (``RANGES``); none is fitted to a prediction's error.  The
+range is applied to all durations of the source at once and the graph is evaluated again, so that
+what a late host costs is what it costs beside these kernels, not a share of a path.  Sources are
+independent of each other: their deviations add up as squares.  How often real runs lie inside is
+counted by ``benchmarks/accuracy/intervals.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_prism.core.ops import CODE
+from megatron_prism.replay import overlap
+from megatron_prism.replay.costs.overlap_factors import OverlapFactors
+from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
+from megatron_prism.replay.timeline import Timeline, durations_of
+
+__all__ = ["HOST_FACTOR", "HOST_KNOWN", "RANGES", "Interval", "Range", "Uncertainty", "combined",
+           "host_scaled", "interval"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Range:
+    """Durations of a source lie between ``low`` and ``high`` times what is said of them.
+
+    begins : of provenances (also inside those of what-ifs); the first range that fits counts
+    """
+
+    begins: str
+    what: str
+    low: float
+    high: float
+    why: str
+
+
+RANGES = (
+    Range("by their rooflines", "moved", 0.8, 1.2, "scaled by rooflines: off like modelled ones"),
+    Range(
+        "modelled: op table and roofline", "kernels", 0.8, 1.2,
+        "rooflines: the worst of eight published jobs",
+    ),
+    Range(
+        "modelled: op table", "kernels", 0.9, 1.1,
+        "op table: the GPU's power limit takes 10 % from products that go on",
+    ),
+    Range(
+        "modelled: roofline", "kernels", 0.8, 1.2, "rooflines: the worst of eight published jobs"
+    ),
+    # 9 of 10 of the 64 calls of benchmarks/results/h200_x4_rates.json
+    Range(
+        "modelled: NCCL", "calls", 0.9, 1.4, "NCCL's own estimate: 9 of 10 calls measured on 4 GPUs"
+    ),
+    # a call at the power limit takes 8 % longer than calibrated, one of zeros 7 % less than one of
+    # numbers (docs/accuracy.md)
+    Range(
+        "measured: calls", "calls", 0.9, 1.1,
+        "calibrated calls: clocks and data of the job differ by 8 %",
+    ),
+)  # fmt: skip
+# segments that a GPU ran: real medians of one job on several machines of a kind, and products of
+# one rank in two sittings, differ by 4 to 7 %
+CLOCKS = Range(
+    "measured: segments", "clocks", 0.95, 1.05,
+    "kernels of one job take 4 to 7 % longer in one sitting than in another",
+)  # fmt: skip
+# real medians of jobs that wait for Python, on several hosts of one kind of machine, differ by up
+# to 1.7 times; one host within minutes by 15 % either way
+HOST_FACTOR, HOST_KNOWN = 1.75, 1.15
+# us of the host a kernel: what eight jobs on six H200 hosts took, 36 to 124
+KERNEL_NS, KERNEL_MOST_NS = 60_000, 120_000
+# beside calls of 16 MiB and more products took 1.4 to 1.8 times as long, memory-bound kernels 1.1
+# to 1.25; the calls 1.0 to 1.25 and 1.7 to 2.2 times: upper ends
+_SLOWEST = OverlapFactors({"gemm": ((1, 1.8, 1.25),), "memory": ((1, 1.25, 2.2),)})
+_TARGET = "on the target's host"
+_LEAST = 0.002  # of the iteration: less is not worth a line
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """One source: ``low_ns`` shorter to ``high_ns`` longer, why, and what to type against it."""
+
+    what: str
+    low_ns: int
+    high_ns: int
+    why: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where the iteration of the real job is expected."""
+
+    low_ns: int
+    high_ns: int
+    sources: tuple[Uncertainty, ...] = ()
+
+
+def host_scaled(factor: object) -> str:
+    """What provenances of a host's time say once it is scaled to the target's host."""
+    return f"{factor} x as long {_TARGET}"
+
+
+def combined(iteration_ns: int, sources: Iterable[Uncertainty]) -> Interval:
+    """The interval around ``iteration_ns``: independent deviations add up as squares."""
+    kept = tuple(sorted(sources, key=lambda one: -(one.low_ns + one.high_ns)))
+    low = math.sqrt(sum(float(one.low_ns) ** 2 for one in kept))
+    high = math.sqrt(sum(float(one.high_ns) ** 2 for one in kept))
+    shown = tuple(o for o in kept if max(o.low_ns, o.high_ns) > _LEAST * iteration_ns)
+    return Interval(max(0, round(iteration_ns - low)), round(iteration_ns + high), shown)
+
+
+def interval(timeline: Timeline) -> Interval:
+    """Where the iteration of ``timeline`` may lie."""
+    return combined(timeline.iteration_ns, _Variations(timeline).all())
+
+
+class _Variations:
+    """Evaluates the graph again with some of the durations changed."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.dag, self.prices = timeline, timeline.dag, timeline.prices
+        self.durations = durations_of(self.dag, self.prices)
+        programs = timeline.graph.programs
+        self.tier = programs.source.get("tier", "")
+        self.knows_host = any(program.knows_host for program in programs.programs)
+        self.codes = _codes(self.dag, timeline)
+        self.hosts = np.isin(self.dag.kind, (LEAD, HOST))
+
+    def all(self) -> list[Uncertainty]:
+        """Of every source that moves the iteration."""
+        found = [self.host(), self.python(), self.unmeasured_overlap()]
+        chosen: dict[str, list[tuple[Range, np.ndarray]]] = {}
+        for code, text in enumerate(self.prices.sources):
+            mine = (self.codes == code) & ~self.hosts
+            one = self._range(text)
+            if one is not None and mine.any():
+                chosen.setdefault(one.what, []).append((one, mine))
+        for what, parts in chosen.items():
+            why = "; ".join(dict.fromkeys(one.why for one, _ in parts))
+            fix = "prism calibrate on the machine, then calibration=FILE" if what == "calls" else ""
+            found.append(self._scaled(what, parts, why, fix))
+        return [one for one in found if one is not None]
+
+    def _range(self, text: str) -> Range | None:
+        for one in RANGES:
+            if one.begins in text:
+                return one
+        measured = CLOCKS.begins in text
+        return CLOCKS if measured and self.tier == "cuda" and not self._delayed else None
+
+    @property
+    def _delayed(self) -> bool:
+        """Whether segments were timed with their host's delays in them."""
+        return self.tier in ("cuda", "cpu") and not self.knows_host
+
+    def host(self) -> Uncertainty | None:
+        """Of a host whose times were measured: on another one than the target's."""
+        if not self.knows_host and not self._delayed:
+            return None
+        mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
+        known = any(_TARGET in text for text in self.prices.sources)
+        most = HOST_KNOWN if known else HOST_FACTOR
+        if self._delayed:
+            why = "the slices have their host's delays in the segments"
+            fix = "capture them again with this release"
+        elif known:
+            why, fix = "a host varies by 15 % within minutes", ""
+        else:
+            why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
+            fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"
+        return self._scaled("host", [(Range("", "host", 1 / most, most, ""), mine)], why, fix)
+
+    def python(self) -> Uncertainty | None:
+        """Of a host that nobody measured: the iteration is no shorter than it needs."""
+        if self.tier != "meta":
+            return None
+        most = 0
+        for program in self.timeline.graph.programs.programs:
+            ops = program.ops[program.ops["name"] == CODE["compute"]]
+            most = max(most, int(np.maximum(ops["kernels"], 0).sum()))
+        late = most * KERNEL_MOST_NS - self.timeline.iteration_ns
+        why = (
+            f"nobody measured the host: {most:,} kernels an iteration at {KERNEL_NS // 1000} us "
+            f"(36 to 124 on the hosts that were) are {most * KERNEL_NS / 1e6:,.0f} ms of Python"
+        )
+        return Uncertainty("host", 0, max(0, late), why, "capture the ranks on a GPU")
+
+    def unmeasured_overlap(self) -> Uncertainty | None:
+        """Computing and calls side by side, if nobody measured how they slow each other down."""
+        if any("(overlap: " in text for text in self.prices.sources):
+            return None
+        graph = self.timeline.graph
+        names = {n for p in graph.programs.programs for n in np.unique(p.ops["name"]).tolist()}
+        factors = {name: _SLOWEST for name, code in CODE.items() if code in names}
+        if self.tier not in ("cuda", "meta") or not len(graph.matched_calls):
+            return None
+        slower = overlap.corrected_once(self.timeline, factors, "assumed")
+        high = (
+            self.timeline.iteration_with(durations_of(self.dag, slower))
+            - self.timeline.iteration_ns
+        )
+        why = "nobody measured how much calls and computing slow each other down"
+        fix = "prism calibrate on two or more GPUs, then calibration=FILE"
+        return Uncertainty("overlap", 0, max(0, high), why, fix)
+
+    def _scaled(
+        self, what: str, parts: list[tuple[Range, np.ndarray]], why: str, fix: str
+    ) -> Uncertainty:
+        ends = []
+        for end in ("low", "high"):
+            durations = self.durations.copy()
+            for one, mine in parts:
+                durations[mine] = np.rint(durations[mine] * getattr(one, end))
+            ends.append(self.timeline.iteration_with(durations) - self.timeline.iteration_ns)
+        return Uncertainty(what, max(0, -ends[0]), max(0, ends[1]), why, fix)
+
+
+def _codes(dag: Dag, timeline: Timeline) -> np.ndarray:
+    """int16 [nodes]: which provenance each segment and call has; -1 for others."""
+    prices = timeline.prices
+    found = np.full(len(dag), -1, dtype=np.int16)
+    meets = dag.kind == MEET
+    found[meets] = prices.collective_source[dag.op[meets]]
+    first = np.concatenate(([0], np.cumsum([len(one) for one in prices.compute]))).astype(np.int64)
+    every = np.concatenate([*prices.compute_source, np.empty(0, dtype=np.uint8)])
+    mine = dag.kind == COMPUTE
+    found[mine] = every[first[dag.owner[mine]] + dag.op[mine]]
+    return found

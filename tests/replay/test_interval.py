@@ -1,0 +1,59 @@
+"""The interval around an iteration: what each source of uncertainty does to it."""
+
+import dataclasses
+
+import pytest
+
+import megatron_prism as prism
+from megatron_prism.core.program_text import parse
+from megatron_prism.replay.interval import HOST_FACTOR, Uncertainty, combined, interval
+
+HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"
+
+
+def timeline(*ops, **source):
+    programs = parse(HEAD + "".join(f"{op}\n" for op in ops))
+    return prism.replay(dataclasses.replace(programs, source=source), machine="h200")
+
+
+def by_source(*ops, **source):
+    return {one.what: one for one in interval(timeline(*ops, **source)).sources}
+
+
+def test_a_rank_that_waits_for_python_is_as_uncertain_as_its_host():
+    """10 ms of host beside 2 ms of kernels: all of the iteration is the host's."""
+    found = interval(timeline("- compute ns=2ms host=10ms lead=1ms", tier="cuda"))
+    assert found.low_ns == pytest.approx(10e6 / HOST_FACTOR, rel=0.01)
+    assert found.high_ns == pytest.approx(10e6 * HOST_FACTOR, rel=0.01)
+    (host,) = found.sources
+    assert (host.what, "host=" in host.fix) == ("host", True)
+
+
+def test_a_host_that_is_ahead_counts_only_as_far_as_it_may_be_late():
+    """6 ms of host are hidden behind 8 ms of kernels; 1.75 times as many are not."""
+    ops = ["- compute ns=4ms host=3ms lead=10us"] * 2
+    found = by_source(*ops, tier="cuda")
+    assert found["clocks"].high_ns == pytest.approx(0.05 * 8e6, rel=0.02)
+    assert found["host"].low_ns < 0.01 * 8e6 < found["host"].high_ns < 1.75 * 6e6
+
+
+def test_without_a_gpu_the_host_may_need_longer_than_the_kernels():
+    small = by_source("- compute kernels=1000 flops=1", tier="meta")
+    assert small["host"].low_ns == 0
+    assert small["host"].high_ns > 50e6  # a thousand kernels are no 2 ms of Megatron
+    assert "GPU" in small["host"].fix
+    large = by_source("- compute kernels=10 flops=685000000000000", tier="meta")
+    assert "host" not in large
+
+
+def test_delays_inside_segments_are_the_hosts():
+    found = by_source("- compute ns=2ms", tier="cuda")
+    assert found["host"].high_ns == pytest.approx((HOST_FACTOR - 1) * 2e6, rel=0.01)
+    assert "clocks" not in found
+
+
+def test_independent_sources_add_up_as_squares():
+    found = combined(100, [Uncertainty("a", 3, 30, ""), Uncertainty("b", 4, 40, "")])
+    assert (found.low_ns, found.high_ns) == (95, 150)
+    assert [one.what for one in found.sources] == ["b", "a"]
+    assert combined(100, [Uncertainty("a", 500, 0, "")]).low_ns == 0
