@@ -57,3 +57,16 @@ adam.step()
 print((live.peak() - before) / (4 * MIB))
 """)
     assert 8 <= float(out[0]) < 9
+
+
+@pytest.mark.slow
+def test_dropout_keeps_a_mask_of_one_byte_an_element():
+    out = run("""
+x = torch.empty(MIB, dtype=torch.bfloat16, device=device, requires_grad=True)
+before = live.now
+y = torch.nn.Dropout(0.1)(x)
+print((live.now - before) / MIB, y.grad_fn.name())  # two bytes of output, one of mask
+assert functional.dropout(x, 0.0) is x and functional.dropout(x, 0.1, training=False) is x
+print(functional.dropout(x, 1.0).shape == x.shape)
+""")
+    assert out == ["3.0", "NativeDropoutBackward0", "True"]

@@ -92,3 +92,51 @@ def test_products_on_meta_run_no_torch_kernel(bias, live):
     with Watch():
         module(meta(16, 64, requires_grad=True)).sum().backward()
     assert not ran & {"mm", "addmm", "linear", "matmul", "native_layer_norm"}
+
+
+def _kept(live, monkeypatch, backend, dropout=0.0):
+    """Bytes that attention [512, 2, 4 heads, 64] bf16 keeps for backward beside its result."""
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", str(int(name == backend)))
+    q, k, v = (meta(512, 2, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    module = DotProductAttention(4, 64, attention_dropout=dropout)
+    before = live.current()
+    out = module(q, k, v)
+    kept = live.current() - before - out.untyped_storage().nbytes()
+    out.sum().backward()
+    assert [t.grad.shape for t in (q, k, v)] == [q.shape] * 3
+    return kept
+
+
+def test_unfused_attention_keeps_what_softmax_gave_and_what_dropout_left(live, monkeypatch):
+    scores = 2 * 4 * 512 * 512
+    assert _kept(live, monkeypatch, "UNFUSED") == 2 * scores  # bf16
+    assert _kept(live, monkeypatch, "UNFUSED", dropout=0.1) == (2 + 2 + 2) * scores  # and its mask
+    assert _kept(live, monkeypatch, "FLASH") < scores
+
+
+def test_attention_takes_the_unfused_way_where_no_kernel_fits(live, monkeypatch):
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "1")
+    q = meta(64, 2, 4, 64, requires_grad=True)  # fp32
+    out = DotProductAttention(4, 64)(q, q, q)
+    assert out.grad_fn.name() == "ViewBackward0"
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "padding"])
+def test_unfused_attention_has_the_values_of_fused(monkeypatch, mask_type):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(32, 2, 4, 8, dtype=torch.bfloat16) for _ in "qkv")
+    mask = None
+    if mask_type == "padding":
+        mask = torch.zeros(2, 1, 1, 32, dtype=torch.bool)
+        mask[1, ..., 20:] = True
+    module = DotProductAttention(4, 8, attn_mask_type=mask_type)
+    found = []
+    for unfused in "01":
+        monkeypatch.setenv("NVTE_UNFUSED_ATTN", unfused)
+        monkeypatch.setenv("NVTE_FUSED_ATTN", str(1 - int(unfused)))
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+        found.append(module(q, k, v, mask).float()[:20])
+    assert torch.allclose(*found, atol=0.03)

@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
-__all__ = ["KERNELS", "add_module", "add_modules", "fused", "transform"]
+__all__ = [
+    "KERNELS",
+    "add_module",
+    "add_modules",
+    "batches_per_block",
+    "fused",
+    "masked_softmax",
+    "masked_softmax_backward",
+    "transform",
+]
 
 
 meter: Meter | None = None
@@ -40,7 +49,9 @@ _MASKED = -10000.0  # as the kernels have it
 _WARP, _THREADS = 32, 128
 
 
-def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tensor) -> torch.Tensor:
+def masked_softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
     """Probabilities of scores ``[…, queries, keys]`` in their type; ``mask`` is true where none."""
     if scores.is_meta:
         out = torch.empty_like(scores)
@@ -54,16 +65,18 @@ def _softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: torch.Tenso
 
 def _causal(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scores.is_meta:
-        return _softmax(scores, None, scale)
+        return masked_softmax(scores, None, scale)
     ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    return _softmax(scores, ones.triu(1), scale)
+    return masked_softmax(scores, ones.triu(1), scale)
 
 
 def _plain(scores: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return _softmax(scores, None, scale)
+    return masked_softmax(scores, None, scale)
 
 
-def _backward(grad: torch.Tensor, results: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def masked_softmax_backward(
+    grad: torch.Tensor, results: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
     grad = grad.contiguous()
     if grad.is_meta:
         fused("masked_softmax_backward", 0, grad, results, grad)
@@ -73,7 +86,7 @@ def _backward(grad: torch.Tensor, results: torch.Tensor, scale: torch.Tensor) ->
     return grad.copy_(found * (wide - inner) * float(scale))
 
 
-def _batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
+def batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int:
     """How many rows a block of 128 threads takes: two a warp where a row is short."""
     power = 1 << max(0, keys - 1).bit_length()
     return _THREADS // min(power, _WARP) * (2 if power <= 128 else 1)
@@ -82,8 +95,8 @@ def _batches_per_block(queries: int, keys: int, batches: int, heads: int) -> int
 _MODULES: dict[str, dict[str, Callable[..., object]]] = {
     "scaled_upper_triang_masked_softmax_cuda": {"forward": _causal},
     "scaled_masked_softmax_cuda": {
-        "forward": _softmax,
-        "get_batch_per_block": _batches_per_block,
+        "forward": masked_softmax,
+        "get_batch_per_block": batches_per_block,
     },
     "scaled_softmax_cuda": {"forward": _plain},
 }
@@ -94,7 +107,7 @@ def add_modules(changes: ProcessChanges) -> str:
     for name, functions in _MODULES.items():
         module = types.ModuleType(name, "A stand-in of megatron_prism.")
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        vars(module).update(functions, backward=_backward)
+        vars(module).update(functions, backward=masked_softmax_backward)
         changes.set_item(sys.modules, name, module)
     return "apex's masked softmax: a softmax, which keeps its result alone"
 

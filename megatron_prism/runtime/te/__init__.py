@@ -16,6 +16,7 @@ is shapes alone; a place that differs says so where it is.
     GroupedLinear                 grouped_linear       module/grouped_linear.py:510
     LayerNorm, RMSNorm            norm                 ops/basic/layer_norm.py:30, rmsnorm.py:30
     DotProductAttention           attention            dpa/dot_product_attention.py:154
+    unfused_attention             unfused_attention    dpa/backends.py:193, softmax.py:144
     apply_rotary_pos_emb          attention            attention/rope.py:372
     context_attention             context_parallel     dpa/context_parallel.py:3670
     moe_permute, moe_unpermute    moe                  permutation.py:503, 578

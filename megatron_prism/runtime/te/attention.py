@@ -26,6 +26,7 @@ from megatron_prism.runtime.te.context_parallel import (
     context_attention,
     context_size,
 )
+from megatron_prism.runtime.te.unfused_attention import backend, unfused_attention
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (
@@ -452,10 +453,18 @@ class DotProductAttention(TransformerEngineBaseModule):
             window=self.window_size if windowed else (-1, -1),
         )
         qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
-        with tracker().fork() if o.dropout and tracker is not None else nullcontext():
+        forked = tracker().fork() if o.dropout and tracker is not None else nullcontext()
+        sink = self.softmax_offset
+        if form != "thd" and backend(*qkv, o, parallel, sink is not None) == "unfused":
+            if not _packed(qkv):
+                query_layer, key_layer, value_layer = (t.contiguous() for t in qkv)
+            qkv = (query_layer, key_layer, value_layer)
+            cross = self.attention_type == "cross"
+            return unfused_attention(*qkv, attention_mask, o, sink, cross, forked)
+        with forked:
             if parallel:
                 where = (self.cp_group, self.cp_global_ranks, self.cp_comm_type)
                 out = context_attention(qkv, o, *where, whole=_Attention.apply)
             else:
-                out = _Attention.apply(*qkv, attention_mask, o, self.softmax_offset)
+                out = _Attention.apply(*qkv, attention_mask, o, sink)
         return out.view(*out.shape[:-2], -1)
