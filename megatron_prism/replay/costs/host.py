@@ -2,21 +2,95 @@
 
 In : a program whose segments say it (``host``), and a calibration.  Out: ns per op.  What a call
 takes is NCCL's part alone: Python's way to it is in the segment before, measured with it.
+
+Hosts differ, so a host has an index (``HostIndex``): how many times as long as a reference host it
+takes for what Megatron's host time is made of.  Slices keep that of the host that captured them.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
 import numpy as np
+
+from megatron_prism.core import files
+from megatron_prism.core.errors import UsageError
 
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.replay.costs.collectives import Calibration
 
-__all__ = ["CALL_NS", "call_ns", "host_ns", "host_sources", "right_after"]
+__all__ = ["CALL_NS", "HostIndex", "call_ns", "host_ns", "host_sources", "read_host_index",
+           "right_after"]  # fmt: skip
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
 # ``host_of_calls`` of benchmarks/results/h200_x4_paced.json)
 CALL_NS = 20_000
+
+
+VERSION = 1  # of the benchmark; goes up when an index means something else
+# part -> (ns of a unit on the reference host, weight).  The reference is an idle AMD EPYC of two
+# cores, Python 3.11, torch 2.13, 2026-11-24; weights are rounded shares of a train step of Megatron
+# under a profiler: half operators and autograd, the rest its own Python, calls to C and locks.
+REFERENCE = {
+    "dispatch": (20_000.0, 0.3),
+    "autograd": (900_000.0, 0.3),
+    "python": (1_500.0, 0.25),
+    "launches": (2_400.0, 0.1),
+    "lock": (1_000.0, 0.05),
+}
+
+
+@dataclass(frozen=True)
+class HostIndex:
+    """How fast a host issues work.
+
+    index  : times as long as the reference host; 2: half as fast
+    spread : of single measurements, as a part of the index
+    parts  : part of the benchmark -> times as long as the reference host
+    source : processor, versions, date
+    """
+
+    index: float
+    spread: float
+    parts: Mapping[str, float]
+    source: str
+
+    @classmethod
+    def of(cls, ns: Mapping[str, float], spread: Mapping[str, float], source: str) -> HostIndex:
+        """From the median ns of a unit of every part, and how much they spread."""
+        parts = {name: ns[name] / base for name, (base, _) in REFERENCE.items()}
+        index = math.exp(sum(w * math.log(parts[name]) for name, (_, w) in REFERENCE.items()))
+        spreads = sum(w * spread[name] for name, (_, w) in REFERENCE.items())
+        return cls(index, spreads, parts, source)
+
+    def to_json(self) -> str:
+        """What ``read_host_index`` reads."""
+        return json.dumps({"host_index": {"version": VERSION, **asdict(self)}}, indent=1) + "\n"
+
+
+def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
+    """What ``prism calibrate --host`` wrote, or the index in a whole calibration.  UsageError."""
+    again = "measure it again: prism calibrate --host -o HOST.json"
+    try:
+        stored = files.read_json(path)
+        found = dict(stored["host_index"])
+        if (version := found.pop("version", None)) != VERSION:
+            what = f"its host index is of version {version}, this release compares version {VERSION}"
+            raise UsageError(f"{path}: {what}", fix=again)
+        one = HostIndex(**found)
+        if not (0 < one.index < 1e4 and 0 <= one.spread < 1e4):
+            raise ValueError(f"an index of {one.index}, spread {one.spread}")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", fix=again) from error
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path} is no index of a host: {what}", fix=again) from error
+    return one
 
 
 def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:
