@@ -76,7 +76,7 @@ def test_options_of_commands():
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
-        "calibrate": ["-o", "--out", "--force", "--from-nccl-tests"],
+        "calibrate": ["-o", "--out", "--force", "--host", "--from-nccl-tests"],
         "world": ["--json"],
         "recipes": ["--json"],
         "patches": ["--megatron", "--json"],

@@ -128,7 +128,9 @@ def main() -> None:
             with speed():
                 found[name].append(turn(step, 0.5))
     base, *others = found
-    each = {name: [mean(column) for column in zip(*turns)] for name, turns in found.items()}
+    each = {
+        name: [mean(column) for column in zip(*turns, strict=True)] for name, turns in found.items()
+    }
     rows = [Row(f"{base}: index", each[base][0], ""), Row("  iteration", each[base][1], "ms")]
     for name in others:
         predicted, measured = (each[name][i] / each[base][i] for i in (0, 1))

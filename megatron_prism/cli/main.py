@@ -198,6 +198,7 @@ COMMANDS = {
         (
             (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
             FORCE,
+            (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
             (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
             SETTINGS,
         ),

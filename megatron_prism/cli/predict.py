@@ -38,13 +38,13 @@ __all__ = ["predict"]
 
 _MOST_SAMPLES = 5_000_000
 _RUN = ("iterations", "deadline", "mtbf", "checkpoint", "checkpoint_cost", "restart")
-_DEFAULTS = {"machine": None, "calibration": None, "variability": None}
+_DEFAULTS = {"machine": None, "calibration": None, "variability": None, "host": None}
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
     """What each key was given, and defaults; ``samples``, ``slow`` and a run's keys have none."""
     keys = {
-        **dict.fromkeys(("machine", "calibration", "variability"), arguments.name),
+        **dict.fromkeys(_DEFAULTS, arguments.name),
         "samples": arguments.count(1, _MOST_SAMPLES, "samples=100K; more take hours"),
         "seed": arguments.count(0, 1 << 62, "seed=2"),
         "slow": arguments.number("slow=1.2"),
@@ -278,7 +278,8 @@ def predict(args: argparse.Namespace) -> int:
     name of shipped spreads (the default elsewhere, and with --against: public) or a JSON file
     like predict/variability/public.json; samples= how many iterations of the whole world are
     drawn; slow= how many times as long the one slow GPU computes (0.5: twice as fast, as in prism
-    replay).  Calls that calibration= has samples of vary as those do.
+    replay); host= how fast hosts are, as in prism replay.  Calls that calibration= has samples of
+    vary as those do.
 
     prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
 
@@ -332,6 +333,7 @@ def _programs(path: str) -> Programs:
 def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
     """The distribution, of a whole run if one is described, what-ifs if there is a page."""
     from megatron_prism.predict import predict
+    from megatron_prism.replay.priced_graph import WhatIf
 
     programs, run = _programs(args.programs), plan(settings)
     with steps() as told:
@@ -339,6 +341,7 @@ def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
             programs,
             machine=settings["machine"],
             calibration=settings["calibration"],
+            what_if=WhatIf(host=settings["host"]),
             variability=settings["variability"],
             samples=settings.get("samples"),
             seed=settings["seed"],
@@ -352,7 +355,7 @@ def _predict(args: argparse.Namespace, settings: dict[str, Any]) -> Prediction:
 def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Layouts side by side."""
     from megatron_prism.predict import compare
-    from megatron_prism.replay.priced_graph import price
+    from megatron_prism.replay.priced_graph import WhatIf, price
 
     names = [args.programs, *args.against]
     asked = {name: _with(name, settings) for name in names}
@@ -360,7 +363,12 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
     if len(same) < len(names):
         raise UsageError("a layout is compared with itself", fix="name each once")
     layouts = {
-        name: price(_programs(path), machine=own["machine"], calibration=own["calibration"])
+        name: price(
+            _programs(path),
+            machine=own["machine"],
+            calibration=own["calibration"],
+            what_if=WhatIf(host=own["host"]),
+        )  # fmt: skip
         for name, (path, own) in asked.items()
     }
     with progress("drawing iterations") as told:
@@ -385,5 +393,5 @@ def _with(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     path, *words = [name] if os.path.exists(name) else name.split(",")
     if not path or "" in words:
         raise UsageError(f"--against {name!r} names no layout", fix="--against DIR,machine=b200")
-    keys = dict.fromkeys(("machine", "calibration", "variability"), arguments.name)
+    keys = dict.fromkeys(_DEFAULTS, arguments.name)
     return path, {**settings, **arguments.read(words, keys, "predict --against")}

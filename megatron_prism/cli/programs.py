@@ -201,12 +201,17 @@ def calibrate(args: argparse.Namespace) -> int:
     """Measure how long calls take among this host's devices, for prism replay, predict and pacing.
 
     prism calibrate -o h200x4.json [processes=4]
+    prism calibrate --host [-o HOST.json] [seconds=10]
     prism calibrate --from-nccl-tests all_reduce_perf.txt all_gather_perf.json -o dgx.json
 
-    On GPUs also how long NCCL keeps the host for a call, and how much calls and computing slow each
-    other down.  The second line takes what nccl-tests measured, on any number of hosts;
-    node_gpus=72 says how many GPUs NVLink joins where that is more than a host has.
+    --host measures this host alone, without a GPU: how fast it issues work, for host= of prism
+    replay and predict.  The first line does so too; on GPUs also how long NCCL keeps the host for a
+    call, and how much calls and computing slow each other down.  The last line takes what
+    nccl-tests measured, on any number of hosts; node_gpus=72 says how many GPUs NVLink joins where
+    that is more than a host has.
     """
+    if args.host:
+        return _host(args)
     if args.out is None:
         raise UsageError("a calibration needs a file to write", fix="-o FILE.json")
     if args.from_nccl_tests:
@@ -216,6 +221,27 @@ def calibrate(args: argparse.Namespace) -> int:
     keys = {"processes": arguments.count(0, 9999, "processes=4")}
     settings = arguments.read(args.settings, keys, "calibrate")
     calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=console())
+    return 0
+
+
+def _host(args: argparse.Namespace) -> int:
+    """The index of this host: printed, and written if a file is named."""
+    from megatron_prism.core.files import write_whole
+    from megatron_prism.emulate import host_benchmark
+
+    keys = {"seconds": arguments.count(1, 3600, "seconds=10")}
+    seconds = arguments.read(args.settings, keys, "calibrate --host").get("seconds", 10)
+    if args.out is not None:
+        check_outputs([args.out], args.force, [])
+    out = console()
+    out.print(f"measuring this host for {seconds} s")
+    found = host_benchmark.measure(seconds)
+    out.print(f"host index {found.index:.3f}, spread {found.spread:.0%}: {found.source}")
+    for name, times in found.parts.items():
+        out.print(f"  {name:<9} {times:.3f} x as long as the reference host")
+    if args.out is not None:
+        write_whole(args.out, found.to_json(), force=args.force)
+        out.print(f"wrote {args.out}; prism replay DIR host={args.out}")
     return 0
 
 

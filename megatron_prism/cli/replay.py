@@ -42,6 +42,8 @@ def replay(args: argparse.Namespace) -> int:
       faster=all_reduce:2 …     calls twice as fast; faster=GROUP:2, faster=all_reduce@GROUP:1/2
       moved=b200                programs measured on machine=, run on another one; calibration= is
                                 then that one's
+      host=0.6                  hosts take 0.6 times as long; host=HOST.json: as that host (prism
+                                calibrate --host) by its index and those in the slices
       microbatches=32           the steady state of the schedule, longer or shorter
     """
     from megatron_prism.core.slices import open_programs
@@ -77,6 +79,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "slow": _slow,
         "faster": _faster,
         "moved": arguments.name,
+        "host": arguments.name,
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
     }
     return arguments.read(words, keys, "replay", several=("slow", "faster"))

@@ -29,6 +29,7 @@ from megatron_prism.core.world import AXES, World, format_ranks
 __all__ = [
     "AGE",
     "AT_ONCE",
+    "HOST_INDEX",
     "PACED",
     "PEERS",
     "Origin",
@@ -42,6 +43,8 @@ WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
 PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
+# of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
+HOST_INDEX = "host_index"
 _SHOWN = 64  # ranks of a message
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
@@ -115,6 +118,8 @@ class SliceStore:
         """In which words ``found`` is of another job than this one."""
         there, differ = {PEERS: AT_ONCE, **found.source}, list[str]()
         for key, value in {PEERS: AT_ONCE, **self.source}.items():
+            if key == HOST_INDEX:
+                continue
             if key in job_settings.KEYS:
                 differ += job_settings.differences(key, there.get(key), value)
             elif there.get(key) != value:
@@ -182,7 +187,10 @@ def assemble(folder: str | os.PathLike[str]) -> Programs:
                     fix="delete it, and capture it again as the others",
                 )
     _check_gathers(first.world, captured, of, groups)
-    return Programs(first.world, tuple(captured), of, groups, first.source, os.fspath(folder))
+    source = dict(first.source)
+    if indices := [one.source[HOST_INDEX] for one in slices if HOST_INDEX in one.source]:
+        source[HOST_INDEX] = " ".join(indices)
+    return Programs(first.world, tuple(captured), of, groups, source, os.fspath(folder))
 
 
 def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> None:

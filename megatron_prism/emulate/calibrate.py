@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megatron_prism.core.files import check_writable, write_whole
 
 __all__ = ["calibrate"]
 
+HOST_S = 10  # for the host's index
 LIMIT_S = 240  # of a stage
 # stage -> its environment: what runs side by side needs hardware queues of its own, or each waits
 # for the other; calls by themselves are measured as the user has it
@@ -37,6 +39,8 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
     check_writable(out.absolute().parent, "-o FILE.json")  # before the minute that it takes
     import torch
 
+    from megatron_prism.emulate import host_benchmark
+
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     count = (devices or 2) if num_processes is None else num_processes
     if count < 2:
@@ -49,7 +53,11 @@ def calibrate(out: Path, num_processes: int | None, *, force: bool, console: Con
         part = Path(folder) / "calibration.json"
         for stage in STAGES:
             _run(stage, count, part)
-        write_whole(out, part.read_text(), force=True)
+        console.print(f"measuring this host for {HOST_S} s")
+        index = json.loads(host_benchmark.measure(HOST_S).to_json())
+        # rows of it one a line, as the processes wrote them
+        text = part.read_text().rstrip().removesuffix("}").rstrip()
+        write_whole(out, f"{text},\n {json.dumps(index)[1:-1]}\n}}\n", force=True)
     console.print(f"wrote {out}")
 
 

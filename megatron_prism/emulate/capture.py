@@ -30,8 +30,9 @@ from megatron_prism.core.groups import subgroups
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Model, Recipe
-from megatron_prism.core.slices import AGE, PACED, PEERS, Origin, SliceStore
-from megatron_prism.emulate import nvlink_keepalive
+from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
+from megatron_prism.emulate import host_benchmark, nvlink_keepalive
+from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
 
@@ -123,6 +124,7 @@ def of_running_job() -> dict[str, str]:
     }
 
 
+HOST_S = 0.5  # for the index of the host
 KEPT = 65  # iterations at most: one written down, the others timed, clocked or left out
 FEW = 9  # of a short job, though the first ones are still warming up
 WARM = 5  # the first iteration that is recorded if the job is long enough
@@ -195,6 +197,7 @@ class StockCapture(TrainingListener):
         self._own_ns = 0  # of the host, that recording adds behind a call
         self._clocks: list[int] = []  # ns of the host for iterations that were not recorded
         self._cool = False  # the device is, behind one
+        self.host: HostIndex | None = None  # of a GPU's
         self._quick = False  # the iteration that is recorded is not written down, only timed
         self._written = self._traced = False  # of ``_recordings``: one was
 
@@ -370,12 +373,17 @@ class StockCapture(TrainingListener):
         self.program, self.num_iterations = typical(self.kept(), self._own_ns, self._clocks)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
+        if self.tier.name == "cuda":  # the others' hosts are not in their slices
+            self.host = host_benchmark.measure(HOST_S)
+            self.store.source[HOST_INDEX] = f"{self.rank}={self.host.index:.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))
         return self.store.path(self.rank)
 
     def said(self) -> str:
         """What to say of device and host beside the slice."""
         found = f"; {self.links}" if self.links is not None else ""
+        if self.host is not None:
+            found += f"; host index {self.host.index:.2f}, which took {HOST_S} s"
         if self._pacer is not None and (strayed := self._pacer.tally.strayed):
             found += (
                 f"; in {len(strayed)} iterations virtual ranks answered at once, the first: "

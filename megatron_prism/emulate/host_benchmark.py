@@ -120,7 +120,7 @@ def _autograd() -> Callable[[], int]:
         with torch.enable_grad():
             y = x
             for layer in layers:
-                y = y + _Scale.apply(layer(y), 0.5)  # type: ignore[no-untyped-call]
+                y = y + _Scale.apply(layer(y), 0.5)
             y.sum().backward()
         layers.zero_grad()
         x.grad = None
@@ -137,12 +137,12 @@ class _Module:
         self.hooks: dict[int, Callable[..., int]] = {}
 
     def __getattr__(self, name: str) -> int:
-        return self.__dict__["table"].get(name, 0)  # type: ignore[no-any-return]
+        return self.__dict__["table"].get(name, 0)
 
-    def __call__(self, *args: int, scale: int = 1, **more: int) -> int:
+    def __call__(self, *args: int, **more: int) -> int:
         for hook in tuple(self.hooks.values()):
             hook(*args)
-        return self.forward(*args, scale=scale, **more)
+        return self.forward(*args, **more)
 
     def forward(self, x: int, scale: int = 1, **more: int) -> int:
         """Some work of the interpreter alone."""

@@ -19,12 +19,13 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.replay import overlap
+from megatron_prism.replay.costs.host import ON_TARGET
 from megatron_prism.replay.costs.overlap_factors import OverlapFactors
 from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
 from megatron_prism.replay.timeline import Timeline, durations_of
 
-__all__ = ["HOST_FACTOR", "HOST_KNOWN", "RANGES", "Interval", "Range", "Uncertainty", "combined",
-           "host_scaled", "interval"]  # fmt: skip
+__all__ = ["CLOCKS", "HOST_FACTOR", "RANGES", "Interval", "Range", "Uncertainty", "combined",
+           "interval"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ KERNEL_NS, KERNEL_MOST_NS = 60_000, 120_000
 # beside calls of 16 MiB and more products took 1.4 to 1.8 times as long, memory-bound kernels 1.1
 # to 1.25; the calls 1.0 to 1.25 and 1.7 to 2.2 times: upper ends
 _SLOWEST = OverlapFactors({"gemm": ((1, 1.8, 1.25),), "memory": ((1, 1.25, 2.2),)})
-_TARGET = "on the target's host"
 _LEAST = 0.002  # of the iteration: less is not worth a line
 
 
@@ -101,11 +101,6 @@ class Interval:
     low_ns: int
     high_ns: int
     sources: tuple[Uncertainty, ...] = ()
-
-
-def host_scaled(factor: object) -> str:
-    """What provenances of a host's time say once it is scaled to the target's host."""
-    return f"{factor} x as long {_TARGET}"
 
 
 def combined(iteration_ns: int, sources: Iterable[Uncertainty]) -> Interval:
@@ -161,18 +156,24 @@ class _Variations:
         """Whether segments were timed with their host's delays in them."""
         return self.tier in ("cuda", "cpu") and not self.knows_host
 
+    @property
+    def _spread(self) -> float:
+        """Of a rank's host from iteration to iteration, the largest."""
+        hosts = [one.hosts for one in self.timeline.graph.programs.programs if len(one.hosts) > 1]
+        return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=0.0)
+
     def host(self) -> Uncertainty | None:
         """Of a host whose times were measured: on another one than the target's."""
         if not self.knows_host and not self._delayed:
             return None
         mine = self.hosts | (self.dag.kind == COMPUTE) if self._delayed else self.hosts
-        known = any(_TARGET in text for text in self.prices.sources)
-        most = HOST_KNOWN if known else HOST_FACTOR
+        known = any(ON_TARGET in text for text in self.prices.sources)
+        most = max(HOST_KNOWN, 1 + self._spread) if known else HOST_FACTOR
         if self._delayed:
             why = "the slices have their host's delays in the segments"
             fix = "capture them again with this release"
         elif known:
-            why, fix = "a host varies by 15 % within minutes", ""
+            why, fix = f"this host varies by {most - 1:.0%}, within minutes", ""
         else:
             why = f"GPUs wait for Python, and hosts differ by up to {HOST_FACTOR} times"
             fix = "prism calibrate --host -o HOST.json on the target, then host=HOST.json"

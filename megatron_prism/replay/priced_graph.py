@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,6 +26,7 @@ from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import overlap, whatif
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.timeline import Timeline
@@ -52,6 +54,8 @@ class WhatIf:
         slow_nics: (ranks, bandwidth factor, more latency in ns) of network interfaces.
         faster: calls -> how many times as fast: a collective, a group, or collective@group.
         moved: the machine that it runs on instead of the one that it was measured on.
+        host: how many times as long hosts take, or the index of the host that the job will run on
+            (a file of ``prism calibrate --host``); None: as in the slices.
         alone: ranks that become classes of their own, each.
     """
 
@@ -61,6 +65,7 @@ class WhatIf:
     slow_nics: tuple[SlowNic, ...] = ()
     faster: Pairs = ()
     moved: MachineLike | None = None
+    host: str | os.PathLike[str] | float | None = None
     alone: tuple[int, ...] = ()
 
 
@@ -209,6 +214,8 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         where = f" in {group}" if group else ""
         what = f"{name or 'all'} calls{where} {factor} times as fast"
         programs = whatif.with_assumption(programs, what)
+    if what_if.host is not None:
+        programs = whatif.with_assumption(programs, f"on a host: {what_if.host}")
     for rank in what_if.alone:
         programs = whatif.with_own_classes(programs, [rank], f"local rank {rank}")
     return programs
@@ -229,6 +236,12 @@ def _prices(
     for words, factor in _pairs(what_if.faster):
         prices = whatif.scale_prices(graph, prices, factor, *_calls(words))
     prices = whatif.slow_down_prices(graph, prices)
+    host = what_if.host
+    captured_on = indices_of(graph.programs.source)
+    if host is None and there.host_index and captured_on:
+        host = there.host_index / statistics.median(captured_on.values())
+    if host is not None:
+        prices = whatif.scale_hosts(graph, prices, host)
     return whatif.price_slow_nics(graph, prices, there, what_if.slow_nics)
 
 

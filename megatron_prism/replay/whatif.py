@@ -7,6 +7,7 @@ provenance of the prices that it changed.
 slow        : some ranks compute slower (``slow_down_prices`` applies it to prices)
 apart       : some ranks in classes of their own, for faults of one rank
 faster      : calls of one kind or group take another time
+host        : hosts are as fast as another one
 moved       : the same programs on another machine
 data_parallel (in ``scale.py``): more or fewer replicas
 """
@@ -16,6 +17,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
+import re
+import statistics
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -31,6 +35,7 @@ from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration
+from megatron_prism.replay.costs.host import host_scaled, indices_of, read_host_index
 from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
 
@@ -40,6 +45,7 @@ __all__ = [
     "with_assumption",
     "microbatch_count",
     "with_data_parallel",
+    "scale_hosts",
     "scale_prices",
     "with_slow_nics",
     "with_microbatches",
@@ -163,6 +169,50 @@ def scale_prices(
         ),
         sources=tuple(sources),
     )
+
+
+def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] | float) -> Prices:
+    """Hosts take ``host`` times as long; of a file (``prism calibrate --host``): as long as that
+    host would, by its index and that of the host of each slice.
+
+    UsageError if the slices do not say how long their host takes, or how fast it was.
+    """
+    programs = graph.programs
+    if not any(program.knows_host for program in programs.programs):
+        raise UsageError(
+            "the slices do not say how long their host takes, so it cannot be another one",
+            fix="capture the ranks on a GPU, or leave host= out",
+        )
+    factors = _host_factors(programs, host)
+    lead, hosts, sources = list(prices.lead), list(prices.host), list(prices.sources)
+    source = list(prices.host_source)
+    for index, number in enumerate(graph.classes.programs):
+        factor = factors[number]
+        lead[index], hosts[index] = (
+            _scaled(each[index], factor) for each in (prices.lead, prices.host)
+        )
+        every = np.ones(len(source[index]), dtype=bool)
+        said = host_scaled(f"{float(factor):.3g}")
+        source[index] = _relabelled(source[index], every, said, sources)
+    return dataclasses.replace(
+        prices, lead=tuple(lead), host=tuple(hosts), host_source=tuple(source),
+        sources=tuple(sources),
+    )  # fmt: skip
+
+
+def _host_factors(programs: Programs, host: str | os.PathLike[str] | float) -> list[Fraction]:
+    """Of every program."""
+    text = os.fspath(host) if isinstance(host, os.PathLike) else str(host)
+    if re.fullmatch(r"[\d./e+-]+", text) and not os.path.exists(text):
+        return [parse_factor(text)] * len(programs.programs)
+    target, here = read_host_index(text).index, indices_of(programs.source)
+    if not here:
+        raise UsageError(
+            "the slices do not say how fast their host was",
+            fix="capture them again with this release, or say by how much: host=0.6",
+        )
+    usual = statistics.median(here.values())
+    return [parse_factor(target / here.get(one.rank, usual)) for one in programs.programs]
 
 
 def move_prices(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -19,12 +20,13 @@ import numpy as np
 
 from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
-
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program
+from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
 
-__all__ = ["CALL_NS", "HostIndex", "call_ns", "host_ns", "host_sources", "read_host_index",
+__all__ = ["CALL_NS", "HostIndex", "ON_TARGET", "call_ns", "host_ns", "host_scaled", "host_sources",
+           "indices_of", "read_host_index",
            "right_after"]  # fmt: skip
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
@@ -80,7 +82,9 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
         stored = files.read_json(path)
         found = dict(stored["host_index"])
         if (version := found.pop("version", None)) != VERSION:
-            what = f"its host index is of version {version}, this release compares version {VERSION}"
+            what = (
+                f"its host index is of version {version}, this release compares version {VERSION}"
+            )
             raise UsageError(f"{path}: {what}", fix=again)
         one = HostIndex(**found)
         if not (0 < one.index < 1e4 and 0 <= one.spread < 1e4):
@@ -91,6 +95,24 @@ def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{path} is no index of a host: {what}", fix=again) from error
     return one
+
+
+ON_TARGET = "on the target's host"
+
+
+def host_scaled(factor: str) -> str:
+    """What provenances of a host's time say once it is scaled to the target's host."""
+    return f"{factor} x as long {ON_TARGET}"
+
+
+def indices_of(source: Mapping[str, str]) -> dict[int, float]:
+    """Rank -> index of the host that captured it, as far as the slices say; a file may lie."""
+    found = {}
+    for word in source.get(HOST_INDEX, "").split():
+        rank, _, index = word.partition("=")
+        if rank.isdigit() and re.fullmatch(r"\d{1,4}(\.\d{1,6})?", index) and float(index):
+            found[int(rank)] = float(index)
+    return found
 
 
 def host_sources(calibration: Calibration, where: str) -> tuple[str, str]:

@@ -62,7 +62,7 @@ def read(
 
 FOLDER = Path(__file__).with_name("machines")
 _WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
-_MAY_LACK = ("nvls_rate", "network_rate", "peak")
+_MAY_LACK = ("nvls_rate", "network_rate", "peak", "host_index")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ class Machine:
     call_ns         : of a call, beyond what NCCL says: the streams that wait for each other
     peak            : dense bf16 flops per second of the data sheet, which MFU is a share of; 0 if
                       nobody said
+    host_index      : of its hosts (``prism calibrate --host``), times as long as the reference
+                      host; 0 if nobody measured one
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     """
 
@@ -99,6 +101,7 @@ class Machine:
     source: str
     ops: str = ""
     peak: float = 0.0
+    host_index: float = 0.0
 
 
 def machines() -> dict[str, Path]:
@@ -109,7 +112,7 @@ def machines() -> dict[str, Path]:
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
     known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak"))
+    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak", "host_index"))
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
