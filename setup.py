@@ -57,6 +57,7 @@ setup(
     extras_require={
         "test": TEST,
         "dev": [*TEST, "ruff>=0.6", "mypy>=2", "types-PyYAML"],
+        "docs": ["mkdocs-material>=9.5"],
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={

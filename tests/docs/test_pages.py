@@ -1,0 +1,44 @@
+"""The commands on the pages that a newcomer follows run, and print what the pages show."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import doc_blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "docs/quickstart.md", "docs/how-it-works.md"]
+PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/tutorials").glob("[a-z]*.md"))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    return doc_blocks.Runner(tmp_path_factory.mktemp("captured"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="shown of megatron-core 0.16.1")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_what_its_commands_print(page, runner, tmp_path):
+    doc_blocks.check((ROOT / page).read_text(encoding="utf-8"), runner, tmp_path)
+
+
+def test_shown_lines_are_compared():
+    printed = ["head", "class  ranks", "pp=0   8", "12 s", "end"]
+    assert doc_blocks.differences(["head", "…", "pp=0 8", "… s", "…"], printed) is None
+    assert doc_blocks.differences(["…", "end"], printed) is None
+    assert doc_blocks.differences(["…", "pp=1 8", "…"], printed) == "pp=1 8"
+    assert doc_blocks.differences(["head", "pp=0 8"], printed) == "pp=0 8"
+    assert "nothing more" in doc_blocks.differences(["head"], printed)
+
+
+def test_steps_of_a_page():
+    page = (
+        "```console\n$ one \\\n  more\nout\n$ two\n```\n"
+        "<!-- not run: needs a GPU -->\n```sh\nthree\n```\n\n```sh\nfour\n```\n\n```\nout 4\n```\n"
+    )
+    assert doc_blocks.steps(page) == [
+        doc_blocks.Step("one \\\n  more", ["out"]),
+        doc_blocks.Step("two", []),
+        doc_blocks.Step("four\n", ["out 4"]),
+    ]
