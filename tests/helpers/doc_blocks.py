@@ -1,11 +1,11 @@
 """Run the command blocks of a page and compare what they print with what the page shows.
 
-``console`` blocks have commands behind ``$ `` and their output below; the output of an ``sh`` block
-is the plain block right behind it, if there is one.  In what is shown, a line ``…`` stands for any
-lines and ``…`` in a line for any text; spaces may differ.  An HTML comment ``<!-- not run: why -->``
-before a block leaves it out.
+``console`` blocks have commands behind ``$ `` and their output below.  The output of an ``sh``
+block is the plain block right behind it, if there is one.  In what is shown, a line ``…`` stands
+for any lines and ``…`` in a line for any text; spaces may differ.  A comment
+``<!-- not run: why -->`` before a block leaves it out.
 
-    python tests/helpers/doc_blocks.py PAGE WORD LOG     # is LOG what PAGE shows for WORD's command?
+    python tests/helpers/doc_blocks.py PAGE WORD LOG    # does PAGE show LOG below WORD's command?
 """
 
 import os
