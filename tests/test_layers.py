@@ -4,6 +4,7 @@ The table is the architecture.  To change the architecture, change the table in 
 """
 
 import ast
+import graphlib
 import pathlib
 import sys
 
@@ -113,6 +114,23 @@ def test_the_table_has_no_circle():
         free = [name for name in rows if name not in order and rows[name] <= set(order)]
         assert free, set(rows) - set(order)
         order += free
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Not even for types: two files that name each other are one concept, or lack an interface."""
+    files = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    arrows = {}
+    for me, path in files.items():
+        if path.name != "__init__.py":  # only hands names on
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = [(node.module, one.name) for node in ast.walk(tree)
+                     if isinstance(node, ast.ImportFrom) for one in node.names]  # fmt: skip
+            found = {f"{of}.{name}" if f"{of}.{name}" in files else of for of, name in names}
+            arrows[me] = {them for them in found & files.keys() if them != me}
+    graphlib.TopologicalSorter(arrows).prepare()  # CycleError names the files
 
 
 def test_few_modules_are_beside_the_packages():

@@ -22,6 +22,7 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate import recipe_job
 from megatron_prism.emulate.call_guard import CallGuard
 from megatron_prism.emulate.options import HangOptions
+from megatron_prism.emulate.recipe_job import Watch
 from megatron_prism.runtime.call_check import frames
 from megatron_prism.runtime.recorder.fields import details
 
@@ -35,19 +36,10 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Watch", "Witness", "confirm"]
+__all__ = ["Witness", "confirm"]
 
 
 _ITERATION = 2  # the first steady one
-
-
-@dataclasses.dataclass(frozen=True)
-class Watch:
-    """programs: folder or file of the world; call: how many calls of the iteration come before the
-    one in question."""
-
-    programs: Path
-    call: int
 
 
 class Witness(CallGuard):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -29,10 +28,9 @@ from megatron_prism.runtime.recorder.owners import CallSites
 from megatron_prism.runtime.world import TrafficCounter
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.options import Options
 
-__all__ = ["NcclReserve", "MemoryWatch", "connected_by", "explain", "watch_from_options", "weigh"]
+__all__ = ["NcclReserve", "MemoryWatch", "connected_by", "explain", "watch_from_options"]
 
 
 def take_device_memory(num_bytes: int) -> None:
@@ -122,35 +120,6 @@ def reserve_from_options(options: Options) -> NcclReserve | None:
             fix="measure them: python -m benchmarks.tools.device_memory -o FILE.json",
         )
     return NcclReserve(calibration)
-
-
-class _Complete(Exception):
-    """The state dict is there."""
-
-
-def weigh(module: ModuleType, monitor: TrainingMonitor, save: Callable[[], object]) -> None:
-    """The part ``checkpoint`` of the rank's memory; ``save`` is Megatron's save_checkpoint with all
-    its arguments, ``module`` its module.  Stays unknown, and says so, where a stand-in lacks what
-    only checkpoints ask for.
-    """
-    complete = module.generate_state_dict
-
-    def generate(*args: object, **kwargs: object) -> None:
-        complete(*args, **kwargs)
-        raise _Complete
-
-    module.generate_state_dict = generate  # type: ignore[attr-defined]
-    try:
-        with monitor.part("checkpoint"):
-            save()
-    except _Complete:
-        return
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
-        monitor.peak_source.parts.pop("checkpoint", None)
-    finally:
-        module.generate_state_dict = complete  # type: ignore[attr-defined]
 
 
 _ENTRIES = 1_000_000  # of torch's history; older ones go first

@@ -121,7 +121,7 @@ def _sender(index: int, peer: int) -> Callable[[], None]:
     """
     import torch
 
-    from megatron_prism.runtime.pacing.device import Driver
+    from megatron_prism.runtime.pacing.driver import Driver
 
     driver = Driver()
     mine = driver.words(_BYTES, f"cuda:{index}")

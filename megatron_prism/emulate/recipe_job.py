@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.confirm import Watch
     from megatron_prism.emulate.signatures import Json, Summary
 
 __all__ = ["body", "capture", "emulate", "ranks_of", "run_ranks", "source_of"]
@@ -142,6 +141,18 @@ FORMAT = 1  # version of summary.json
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Where a suspect of a hang stands.
+
+    programs : folder or file of its world
+    call     : how many calls of the iteration come before the one in question
+    """
+
+    programs: Path
+    call: int
+
+
+@dataclass(frozen=True)
 class EmulationResult:
     """What the job did: one summary per rank, in stage order."""
 
@@ -234,7 +245,7 @@ def run_ranks(
 ) -> list[Summary]:
     """Run every rank, at most ``num_workers`` at once (default: one per core); stop all when one
     fails.  ``slices`` is a SliceStore into which each puts what it did; ``watch`` a
-    ``witness.Watch``.
+    says where a suspect stands (``emulate.confirm``).
 
     Raises NotTrainedError and whatever PrismError a worker ended with.
     """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
@@ -24,12 +24,12 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import answers
 from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
 from megatron_prism.runtime.partial_sums import holds_sequences
-from megatron_prism.runtime.values import Exchange, is_ring
+from megatron_prism.runtime.values import Exchange, Values, is_ring
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.listeners import Answer, Args
-    from megatron_prism.runtime.pacing.device import StreamEnd
-    from megatron_prism.runtime.world import VirtualWorld
+    from contextlib import AbstractContextManager
+
+    from megatron_prism.runtime.listeners import Answer, Args, CallListener
 
 __all__ = ["CompletedWork", "PrismGroup", "arguments", "message_size", "size_of"]
 
@@ -72,7 +72,37 @@ def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tenso
     return _flat(args[1]), first
 
 
-_unfinished: list[tuple[StreamEnd, object]] = []  # (end, tensors) of calls whose handles are gone
+_unfinished: list[tuple[DeviceEvent, object]] = []  # (end, tensors) of calls whose handles are gone
+
+
+class DeviceEvent(Protocol):
+    """A place in a stream of the device (``pacing.device.StreamEnd``)."""
+
+    def wait(self) -> None: ...
+    def query(self) -> bool: ...
+
+
+class GroupWorld(Protocol):
+    """What a group asks of its world (``runtime.world.VirtualWorld``)."""
+
+    values: Values
+    device: torch.device
+    shapes_only: bool
+
+    @property
+    def tally(self) -> Any: ...
+    @property
+    def caller(self) -> CallListener | None: ...
+    @property
+    def observers(self) -> Sequence[Callable[..., None]]: ...
+    def after(self, caller: CallListener) -> CallListener | None: ...
+    def batch(self) -> AbstractContextManager[None]: ...
+    def build_group(
+        self, ranks: Sequence[int] | None, name: str | None, desc: str | None
+    ) -> PrismGroup | None: ...
+    def connect(
+        self, group: PrismGroup, backend: str | None
+    ) -> tuple[dist.ProcessGroup | None, PartiallyLocalGroup | None]: ...
 
 
 class CompletedWork(dist.Work):
@@ -83,14 +113,14 @@ class CompletedWork(dist.Work):
     result and no source.
     """
 
-    _end: StreamEnd | None = None
+    _end: DeviceEvent | None = None
     _held: object = None
 
     def __init__(self, outs: Sequence[torch.Tensor] = (), source: int = -1) -> None:
         super().__init__()
         self._outs, self._source = outs, source
 
-    def after(self, end: StreamEnd, held: object) -> CompletedWork:
+    def after(self, end: DeviceEvent, held: object) -> CompletedWork:
         """This call ends at the event ``end``; ``held`` stays allocated until someone waits."""
         self._end, self._held = end, held
         return self
@@ -142,14 +172,14 @@ class CompletedWork(dist.Work):
 class PrismGroup(dist.ProcessGroup):
     """A group of ``ranks`` (global, in group order) of which some have a process and most do not.
 
-    world : the VirtualWorld it belongs to (tally, values, listeners)
+    world : the world it belongs to
     desc  : Megatron's group_desc, the name used in every output
     real  : the real group of the local members, None when this process is the only one
     """
 
     def __init__(
         self,
-        world: VirtualWorld,
+        world: GroupWorld,
         ranks: Sequence[int],
         rank: int,
         name: str,

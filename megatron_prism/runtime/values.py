@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.runtime.pacing.device import Driver
+from megatron_prism.runtime.pacing.driver import Driver
 from megatron_prism.runtime.partial_sums import PartialSums
 
 __all__ = ["COUNT", "Exchange", "TokenVectors", "Values", "is_ring", "rms"]

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_prism.emulate import device_memory
+from megatron_prism.emulate.patches import outputs
 
 
 @pytest.mark.parametrize("error", [None, KeyError("fp8_checkpoint")])
@@ -32,7 +32,7 @@ def test_a_checkpoint_ends_with_its_state_dict(error, capsys):
         module.generate_state_dict()
         log.append("written")
 
-    device_memory.weigh(module, SimpleNamespace(part=part, peak_source=source), save)
+    outputs.weigh(module, SimpleNamespace(part=part, peak_source=source), save)
     assert log == ["state"]
     assert module.generate_state_dict is generate
     said = capsys.readouterr().err

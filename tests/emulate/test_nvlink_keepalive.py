@@ -139,7 +139,7 @@ def test_ranks_of_one_host_write_to_different_neighbours(devices, monkeypatch):
 
 def test_words_are_copies_there_and_back_by_the_ranks_own_device(monkeypatch):
     torch = pytest.importorskip("torch")
-    from megatron_prism.runtime.pacing.device import Driver
+    from megatron_prism.runtime.pacing.driver import Driver
 
     done, made = [], {}
 

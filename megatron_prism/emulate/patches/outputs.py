@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate import device_memory
 from megatron_prism.emulate.patch import PROTECTS, Patch, PatchContext
 from megatron_prism.emulate.patches.startup import _get_args
 
@@ -43,7 +42,7 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
             watched = monitor.hears_calls
             if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
                 save = partial(original, iteration, *args, **kwargs)
-                device_memory.weigh(module, monitor, save)
+                weigh(module, monitor, save)
             return None
 
         return call
@@ -314,3 +313,32 @@ PATCHES: tuple[Patch, ...] = (
         purpose=PROTECTS,
     ),
 )
+
+
+class _Complete(Exception):
+    """The state dict is there."""
+
+
+def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
+    """The part ``checkpoint`` of the rank's memory; ``save`` is Megatron's save_checkpoint with all
+    its arguments, ``module`` its module.  Stays unknown, and says so, where a stand-in lacks what
+    only checkpoints ask for.
+    """
+    complete = module.generate_state_dict
+
+    def generate(*args: object, **kwargs: object) -> None:
+        complete(*args, **kwargs)
+        raise _Complete
+
+    module.generate_state_dict = generate  # type: ignore[attr-defined]
+    try:
+        with monitor.part("checkpoint"):
+            save()
+    except _Complete:
+        return
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"prism: what a checkpoint takes is unknown: {why}\n")
+        monitor.peak_source.parts.pop("checkpoint", None)
+    finally:
+        module.generate_state_dict = complete  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import distributed as dist
 
     from megatron_prism.replay.answer_times import AnswerTimes
-    from megatron_prism.runtime.pacing.device import Driver
 
 __all__ = ["Shared", "layout", "meet", "seats"]
 
@@ -146,9 +146,9 @@ class Shared:
         """Go on when every local process has come here."""
         meet(self._store, self.processes, where)
 
-    def map(self, driver: Driver) -> dict[str, int]:
-        """name -> the device's address."""
-        base = driver.map_host(self.base, self.places["size"][0])
+    def map(self, map_host: Callable[[int, int], int]) -> dict[str, int]:
+        """name -> the device's address; ``map_host`` takes a host address and a size."""
+        base = map_host(self.base, self.places["size"][0])
         return {name: base + at for name, (at, _) in self.places.items()}
 
     def array(self, name: str) -> np.ndarray:

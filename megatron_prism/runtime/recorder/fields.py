@@ -1,17 +1,14 @@
-"""Fields of a c10d call as an op, and a handle that tells of waits.
+"""Fields of a c10d call as an op.
 
 In : the group, our name of the collective and the arguments of the ``ProcessGroup`` method.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
-from torch import distributed as dist
 
 from megatron_prism.core.ops import SHARED
 from megatron_prism.runtime.answers import reduce_op_name
@@ -20,9 +17,8 @@ from megatron_prism.runtime.process_group import arguments
 if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
-    from megatron_prism.runtime.recorder.recorder import Recorder
 
-__all__ = ["RecordedWork", "details"]
+__all__ = ["Fields", "details"]
 
 DTYPE = {
     torch.bfloat16: "bf16",
@@ -64,47 +60,6 @@ class Fields(TypedDict, total=False):
     flops: int
     traffic: int
     kernels: int
-
-
-class RecordedWork(dist.Work):
-    """The handle of a recorded call; waiting for it is an op."""
-
-    def __init__(self, recorder: Recorder, handle: int, work: dist.Work) -> None:
-        super().__init__()
-        self._recorder, self._handle, self._work = recorder, handle, work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        done = self._work.wait() if timeout is None else self._work.wait(timeout)
-        self._recorder.wait_issued()
-        return bool(done)
-
-    def synchronize(self) -> None:
-        self._recorder.waited(self._handle, sys._getframe(1).f_code)
-        self._work.synchronize()
-        self._recorder.wait_issued()
-
-    block_current_stream = synchronize
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._work.result()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self._work.get_future()
-
-    def source_rank(self) -> int:
-        return self._work._source_rank()
-
-    _source_rank = source_rank
 
 
 def details(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Fields:

@@ -14,17 +14,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import CodeType
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
+from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.program import Builder
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.process_group import CompletedWork
-from megatron_prism.runtime.recorder.fields import RecordedWork, details
+from megatron_prism.runtime.recorder.fields import details
 from megatron_prism.runtime.recorder.measurements import (
     GarbageCollections,
     HostClock,
@@ -35,7 +37,6 @@ from megatron_prism.runtime.recorder.owners import AllocationOwners
 from megatron_prism.runtime.recorder.shapes_meter import Meter
 
 if TYPE_CHECKING:
-    from torch import distributed as dist
     from typing_extensions import Unpack
 
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
@@ -55,6 +56,47 @@ class Labels(TypedDict, total=False):
     phase: str
     microbatch: int
     chunk: int
+
+
+class RecordedWork(dist.Work):
+    """The handle of a recorded call; waiting for it is an op."""
+
+    def __init__(self, recorder: Recorder, handle: int, work: dist.Work) -> None:
+        super().__init__()
+        self._recorder, self._handle, self._work = recorder, handle, work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._recorder.waited(self._handle, sys._getframe(1).f_code)
+        done = self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._recorder.wait_issued()
+        return bool(done)
+
+    def synchronize(self) -> None:
+        self._recorder.waited(self._handle, sys._getframe(1).f_code)
+        self._work.synchronize()
+        self._recorder.wait_issued()
+
+    block_current_stream = synchronize
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
 
 
 class Recorder(CallListener, TrainingListener):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from megatron_prism.runtime.devices.signatures import Group, Handle
-    from megatron_prism.runtime.te.base import TransformerEngineBaseModule
     from megatron_prism.runtime.te.fp8 import Quantizer
 
 __all__ = [
@@ -264,9 +263,7 @@ _KINDS = {"delayed": Float8Tensor, "tensorwise": Float8Tensor, "blockwise": Floa
           "mxfp8": MXFP8Tensor}  # fmt: skip
 
 
-def quantize_parameter(
-    module: TransformerEngineBaseModule, name: str, quantizer: Quantizer
-) -> None:
+def quantize_parameter(module: torch.nn.Module, name: str, quantizer: Quantizer) -> None:
     """Replace an initialised parameter by one in FP8 (module/base.py:1864 @v2.20.2)."""
     old = getattr(module, name)
     quantizer.set_usage(True, torch.is_grad_enabled())
