@@ -44,6 +44,8 @@ def replay(args: argparse.Namespace) -> int:
                                 then that one's
       host=0.6                  hosts take 0.6 times as long; host=HOST.json: as that host (prism
                                 calibrate --host) by its index and those in the slices
+      nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
+                                NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
       microbatches=32           the steady state of the schedule, longer or shorter
     """
     from megatron_prism.core.slices import open_programs
@@ -80,9 +82,10 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "faster": _faster,
         "moved": arguments.name,
         "host": arguments.name,
+        "nccl": arguments.name,
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
     }
-    return arguments.read(words, keys, "replay", several=("slow", "faster"))
+    return arguments.read(words, keys, "replay", several=("slow", "faster", "nccl"))
 
 
 def _slow(text: str) -> tuple[str, str]:
@@ -104,8 +107,9 @@ def _faster(text: str) -> tuple[str, str]:
 def _what_if(
     slow: Sequence[tuple[str, str]] = (),
     faster: Sequence[tuple[str, str]] = (),
+    nccl: Sequence[str] = (),
     **others: Any,
 ) -> WhatIf:
     from megatron_prism.replay.priced_graph import WhatIf
 
-    return WhatIf(slow=tuple(slow), faster=tuple(faster), **others)
+    return WhatIf(slow=tuple(slow), faster=tuple(faster), nccl=tuple(nccl), **others)

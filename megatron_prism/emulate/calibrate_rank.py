@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megatron_prism.core.files import write_whole
 from megatron_prism.emulate.calibrate_overlap import overlaps
 from megatron_prism.replay.costs.collectives import METHOD
+from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
@@ -369,6 +370,7 @@ def _calls_stage(bench: _Bench) -> Json:
         "format": FORMAT,
         "method": METHOD,
         "source": f"{bench.size} x {name}, {kind}, torch {torch.__version__}, {today}",
+        NCCL_ENV: recorded(),
         "collectives": rows,
         "overlap": [],
         "host": middle(hosts),

@@ -33,6 +33,7 @@ from megatron_prism.core.recipe import Model, Recipe
 from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.emulate import host_benchmark, nvlink_keepalive
 from megatron_prism.replay.costs.host import HostIndex
+from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.kernel_times import Tracer, busy_ns, launches
 
@@ -67,6 +68,8 @@ def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -
         "tier": tier,
         "device": device,
     }
+    if settings := recorded():
+        found[NCCL_ENV] = settings
     if tier == "cuda":
         found[AGE] = TIMING
     return found if pace is None else {**found, PEERS: PACED}

@@ -29,6 +29,7 @@ from megatron_prism.replay.costs.collectives import Calibration, read_calibratio
 from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
+from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.replay.timeline import build_timeline as evaluate
 from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
@@ -56,6 +57,7 @@ class WhatIf:
         moved: the machine that it runs on instead of the one that it was measured on.
         host: how many times as long hosts take, or the index of the host that the job will run on
             (a file of ``prism calibrate --host``); None: as in the slices.
+        nccl: settings of NCCL that differ from the captured job's, ``NCCL_ALGO=Ring``.
         alone: ranks that become classes of their own, each.
     """
 
@@ -66,6 +68,7 @@ class WhatIf:
     faster: Pairs = ()
     moved: MachineLike | None = None
     host: str | os.PathLike[str] | float | None = None
+    nccl: tuple[str, ...] = ()
     alone: tuple[int, ...] = ()
 
 
@@ -214,6 +217,11 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         where = f" in {group}" if group else ""
         what = f"{name or 'all'} calls{where} {factor} times as fast"
         programs = whatif.with_assumption(programs, what)
+    if what_if.nccl:
+        settings = str(parse(programs.source.get(NCCL_ENV, ""), *what_if.nccl))
+        source = {**programs.source, NCCL_ENV: settings}
+        programs = dataclasses.replace(programs, source=source)
+        programs = whatif.with_assumption(programs, f"NCCL with {' '.join(what_if.nccl)}")
     if what_if.host is not None:
         programs = whatif.with_assumption(programs, f"on a host: {what_if.host}")
     for rank in what_if.alone:

@@ -3,9 +3,10 @@
     prices.py           a price for every op of a graph, with its provenance
     collectives.py      calls: calibrations, and a model of NCCL
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
-    host.py             how long the host takes to issue an op
+    host.py             how long the host takes to issue an op, and how fast hosts are
     overlap_factors.py  how much calls and computing slow each other down
     machine.py          rates and links of machines (machines/*.json)
+    nccl_settings.py    NCCL's environment: which ways its calls may go
     nccl_tests.py       a calibration from the output of nccl-tests
 
 An op without any basis is refused.

@@ -10,6 +10,7 @@ share the work of crossing it rail by rail.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import os
 import statistics
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core import files
 from megatron_prism.core.errors import UsageError
 from megatron_prism.replay.costs.machine import Machine
+from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
 from megatron_prism.replay.costs.overlap_factors import OverlapFactors, read_rows
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ _LL_RATE = {  # most bytes/s of LL inside a node, by generation; between 2 and m
 _LL_RATE_NODES = (39.0e9, 20.4e9)
 _POST = 1.0  # us to post a message to the network, three of them for Simple
 _CHANNELS = 16
+# blocks of large rings on 4 x H200 (benchmarks/results/h200_x4_nccl_blocks.json); of NVLS: NCCL's
+# own (nvls.cc), not measured
+_USUAL, _USUAL_NVLS = 24, 16
 _TREE_MIDDLE = (  # trees are slower than that for medium sizes: powers of two from 64 B on
     (1, 1, 1, 1, .9, .8, .7, .7, .7, .7, .6, .5, .4, .4, .5, .6, .7, .8, .9, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, .9, .8, .8, .8, .7, .6, .6, .6, .6, .6, .6, .8, .9, .9, .9, .9, 1, 1),
@@ -51,15 +56,21 @@ _TREE_MIDDLE = (  # trees are slower than that for medium sizes: powers of two f
 )  # fmt: skip
 
 
-def best(name: str, size: int, per_node: int, num_bytes: int, machine: Machine) -> float:
-    """ns of the fastest way, without what the caller adds (``Machine.call_ns``)."""
-    return min(times(name, size, per_node, num_bytes, machine).values())
-
-
 def times(
-    name: str, size: int, per_node: int, num_bytes: int, machine: Machine
+    name: str,
+    size: int,
+    per_node: int,
+    num_bytes: int,
+    machine: Machine,
+    settings: NcclSettings | None = None,
 ) -> dict[tuple[str, str], float]:
-    """(algorithm, protocol) -> ns, of all ways that NCCL has for this call."""
+    """(algorithm, protocol) -> ns, of all ways that NCCL has for this call, or that ``settings``
+    leave it; UsageError if they leave none."""
+    if settings:
+        found = times(name, size, per_node, num_bytes, _with_channels(machine, settings))
+        left = {way: ns for way, ns in found.items() if settings.allows(name, *way)}
+        settings.check(name, len(left))
+        return left
     nodes = -(-size // per_node)
     call = _Call(name, size, nodes, min(per_node, size), num_bytes, machine)
     if name in ("send", "recv", "all_to_all", "gather", "scatter"):
@@ -70,6 +81,17 @@ def times(
     if name in ("all_gather", "reduce_scatter") and nodes == size:
         found |= call.pat()
     return found
+
+
+def _with_channels(machine: Machine, settings: NcclSettings) -> Machine:
+    """A machine on which fewer channels than usual reach as much less."""
+    most = settings.channels[1]
+    if most is None:
+        return machine
+    link, nvls = (min(1.0, most / usual) for usual in (_USUAL, _USUAL_NVLS))
+    return dataclasses.replace(
+        machine, link_rate=machine.link_rate * link, nvls_rate=machine.nvls_rate * nvls
+    )
 
 
 class _Call:
@@ -197,6 +219,7 @@ class Calibration:
     host   : (collective, or ``message``; asynchronous) -> ns that NCCL keeps the host for a call
     again  : the same right after another call, with what it needs in the CPU's caches
     overlap: collective -> how much it and computing slow each other down
+    nccl   : NCCL's settings while they were measured; None: an earlier release did not keep them
     path   : the file, which may have samples of single calls; "" if there is none
     """
 
@@ -205,6 +228,7 @@ class Calibration:
     host: dict[tuple[str, bool], int] = field(default_factory=dict)
     again: dict[tuple[str, bool], int] = field(default_factory=dict)
     overlap: dict[str, OverlapFactors] = field(default_factory=dict)
+    nccl: NcclSettings | None = None
     path: str = ""
 
     def host_ns(self, name: str, asynchronous: bool, default: int, again: bool = False) -> int:
@@ -266,8 +290,9 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
             source += "; its overlap was measured in an earlier way and is left out"
         if _rows(stored, "host") and stored.get("method") != METHOD:  # of GPUs, by prism calibrate
             source += "; its calls were measured back to back, which is too quick among computing"
+        nccl = parse(str(stored[NCCL_ENV])) if NCCL_ENV in stored else None
         return Calibration(
-            table, source, *_host(_rows(stored, "host")), overlap, path=os.fspath(path)
+            table, source, *_host(_rows(stored, "host")), overlap, nccl, path=os.fspath(path)
         )
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
@@ -308,9 +333,16 @@ def _ns_of(row: Row, column: str) -> int:
     return ns
 
 
-def modelled(name: str, shape: Shape, num_bytes: int, machine: Machine) -> int:
-    """ns of one call of ``num_bytes`` (message size as nccl-tests counts it)."""
+def modelled(
+    name: str,
+    shape: Shape,
+    num_bytes: int,
+    machine: Machine,
+    settings: NcclSettings | None = None,
+) -> int:
+    """ns of one call of ``num_bytes`` (message size as nccl-tests counts it), the fastest way."""
     if shape.size == 1:
         return 0
     per_node = min(shape.per_node, shape.size)
-    return round(machine.call_ns + best(name, shape.size, per_node, num_bytes, machine))
+    ways = times(name, shape.size, per_node, num_bytes, machine, settings)
+    return round(machine.call_ns + min(ways.values()))

@@ -16,6 +16,7 @@ from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
 from megatron_prism.replay.costs.host import host_ns, host_sources
 from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
 from megatron_prism.replay.costs.machine import Machine
+from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
 
 __all__ = ["Prices", "price_ops"]
 
@@ -60,18 +61,25 @@ def price_ops(
     graph: WorldGraph, machine: Machine, calibration: Calibration | None = None
 ) -> Prices:
     """Prices of every op: measured segments, then the op table, then roofline; measured calls, then
-    the model."""
+    the model, as NCCL's settings in the programs' source let it.  UsageError for such that leave a
+    call no way."""
     calibration = calibration or Calibration()
+    nccl = parse(graph.programs.source.get(NCCL_ENV, ""))
+    with_nccl = f" with {nccl}" if nccl else ""
+    if nccl.unmodelled:
+        with_nccl += f", of which the model ignores {', '.join(nccl.unmodelled)}"
     tier = graph.programs.source.get("device", graph.programs.source.get("tier", "unknown"))
     sources = (
         f"measured: segments of the slices ({tier})",
         f"modelled: roofline of {machine.name} ({machine.source})",
         "none: not a segment",
         f"measured: calls ({calibration.source})",
-        f"modelled: NCCL's alpha-beta on {machine.name} ({machine.source})",
+        f"modelled: NCCL's alpha-beta on {machine.name}{with_nccl} ({machine.source})",
         f"modelled: op table of {machine.name} ({_table_source(machine)})",
         f"modelled: op table and roofline of {machine.name}, for kernels that the table lacks"
         f" ({_table_source(machine)}; {machine.source})",
+        f"modelled: NCCL's alpha-beta{with_nccl}, times the calls that were measured with"
+        f" {calibration.nccl or 'none of them'} ({calibration.source})",
         *host_sources(calibration, tier),
     )
     _check_fits(graph, machine)
@@ -82,7 +90,7 @@ def price_ops(
         for p in set(graph.classes.programs)
     }
     issued = [hosts[program] for program in graph.classes.programs]
-    meetings, collective_source = _meetings(graph, machine, calibration)
+    meetings, collective_source = _meetings(graph, machine, calibration, nccl)
     assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
@@ -114,7 +122,7 @@ def _check_fits(graph: WorldGraph, machine: Machine) -> None:
 
 
 def _meetings(
-    graph: WorldGraph, machine: Machine, calibration: Calibration
+    graph: WorldGraph, machine: Machine, calibration: Calibration, nccl: NcclSettings
 ) -> tuple[np.ndarray, np.ndarray]:
     """Price of every matched call, looked up once per kind of call."""
     meet = graph.matched_calls
@@ -140,7 +148,7 @@ def _meetings(
             if key not in known:
                 shape = _shape(graph, program, index, NAMES[name], group, peer, machine)
                 table = "exchange" if exchange else NAMES[name]
-                known[key] = _call(NAMES[name], shape, size, machine, calibration, table)
+                known[key] = _call(NAMES[name], shape, size, machine, calibration, table, nccl)
             ns[place], source[place] = known[key]
     return ns, source
 
@@ -167,14 +175,19 @@ def _call(
     machine: Machine,
     calibration: Calibration,
     table: str,
+    nccl: NcclSettings,
 ) -> tuple[int, int]:
     if shape.size == 1:
         return 0, 4
+    ns = modelled(name, shape, num_bytes, machine, nccl)
     for row in (table, name):
         measured = calibration.look_up(row, shape.size, num_bytes, shape.per_node)
         if measured is not None:
-            return measured, 3
-    return modelled(name, shape, num_bytes, machine), 4
+            if calibration.nccl is None or nccl.same_calls(calibration.nccl):
+                return measured, 3
+            then = modelled(name, shape, num_bytes, machine, calibration.nccl)
+            return round(measured * ns / max(1, then)), 7
+    return ns, 4
 
 
 def _shape(

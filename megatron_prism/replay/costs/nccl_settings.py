@@ -1,0 +1,203 @@
+"""NCCL's environment: what a job's settings allow its calls to do.
+
+In : environment variables, of a slice (``NCCL_ENV`` of its source) or as typed.  Out: NcclSettings:
+which algorithms and protocols are left, how many channels, how large buffers are.  What a setting
+means is NCCL's own documentation (user guide, Environment Variables, 2.28).  Settings that no part
+of the model looks at are kept and said (``unmodelled``), never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_prism.core.errors import UsageError
+
+__all__ = ["NCCL_ENV", "NcclSettings", "parse", "recorded"]
+
+NCCL_ENV = "nccl_env"  # of a source: "NAME=VALUE NAME=VALUE"
+ALGORITHMS = {
+    "tree": "tree",
+    "ring": "ring",
+    "nvls": "NVLS",
+    "nvlstree": "NVLS tree",
+    "pat": "PAT",
+    "collnetdirect": "",  # switches that add up: not in the model
+    "collnetchain": "",
+}
+PROTOCOLS = {"ll": "LL", "ll128": "LL128", "simple": "Simple"}
+# name as in NCCL's messages -> ours
+CALLS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+}
+CHANNELS = {  # newer name -> older one
+    "NCCL_MIN_CTAS": "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_CTAS": "NCCL_MAX_NCHANNELS",
+}
+# that decide something in the model; the rest of what is recorded is said to be left out
+_MODELLED = {
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS",
+    "NCCL_BUFFSIZE", *CHANNELS,
+}  # fmt: skip
+_RECORDED = re.compile(r"NCCL_\w+|TORCH_NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS")
+# say nothing of how long a call takes: output, where files are, when a dead job is given up
+_SILENT = re.compile(
+    r"NCCL_(DEBUG|CONF|SOCKET|IB_HCA|IB_TIMEOUT|IB_RETRY|TOPO|GRAPH_DUMP|LAUNCH|SHARED|ASYNC_ERROR)\w*"
+    r"|TORCH_NCCL_(TRACE|DUMP|DEBUG|DESYNC|ENABLE_MON|HEARTBEAT|ASYNC_ERROR|RETHROW|PROPAGATE"
+    r"|EXTRA_DUMP|WAIT_TIMEOUT|COORD|LOG|NAN|FR_|AVOID_RECORD|SHOW|CUDA_EVENT)\w*"
+)
+_FIX = "nccl=NCCL_ALGO=Ring, nccl=NCCL_PROTO=Simple, nccl=NCCL_NVLS_ENABLE=0"
+
+
+@dataclass(frozen=True)
+class NcclSettings:
+    """Environment variables, checked."""
+
+    values: Mapping[str, str]
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in sorted(self.values.items()))
+
+    def allows(self, name: str, algorithm: str, protocol: str) -> bool:
+        """Whether a call may go that way; messages know protocols only."""
+        if algorithm != "messages" and algorithm not in self._algorithms(name):
+            return False
+        return protocol in self._protocols(name)
+
+    def same_calls(self, other: NcclSettings) -> bool:
+        """Whether calls go the same way under ``other``."""
+        mine, theirs = (
+            {name: value for name, value in one.values.items() if name in _MODELLED}
+            for one in (self, other)
+        )
+        return mine == theirs
+
+    def check(self, name: str, left: int) -> None:
+        """UsageError if no way is ``left`` for a call, where NCCL ends the job."""
+        if not left:
+            raise UsageError(
+                f"{self} leaves no way for {name}",
+                fix="let Ring, which every call has: nccl=NCCL_ALGO=Ring nccl=NCCL_PROTO=Simple",
+            )
+
+    @cached_property
+    def channels(self) -> tuple[int, int | None]:
+        """(fewest, most) channels; None: as many as NCCL likes."""
+        low, high = (self._count(names) for names in (_LEAST, _MOST))
+        if low and high and low > high:
+            raise UsageError(
+                f"at least {low} channels and at most {high} contradict each other",
+                fix=f"nccl=NCCL_MAX_NCHANNELS={low}, or leave one out",
+            )
+        return low or 0, high
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """NCCL_BUFFSIZE; None: as usual."""
+        return self._count(("NCCL_BUFFSIZE",))
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """Settings that the model of calls does not look at, though they may change times."""
+        return tuple(
+            name for name in sorted(self.values)
+            if name not in _MODELLED and not _SILENT.fullmatch(name)
+        )  # fmt: skip
+
+    def _count(self, names: tuple[str, ...]) -> int | None:
+        for name in names:
+            text = self.values.get(name)
+            if text is not None:
+                return int(text)
+        return None
+
+    def _algorithms(self, name: str) -> set[str]:
+        known = _chosen(self.values.get("NCCL_ALGO", ""), ALGORITHMS, "NCCL_ALGO", name)
+        if self.values.get("NCCL_NVLS_ENABLE", "2") == "0":
+            known -= {"NVLS", "NVLS tree"}
+        return known
+
+    def _protocols(self, name: str) -> set[str]:
+        return _chosen(self.values.get("NCCL_PROTO", ""), PROTOCOLS, "NCCL_PROTO", name)
+
+
+_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS")
+_MOST = ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS")
+_WHOLE = (*_LEAST, *_MOST, "NCCL_BUFFSIZE")
+
+
+def recorded(environment: Mapping[str, str] = os.environ) -> str:
+    """What a slice keeps of its process's environment, ``NAME=VALUE …``; "" for nothing."""
+    found = {
+        name: value
+        for name, value in environment.items()
+        if _RECORDED.fullmatch(name) and not _SILENT.fullmatch(name)
+    }
+    return " ".join(f"{n}={v}" for n, v in sorted(found.items()) if v and not re.search(r"\s", v))
+
+
+def parse(*texts: str) -> NcclSettings:
+    """Settings of ``NAME=VALUE`` words, parted by blanks or by commas before the next name; the
+    later counts.  UsageError for names that are none of NCCL's and for values that cannot be."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for word in re.split(r"\s+|,(?=[A-Z][A-Z_0-9]*=)", text.strip()):
+            name, equals, value = word.partition("=")
+            if word and (not equals or not value or not _RECORDED.fullmatch(name)):
+                raise UsageError(f"{word} is no setting of NCCL", fix=_FIX)
+            if word:
+                found[name] = value
+    settings = NcclSettings(found)
+    _check(settings)
+    return settings
+
+
+def _check(settings: NcclSettings) -> None:
+    for name in _WHOLE:
+        text = settings.values.get(name)
+        if text is not None and not re.fullmatch(r"[1-9]\d{0,9}", text):
+            raise UsageError(f"{name}={text} is no whole number above 0", fix=f"nccl={name}=16")
+    if (on := settings.values.get("NCCL_NVLS_ENABLE", "2")) not in ("0", "1", "2"):
+        raise UsageError(f"NCCL_NVLS_ENABLE={on} is neither 0 nor 1 nor 2", fix=_FIX)
+    for name in CALLS.values():
+        settings._algorithms(name)
+        settings._protocols(name)
+    asked = settings.values.get("NCCL_ALGO", "").lower()
+    nvls = settings.values.get("NCCL_NVLS_ENABLE") == "0"
+    if nvls and asked and set(re.split(r"[,;]", asked)) <= {"nvls", "nvlstree"}:
+        raise UsageError(
+            f"NCCL_ALGO={settings.values['NCCL_ALGO']} with NCCL_NVLS_ENABLE=0: no way is left",
+            fix="nccl=NCCL_ALGO=Ring, or nccl=NCCL_NVLS_ENABLE=1",
+        )
+    _ = settings.channels
+
+
+def _chosen(text: str, known: Mapping[str, str], variable: str, call: str) -> set[str]:
+    """Ours of the names in ``text``: ``Ring,Tree``, ``^NVLS``, ``allreduce:tree;reduce:ring``."""
+    every = {ours for ours in known.values() if ours}
+    for part in text.split(";"):
+        head, colon, names = part.rpartition(":")
+        if colon and CALLS.get(head.strip().lower()) != call:
+            if head.strip().lower() not in CALLS:
+                raise UsageError(f"{variable}={text}: {head} is no call of NCCL", fix=_FIX)
+            continue
+        without = names.startswith("^")
+        words = [word.strip().lower() for word in names.removeprefix("^").split(",") if word]
+        if strange := [word for word in words if word not in known]:
+            raise UsageError(
+                f"{variable}={text}: NCCL has no {strange[0]}", fix=f"one of {', '.join(known)}"
+            )
+        if words:
+            chosen = {known[word] for word in words if known[word]}
+            every = every - chosen if without else every & chosen
+    return every
