@@ -2,8 +2,8 @@
 
 The entry point group ``torch.backends`` makes torch import this module (off switch:
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).  Without a ``--prism-*`` argument and without ``PRISM_ARGS``
-it does nothing and imports nothing.  With one, it waits for the first ``import megatron``; a script
-that was told to emulate and ends without that import fails.
+it does nothing and imports nothing.  With one, it waits for the first ``import megatron`` or the
+first ``init_process_group``; a script that was told to emulate and ends without either fails.
 """
 
 import os
@@ -27,6 +27,8 @@ def autoload() -> None:
     from megatron_prism.emulate import exit_status, import_hooks
 
     import_hooks.before_first_import("megatron", _install)
+    for module in ("", ".distributed_c10d", ".device_mesh"):  # each has the name
+        import_hooks.before_first_call(f"torch.distributed{module}", "init_process_group", _install)
     if "--prism-emulate" in sys.argv[1:]:  # PRISM_ARGS reaches processes that are not the job
         exit_status.expect_megatron()
 

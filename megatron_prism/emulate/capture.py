@@ -31,6 +31,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.recipe import Model, Recipe
 from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
+from megatron_prism.core.world import World
 from megatron_prism.emulate import host_benchmark, nvlink_keepalive
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
@@ -116,6 +117,9 @@ def of_running_job() -> dict[str, str]:
     """The same of the stock job that trains in this process, as Megatron itself counts it; empty
     if none does."""
     training = sys.modules.get("megatron.training.training")
+    known = sys.modules.get("megatron.training.global_vars")
+    if getattr(known, "_GLOBAL_ARGS", None) is None:
+        return {}
     calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
     if training is None or calculator is None:
         return {}
@@ -224,6 +228,10 @@ class StockCapture(TrainingListener):
             except UsageError as error:
                 fix = "--prism-force replaces them rank by rank, or name another folder"
                 raise UsageError(f"--prism-capture: {error.message}", fix=fix) from error
+
+    def world_known(self, world: World) -> None:
+        self.store.world = world
+        self._compare()
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start."""

@@ -8,6 +8,7 @@ for modules that are already imported run at once; such modules may have leaked 
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import", "before_first_import", "clear", "forget"]
+__all__ = ["after_import", "before_first_call", "before_first_import", "clear", "forget"]
 
 Callback = Callable[[ModuleType], None]
 
@@ -92,6 +93,25 @@ def before_first_import(package: str, trigger: Callable[[], None]) -> None:
     """Call ``trigger()`` once, when the first module of top-level ``package`` is looked for."""
     _ensure()
     _finder.triggers[package] = trigger
+
+
+def before_first_call(module: str, name: str, trigger: Callable[[], None]) -> None:
+    """Call ``trigger()`` when the imported ``module``'s function ``name`` is called first; what
+    ``trigger`` has put in its place then gets the call."""
+    owner = sys.modules.get(module)
+    if owner is None or not hasattr(owner, name):  # torch without torch.distributed
+        return
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(owner, name) is call:
+            setattr(owner, name, original)
+            trigger()
+        return getattr(owner, name)(*args, **kwargs)
+
+    call.__prism_original__ = original  # type: ignore[attr-defined]
+    setattr(owner, name, call)
 
 
 def clear() -> None:

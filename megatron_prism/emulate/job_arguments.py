@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import job_settings
+from megatron_prism.emulate.own_loop import program_settings
 
 __all__ = ["matters", "of_namespace", "of_running_job", "text_of"]
 
@@ -74,7 +75,11 @@ def matters(name: str) -> bool:
 
 
 def of_running_job() -> str:
-    """The settings of the stock job in this process, whose arguments Megatron has validated."""
+    """The settings of the stock job in this process, whose arguments Megatron has validated; of a
+    program that does not use Megatron's the words of its command line."""
+    known = sys.modules.get("megatron.training.global_vars")
+    if getattr(known, "_GLOBAL_ARGS", None) is None:
+        return job_settings.as_text(program_settings())
     from megatron.training.arguments import add_megatron_arguments
     from megatron.training.global_vars import get_args
 

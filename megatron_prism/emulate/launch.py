@@ -110,7 +110,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
     """
-    from megatron_prism.emulate import patch, summary
+    from megatron_prism.emulate import own_loop, patch, summary
     from megatron_prism.emulate.patches import moe, without_cuda
 
     run = build_run(options, session)
@@ -122,6 +122,7 @@ def attach(options: flags.Options, session: Session) -> Any:
         rank=run.options.rank,
         changes=session.changes,
     )
+    own_loop.host(context.start, run.options, run.monitor, session.changes)
     patch.apply(without_cuda.patches_for(run.tier.name), context)
     if run.recording is not None:
         patch.apply(moe.patches_for_recording(run.recording), context)
@@ -327,6 +328,11 @@ def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:
 
     def untrained() -> PrismError | None:
         # a worker of a checkpoint has the job's command line
+        if monitor.loop is not None:  # the end of the program is that of its loop
+            try:
+                monitor.loop.finish()
+            except PrismError as error:
+                return error
         if monitor.finished or exit_status.is_worker():
             return monitor.failure
         if monitor.started:

@@ -13,13 +13,17 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
+from megatron_prism.core.world import World
 from megatron_prism.emulate.device_memory import explain
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
+
+if TYPE_CHECKING:
+    from megatron_prism.emulate.own_loop import OwnLoop
 
 __all__ = ["PARTS", "TrainingMonitor"]
 
@@ -72,6 +76,7 @@ class TrainingMonitor:
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
         self._done = 0
+        self.loop: OwnLoop | None = None  # of a program that has no pretrain
 
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
@@ -98,6 +103,8 @@ class TrainingMonitor:
             key: settings.get(key)
             for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
         }
+        if self.loop is not None and not settings.get("forward_only"):
+            self.loop.begin(settings.get("model"))
 
     def microbatches(self) -> int:
         """Microbatches of the schedule that runs."""
@@ -139,6 +146,11 @@ class TrainingMonitor:
             yield
         self.labels = before  # not after an error, which these labels then explain
 
+    def world_known(self, world: World) -> None:
+        """The script's own code says the parallel sizes, and not its command line."""
+        for listener in self._hearing("world_known"):
+            listener.world_known(world)
+
     def outside_step(self, gathered: bool, begun: bool) -> None:
         """Mark everything until the next train step as not part of a steady iteration (evaluation,
         checkpointing); arguments as ``TrainingListener.outside_step``."""
@@ -153,6 +165,10 @@ class TrainingMonitor:
                 followers.enter_context(part(name))
             yield
 
+    def schedule_settings(self) -> dict[str, int]:
+        """The numbers among the schedule's arguments."""
+        return {key: int(value or 0) for key, value in self._schedule.items()}
+
     def tokens_per_iteration(self) -> int:
         """Tokens that one data-parallel rank sees in an iteration, by the schedule's arguments."""
         names = ("num_microbatches", "seq_length", "micro_batch_size")
@@ -164,8 +180,7 @@ class TrainingMonitor:
         """One of ``wanted`` train steps; the first remembers a master parameter to see it move."""
         if not self.iterations:
             self.num_parameters = _count_parameters(model)
-            if not self.shapes_only:
-                self._before = _fingerprint(optimizer)
+            self.remember(optimizer)
         self.iterations.append(Iteration(len(self.iterations) + 1, time.perf_counter_ns()))
         for listener in self._hearing("iteration_started"):
             listener.iteration_started(len(self.iterations), wanted, model, optimizer)
@@ -173,6 +188,11 @@ class TrainingMonitor:
         with self.device_memory():
             yield
         self.iterations[-1].wall_ns = time.perf_counter_ns() - start
+
+    def remember(self, optimizer: object) -> None:
+        """Keep a master parameter of ``optimizer``, to see whether it moves."""
+        if not self.shapes_only and optimizer is not None:
+            self._before = _fingerprint(optimizer)
 
     @contextlib.contextmanager
     def device_memory(self) -> Iterator[None]:
@@ -211,6 +231,8 @@ class TrainingMonitor:
     def training(self, get_args: Callable[[], Any]) -> Iterator[None]:
         """Encloses ``pretrain``; gives the verdict on a normal end and on ``sys.exit(0)``."""
         self.started = True
+        if self.loop is not None:
+            self.loop.stand_back()
         try:
             with self.device_memory():
                 yield
@@ -235,6 +257,16 @@ class TrainingMonitor:
         self.moved = self.has_moved()
         if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
             self.check(1 if early else max(1, wanted))
+        self._tell_finished()
+
+    def finish_steps(self) -> None:
+        """As ``finish`` for a program of which nobody knows how many steps it should make."""
+        self.finished = True
+        self.expected, self.moved = self.steps, self.has_moved()
+        self.check(1)
+        self._tell_finished()
+
+    def _tell_finished(self) -> None:
         for listener in self._hearing("finished"):
             try:
                 listener.finished()

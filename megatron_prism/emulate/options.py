@@ -85,6 +85,19 @@ def target_world(args: argparse.Namespace, env: Mapping[str, str], launched: boo
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 
 
+def world_of_sizes(size: int, given: Mapping[str, Any]) -> World:
+    """The world of ``initialize_model_parallel(**given)``; WorldError names our flags."""
+    sizes = {
+        name: given.get(flag.removeprefix("--").replace("-", "_"), 1) or 1
+        for flag, name in SIZES.items()
+    }
+    sizes["etp"] = given.get("expert_tensor_parallel_size") or sizes["tp"]
+    try:
+        return World(size=size, order=given.get("order", World.order), **sizes)
+    except WorldError as error:
+        raise WorldError(error.message, fix=_in_flags(error.fix)) from None
+
+
 def _in_flags(fix: str | None) -> str | None:
     """``size=56`` of a World's fix as the flag that says it."""
     names = {name: flag for flag, name in SIZES.items()} | {"size": "--prism-world-size"}

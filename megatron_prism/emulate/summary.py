@@ -10,12 +10,13 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.units import format_bytes
+from megatron_prism.core.world import World
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run
@@ -177,6 +178,19 @@ class Reporter(TrainingListener):
         if calibration is None:
             return None, f"unknown: nobody measured communicators on {device}"
         return calibration.nccl(connected_by(world.tally)), f"modelled: {calibration.source}"
+
+    def world_known(self, world: World) -> None:
+        """UsageError if something has needed the parallel sizes before."""
+        before, self.options = self.options, replace(self.options, world=world)
+        if world == before.world:
+            return
+        if before.pace or before.hang:
+            raise UsageError(
+                "--prism-pace and --prism-fault must know the parallel sizes before the script "
+                "says them",
+                fix='say them: PRISM_ARGS="--tensor-model-parallel-size 2 …"',
+            )
+        self._say(f"  the script makes rank {before.rank} {coordinates(self.options)}")
 
     def finished(self) -> None:
         """Print the summary; write the artefact folder once all local ranks have finished."""

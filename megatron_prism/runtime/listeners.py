@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from torch import distributed as dist
 
+from megatron_prism.core.world import World
+
 __all__ = ["Answer", "Args", "CallListener", "Kwargs", "TrainingListener", "overriding"]
 
 
@@ -25,6 +27,10 @@ Answer = Callable[..., dist.Work | None]  # called with the group, then args and
 
 class TrainingListener(Protocol):
     """Follows the training of one rank.  ``emulate.monitor.TrainingMonitor`` calls it."""
+
+    def world_known(self, world: World) -> None:
+        """The job's parallel sizes, where its command line did not say them."""
+        return
 
     def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
         """Train step ``number`` (from 1) of ``wanted`` is about to start; ``model``: its chunks."""

@@ -6,8 +6,9 @@ curves; an emulated job has no business there.  With all ranks local the job is 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,52 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
         return call
 
     context.replace(module, "save_checkpoint", make)
+
+
+def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
+    """The same where a program calls megatron.core itself.  What it has not saved, or shapes could
+    not hold, it "loads" as the model has it."""
+    unsaved: set[str] = set()
+
+    def given(
+        original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        if context.monitor.loop is None or context.all_local():
+            return None
+        return inspect.signature(original).bind(*args, **kwargs).arguments
+
+    def save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked = given(original, args, kwargs)
+            if asked is None:
+                return original(*args, **kwargs)
+            context.monitor.outside_step(gathered=False, begun=True)
+            if not unsaved and context.leads:
+                why = "those of an emulated job are meaningless"
+                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+            unsaved.add(str(asked["checkpoint_dir"]))
+            return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
+
+        return call
+
+    def load(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            asked = given(original, args, kwargs)
+            if asked is None or not (context.meta or str(asked["checkpoint_dir"]) in unsaved):
+                return original(*args, **kwargs)
+            from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+            held = dict_list_map_outplace(
+                lambda one: getattr(one, "data", getattr(one, "obj", one)),
+                asked["sharded_state_dict"],
+            )
+            returns = "return" in str(asked.get("strict", "")).lower()
+            return (held, set(), set()) if returns else held
+
+        return call
+
+    context.replace(module, "save", save)
+    context.replace(module, "load", load)
 
 
 def _only_real(
@@ -217,6 +264,15 @@ PATCHES: tuple[Patch, ...] = (
         "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
         _no_checkpoints,
         targets=("save_checkpoint",),
+        purpose=PROTECTS,
+    ),
+    Patch(
+        "no-own-checkpoints",
+        "megatron.core.dist_checkpointing.serialization",
+        "a program without Megatron's pretrain would write among the real job's shards",
+        "core/dist_checkpointing/serialization.py:349 @0.19.0",
+        _no_own_checkpoints,
+        targets=("save", "load"),
         purpose=PROTECTS,
     ),
     Patch(

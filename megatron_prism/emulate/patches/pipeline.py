@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
-from megatron_prism.emulate.patches.startup import _get_args
 from megatron_prism.runtime.world import current, values_of
 
 __all__ = ["tokens_of"]
@@ -333,7 +332,8 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
                         zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
                 before, behind = ([one[0] * n, *one[1:]] for n in long)
             else:
-                before = behind = _shape_here(self.config, send_next, send_prev)
+                settings = context.monitor.schedule_settings()
+                before = behind = _shape_here(self.config, settings, send_next, send_prev)
             return (  # a local peer has said it
                 before if recv_prev and not all(prev) else prev,
                 behind if recv_next and not all(after) else after,
@@ -344,16 +344,15 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.P2PCommunicator, "_communicate_shapes", shapes)
 
 
-def _shape_here(config: Any, *sent: Any) -> list[int]:
+def _shape_here(config: Any, settings: Mapping[str, int], *sent: Any) -> list[int]:
     """The shape a peer would announce: what we send it, else [sequence, micro-batch, hidden]."""
     for tensor in sent:
         if tensor is not None:
             return list(tensor.shape)
-    settings = _get_args()
-    tokens = settings.seq_length // config.context_parallel_size
+    tokens = settings["seq_length"] // config.context_parallel_size
     if config.sequence_parallel:
         tokens //= config.tensor_model_parallel_size
-    return [tokens, settings.micro_batch_size, config.hidden_size]
+    return [tokens, settings["micro_batch_size"], config.hidden_size]
 
 
 def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], Iterator[int]]:

@@ -8,6 +8,7 @@ or a dispatcher: patches answer questions that only absent ranks could answer.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,25 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
 
     context.replace(module.RankGenerator, "get_ranks", get_ranks)
     context.replace(module, "create_group", create_group)
+
+
+def _sizes_in_code(module: ModuleType, context: PatchContext) -> None:
+    """A program without Megatron's arguments says its parallel sizes here for the first time."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if context.monitor.loop is not None:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                size = torch.distributed.get_world_size()
+                context.monitor.world_known(options.world_of_sizes(size, bound.arguments))
+            return original(*args, **kwargs)
+
+        return call
+
+    context.replace(module, "initialize_model_parallel", make)
 
 
 # -- start-up --------------------------------------------------------------------------------------
@@ -191,6 +211,10 @@ def _build_indices(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if context.leads and context.rank != 0 and not _helpers_present():
+                from megatron.core.datasets.utils import compile_helpers
+
+                compile_helpers()  # a script of one's own had rank 0 do it
             with _acting_as_rank_0(context):
                 return original(*args, **kwargs)
 
@@ -264,6 +288,14 @@ PATCHES: tuple[Patch, ...] = (
             "create_group",
         ),
         purpose=SPEEDS_UP,
+    ),
+    Patch(
+        "sizes-in-code",
+        "megatron.core.parallel_state",
+        "the parallel sizes of a program without Megatron's arguments",
+        "core/parallel_state.py:545 @0.16.1; :601 @0.19.0",
+        _sizes_in_code,
+        targets=("initialize_model_parallel",),
     ),
     Patch(
         "own-batches",
