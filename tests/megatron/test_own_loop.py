@@ -56,7 +56,7 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
         assert "tp 1 ranks 8" in said, said
         assert "dp=2 tp=1" in said
         assert "3 optimizer steps applied of 3" in said
-        assert "6 calls" in said and "DATA_PARALLEL_GROUP" in said
+        assert "6 calls    48.75 KiB  DATA_PARALLEL_GROUP (4)" in said
     assert not (tmp_path / "checkpoint").exists()
     assert (tmp_path / "slices/slice-000005.prism").exists()
     for name, fix in (
@@ -68,4 +68,5 @@ def test_programs_are_hosted_or_refused(tmp_path, monkeypatch):
     ):
         status, said = found[name]
         assert status, name
-        assert "prism: error:" in said and fix in said, said
+        assert "prism: error:" in said, said
+        assert fix in said

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -332,8 +332,7 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
                         zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
                 before, behind = ([one[0] * n, *one[1:]] for n in long)
             else:
-                settings = context.monitor.schedule_settings()
-                before = behind = _shape_here(self.config, settings, send_next, send_prev)
+                before = behind = _shape_here(self.config, context, send_next, send_prev)
             return (  # a local peer has said it
                 before if recv_prev and not all(prev) else prev,
                 behind if recv_next and not all(after) else after,
@@ -344,11 +343,12 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.P2PCommunicator, "_communicate_shapes", shapes)
 
 
-def _shape_here(config: Any, settings: Mapping[str, int], *sent: Any) -> list[int]:
+def _shape_here(config: Any, context: PatchContext, *sent: Any) -> list[int]:
     """The shape a peer would announce: what we send it, else [sequence, micro-batch, hidden]."""
     for tensor in sent:
         if tensor is not None:
             return list(tensor.shape)
+    settings = context.monitor.schedule_settings()
     tokens = settings["seq_length"] // config.context_parallel_size
     if config.sequence_parallel:
         tokens //= config.tensor_model_parallel_size

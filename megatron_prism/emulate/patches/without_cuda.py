@@ -130,16 +130,6 @@ def _no_affinity(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
 
 
-def _refuse_allgather(module: ModuleType, context: PatchContext) -> None:
-    """This dispatcher sizes its tensors by the routing itself, which shapes do not have."""
-    make = refused(
-        "--moe-token-dispatcher-type allgather sizes its tensors by the router's choices, "
-        "and tier meta has none",
-        "use --moe-token-dispatcher-type alltoall, or --prism-tier cpu",
-    )
-    context.replace(module.MoEAllGatherTokenDispatcher, "__init__", make)
-
-
 def _refuse_offloading(module: ModuleType, context: PatchContext) -> None:
     """Nothing would leave the counted bytes: tensors of one device are not moved."""
     make = refused(
@@ -289,14 +279,6 @@ _KERNELS_META: tuple[Patch, ...] = (
         _refuse_offloading,
         targets=("ChunkOffloadHandler.__init__",),
     ),
-    Patch(
-        "refuse-allgather",
-        "megatron.core.transformer.moe.token_dispatcher",
-        "its tensors are sized by values",
-        "core/transformer/moe/token_dispatcher.py (MoEAllGatherTokenDispatcher)",
-        _refuse_allgather,
-        targets=("MoEAllGatherTokenDispatcher.__init__",),
-    ),
 )
 
 
@@ -427,6 +409,46 @@ def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", make)
 
 
+def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
+    """As ``_balanced_splits`` where every rank gathers all tokens and keeps those of its experts
+    (core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher.dispatch_postprocess).
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, hidden_states: Any, probs: Any) -> Any:
+            self.hidden_shape_before_permute = hidden_states.shape
+            local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+            self.local_map = self.routing_map[:, local].contiguous()
+            chosen = probs[:, local].contiguous()
+            self.local_map.sum(dim=0).long()  # the counts that the host would read
+            if cuda.watcher is not None:
+                cuda.watcher.host_waited("token counts")
+            splits = stand_ins.balanced_splits(
+                total=self.routing_map.shape[0] * self.config.moe_router_topk,
+                num_experts=self.config.num_moe_experts,
+                local=self.local_expert_indices,
+                ep_size=1,
+                tp_size=1,
+            )
+            counts["made_up"] = True
+            total = int(splits.per_local_expert.sum())
+            permuted, _, self.reversed_local_input_permutation_mapping, *_ = module.permute(
+                hidden_states,
+                self.local_map,
+                num_out_tokens=total,
+                fused=self.config.moe_permute_fusion,
+            )
+            self.local_probs = stand_ins.masked_select(
+                chosen.T.contiguous(), self.local_map.T.contiguous(), total
+            )
+            self.routing_map = None
+            return permuted, splits.per_local_expert, self.local_probs
+
+        return call
+
+    context.replace(module.MoEAllGatherTokenDispatcher, "dispatch_postprocess", make)
+
+
 def _static_permute(module: ModuleType, context: PatchContext) -> None:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
 
@@ -529,6 +551,14 @@ PATCHES_META: tuple[Patch, ...] = (
         "core/transformer/moe/token_dispatcher.py:871 @0.16.1",
         _balanced_splits,
         targets=("MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",),
+    ),
+    Patch(
+        "balanced-gathered",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "the same where all tokens are gathered",
+        "core/transformer/moe/token_dispatcher.py:299 @0.16.1; :321 @0.19.0",
+        _balanced_gathered,
+        targets=("MoEAllGatherTokenDispatcher.dispatch_postprocess",),
     ),
     Patch(
         "always-finite",

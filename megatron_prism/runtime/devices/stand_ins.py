@@ -27,6 +27,7 @@ __all__ = [
     "SequenceParallelNorm",
     "balanced_splits",
     "context_parallel_attention",
+    "masked_select",
     "permute_shapes",
 ]
 
@@ -184,6 +185,32 @@ def balanced_splits(
         table=torch.from_numpy(np.tile(here, (tp_size * ep_size, 1))),
         per_local_expert=torch.from_numpy(here * tp_size * ep_size),
     )
+
+
+class _MaskedSelect(torch.autograd.Function):
+    """``Tensor.masked_select`` on shapes: saves the mask; indices of 8 bytes pass, two an entry."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, values: torch.Tensor, mask: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
+        out = values.new_empty(count)
+        fused("masked_select", 0, values, mask, where, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        into = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
+        fused("masked_select_backward", 0, grad, mask, into)
+        return into, None, None
+
+
+def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true."""
+    return _MaskedSelect.apply(values, mask, count)
 
 
 def permute_shapes(
