@@ -51,12 +51,12 @@ def host(
     def init_process_group(*args: object, **kwargs: object) -> None:
         given = signature.bind(*args, **kwargs).arguments
         if given.get("backend") == "prism" or dist.is_initialized():
-            return original(*args, **kwargs)  # type: ignore[arg-type]
+            original(*args, **kwargs)  # type: ignore[arg-type]
+            return
         _check(options, given)
         if not monitor.started:
             monitor.loop = OwnLoop(monitor, changes)
         start()
-        return None
 
     for place in _PLACES:
         changes.set(place, "init_process_group", init_process_group)

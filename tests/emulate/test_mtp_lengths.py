@@ -76,7 +76,7 @@ def test_what_comes_is_what_the_peer_sends(layout, microbatches):
         assert lengths(layout, stages, stage, microbatches=microbatches)[1] == returned
 
 
-def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
+def test_a_flag_without_a_layout_makes_nothing_longer():
     """--mtp-standalone alone: Megatron asks for shapes, and they are those of one sequence."""
     from megatron_prism.emulate.patches import pipeline
 
@@ -96,9 +96,10 @@ def test_a_flag_without_a_layout_makes_nothing_longer(monkeypatch):
         def _communicate(self):
             pass
 
-    settings = SimpleNamespace(seq_length=32, micro_batch_size=3)
-    monkeypatch.setattr(pipeline, "_get_args", lambda: settings)
-    pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), patching.context())
+    context = patching.context()
+    settings = {"seq_length": 32, "micro_batch_size": 3}
+    context.monitor = SimpleNamespace(schedule_settings=lambda: settings)
+    pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), context)
     assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
 
 

@@ -327,7 +327,7 @@ def _label_receives(module: ModuleType, context: PatchContext) -> None:
             if getattr(self.config, "mtp_standalone", False) and layout is not None:
                 if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
                     self._prism_lengths = mtp_lengths(self, context.monitor.microbatches())
-                one = _shape_here(self.config)
+                one = _shape_here(self.config, context)
                 long = [next(side) if asked else 1 for side, asked in
                         zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
                 before, behind = ([one[0] * n, *one[1:]] for n in long)
