@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,13 +22,23 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate.device_memory import explain
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
 
-if TYPE_CHECKING:
-    from megatron_prism.emulate.own_loop import OwnLoop
-
 __all__ = ["PARTS", "TrainingMonitor"]
 
 # Of which memory's peak is kept apart; a job without evaluation has none of it.
 PARTS = ("first iteration", "steady iteration", "optimizer step", "evaluation", "checkpoint")
+
+
+class Loop(Protocol):
+    """A training loop that is not Megatron's, which tells the monitor of its train steps."""
+
+    def begin(self, model: object) -> None:
+        """A training schedule of ``model`` starts."""
+
+    def finish(self) -> None:
+        """The program has ended; raises NotTrainedError as ``TrainingMonitor.check``."""
+
+    def stand_back(self) -> None:
+        """Follow no longer."""
 
 
 @dataclass
@@ -76,7 +86,7 @@ class TrainingMonitor:
         self._before: tuple[torch.Tensor, float] | None = None
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
         self._done = 0
-        self.loop: OwnLoop | None = None  # of a program that has no pretrain
+        self.loop: Loop | None = None  # of a program that has no pretrain
 
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
