@@ -57,14 +57,14 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     unsaved: set[str] = set()
 
     def given(
-        original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        original: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> dict[str, Any] | None:
         if context.monitor.loop is None or context.all_local():
             return None
         return inspect.signature(original).bind(*args, **kwargs).arguments
 
-    def save(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def save(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             asked = given(original, args, kwargs)
             if asked is None:
                 return original(*args, **kwargs)
@@ -77,8 +77,8 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
 
         return call
 
-    def load(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def load(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             asked = given(original, args, kwargs)
             if asked is None or not (context.meta or str(asked["checkpoint_dir"]) in unsaved):
                 return original(*args, **kwargs)

@@ -60,10 +60,10 @@ def _fast_groups(module: ModuleType, context: PatchContext) -> None:
 def _sizes_in_code(module: ModuleType, context: PatchContext) -> None:
     """A program without Megatron's arguments says its parallel sizes here for the first time."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
         signature = inspect.signature(original)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             if context.monitor.loop is not None:
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()

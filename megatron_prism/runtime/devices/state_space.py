@@ -1,0 +1,485 @@
+"""Virtual mamba-ssm, causal-conv1d and flash-linear-attention: kernels as shapes and bytes.
+
+``add_modules(changes)`` puts modules of these names into ``sys.modules``: the packages are CUDA
+kernels and do not install without nvcc.  Each function takes and saves for backward what the real
+one does (mamba_ssm 2.3: ops/triton/ssd_combined.py, layernorm_gated.py; causal_conv1d 1.6; fla 0.4:
+ops/gated_delta_rule/chunk.py, modules/convolution.py, l2norm.py).  Assumed: the buffers between
+kernels live as long as their names do there, and chunks are full.  There are no values: on tensors
+that have some a kernel is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import math
+import re
+import sys
+import types
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.runtime.devices.kernels import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+
+__all__ = ["add_modules", "rearrange"]
+
+_DELTA_CHUNK = 64  # of the gated delta rule, by default
+
+
+def _only_shapes(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_meta:
+        raise UnsupportedError(
+            f"{name} is a CUDA kernel, and without a GPU it has shapes and no values",
+            fix="use --prism-tier meta or --prism-tier cuda; or leave out the layers that need it "
+            "(M in --hybrid-layer-pattern, --experimental-attention-variant)",
+        )
+
+
+def _like(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if t is None else torch.empty_like(t) for t in tensors)
+
+
+# -- mamba-ssm -------------------------------------------------------------------------------------
+
+
+class _Scan:
+    """Sizes of a selective scan over ``[batch, length]`` tokens, in chunks, and its buffers."""
+
+    def __init__(self, x: torch.Tensor, b: torch.Tensor, chunk: int) -> None:
+        self.x, (self.batch, self.length, self.heads, self.size) = x, x.shape
+        self.groups, self.states = b.shape[2:]
+        self.chunk, self.chunks = chunk, math.ceil(self.length / chunk)
+
+    def per_head(self) -> torch.Tensor:
+        """fp32, one number a head and token."""
+        sizes = (self.batch, self.heads, self.chunks, self.chunk)
+        return self.x.new_empty(sizes, dtype=torch.float32)
+
+    def products(self) -> torch.Tensor:
+        """fp32, C times B inside every chunk."""
+        sizes = (self.batch, self.chunks, self.groups, self.chunk, self.chunk)
+        return self.x.new_empty(sizes, dtype=torch.float32)
+
+    def at_chunks(self, dtype: torch.dtype) -> torch.Tensor:
+        """The state at every chunk's end."""
+        sizes = (self.batch, self.chunks, self.heads, self.size, self.states)
+        return self.x.new_empty(sizes, dtype=dtype)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass: C B in chunks, states, and both products that make the output."""
+        tokens = self.batch * self.length
+        inside = self.chunk * (self.groups * self.states + self.heads * self.size)
+        return 2 * tokens * (inside + 2 * self.heads * self.size * self.states)
+
+    def forward(self, dtype: torch.dtype, gate: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """(out, out before the gate, cumulated decay)."""
+        decay, step = self.per_head(), self.per_head()
+        states = self.at_chunks(torch.float32)
+        passed = self.at_chunks(dtype)
+        del states
+        products = self.products()
+        shape = (self.batch, self.length, self.heads, self.size)
+        out = self.x.new_empty(shape)
+        before = out if gate is None else self.x.new_empty(shape)
+        fused("ssd_scan", self.flops, self.x, decay, step, passed, products, out, gate)
+        return out, before, decay
+
+    def backward(self, grad: torch.Tensor, keep: torch.dtype) -> None:
+        """The buffers of the backward pass, beside the gradients that it returns."""
+        step = grad.new_empty(self.batch, self.length, self.heads)
+        decay, times = self.per_head(), self.per_head()
+        products = self.products()
+        states = self.at_chunks(torch.float32)
+        passed = self.at_chunks(torch.float32)
+        del states
+        wide = self.at_chunks(torch.float32)
+        grads, kept = self.at_chunks(keep), self.at_chunks(keep)
+        del passed, wide
+        of_step = self.per_head()
+        tokens = (self.batch, self.length, self.groups, self.states)
+        of_b, of_c = (grad.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+        after, before, of_products = self.per_head(), self.per_head(), self.products()
+        fused("ssd_scan_backward", 5 * self.flops // 2, grad, self.x, step, decay, times, products,
+              grads, kept, of_step, of_b, of_c, after, before, of_products)  # fmt: skip
+
+
+class _SplitConvScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        zxbcdt: torch.Tensor,
+        conv: tuple[torch.Tensor, torch.Tensor | None],
+        rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sizes: tuple[int, int, int, torch.dtype | None],
+        *leaves: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weight, (d, chunk) = conv[0], (rest[2], sizes[0])
+        heads, size = (d.shape[0], sizes[1]) if d.dim() == 1 else d.shape
+        batch, length, _ = zxbcdt.shape
+        groups, inner = sizes[2], heads * size
+        states = (weight.shape[0] - inner) // groups // 2
+        mixed = zxbcdt.new_empty(batch, length, weight.shape[0])
+        fused("causal_conv1d", 0, mixed, mixed)
+        x = mixed[..., :inner].view(batch, length, heads, size)
+        b = mixed[..., inner : inner + groups * states].view(batch, length, groups, states)
+        scan = _Scan(x, b, chunk)
+        out, before, _ = scan.forward(sizes[3] or zxbcdt.dtype, x)
+        scan.x = scan.x.new_empty(0)  # the mixed tokens are made again
+        ctx.save_for_backward(zxbcdt, before, *leaves)
+        ctx.scan, ctx.keep = scan, sizes[3] or zxbcdt.dtype
+        return out.view(batch, length, inner)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        zxbcdt, _, *leaves = ctx.saved_tensors
+        mixed = zxbcdt.new_empty(*zxbcdt.shape[:2], leaves[0].shape[0])
+        into, of_mixed = torch.empty_like(zxbcdt), torch.empty_like(mixed)
+        ctx.scan.backward(grad, ctx.keep)
+        fused("causal_conv1d_backward", 0, mixed, of_mixed, into)
+        return into, None, None, None, *_like(*leaves)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: torch.Tensor,
+    conv1d_weight: torch.Tensor,
+    conv1d_bias: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803 - mamba's names
+    D: torch.Tensor,  # noqa: N803
+    chunk_size: int,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    dt_limit: object = None,
+    return_final_states: bool = False,
+    activation: str = "silu",
+    rmsnorm_weight: torch.Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: torch.Tensor | None = None,
+    outproj_bias: torch.Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Convolution, scan and gate of ``zxbcdt`` [batch, length, …]: [batch, length, heads * size].
+
+    Saved: the input, the scan's output before the gate, and the parameters.
+    """
+    _only_shapes("mamba_split_conv1d_scan_combined", zxbcdt)
+    if rmsnorm_weight is not None or outproj_weight is not None or return_final_states:
+        raise UnsupportedError(
+            "mamba_split_conv1d_scan_combined with its own norm or projection has no stand-in",
+            fix="use Megatron's layers, or --prism-tier cuda",
+        )
+    leaves = (conv1d_weight, conv1d_bias, dt_bias, A, D)
+    sizes = (chunk_size, headdim or 0, ngroups, state_dtype)
+    return _SplitConvScan.apply(
+        zxbcdt, (conv1d_weight, conv1d_bias), (dt_bias, A, D), sizes, *leaves
+    )
+
+
+class _ChunkScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        sizes: tuple[int, torch.dtype | None],
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        *leaves: torch.Tensor | None,
+    ) -> torch.Tensor:
+        scan = _Scan(x, b, sizes[0])
+        out, before, decay = scan.forward(sizes[1] or c.dtype, leaves[1])
+        ctx.save_for_backward(before, decay, x, dt, a, b, c, *leaves)
+        ctx.chunk, ctx.keep = sizes[0], sizes[1] or x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        _, _, x, dt, a, b, c, *leaves = ctx.saved_tensors
+        grads = _like(x, dt, a, b, c, *leaves)
+        _Scan(x, b, ctx.chunk).backward(grad, ctx.keep)
+        return None, *grads
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    chunk_size: int,
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: object = None,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The scan of ``x`` [batch, length, heads, size] alone; B, C [batch, length, groups, states].
+
+    Saved: all of these, the output before the gate ``z``, and the cumulated decay in fp32.
+    """
+    _only_shapes("mamba_chunk_scan_combined", x)
+    if return_final_states or return_varlen_states:
+        raise UnsupportedError("final states of a Mamba scan have no stand-in without a GPU",
+                               fix="--prism-tier cuda")  # fmt: skip
+    return _ChunkScan.apply((chunk_size, state_dtype), x, dt, A, B, C, D, z, dt_bias)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        z: torch.Tensor | None,
+        groups: int,
+    ) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows = x.new_empty(groups * (x.numel() // x.shape[-1]), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, z, rows)
+        fused("gated_rms_norm", 0, x, weight, z, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        x, weight, z, _ = ctx.saved_tensors
+        grads = _like(x, weight, z)
+        fused("gated_rms_norm_backward", 0, grad, x, z, *grads)
+        return *grads, None
+
+
+class RMSNorm(torch.nn.Module):
+    """mamba_ssm's norm in groups, with a gate ``z`` or without."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        _only_shapes("mamba_ssm's gated norm", x)
+        return _GatedNorm.apply(x, self.weight, z, x.shape[-1] // (self.group_size or x.shape[-1]))
+
+
+# -- causal-conv1d, and fla's ----------------------------------------------------------------------
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(x, weight, bias)
+        fused("causal_conv1d", 0, x, weight, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        x, *leaves = ctx.saved_tensors
+        wide = [t.new_empty(t.shape, dtype=torch.float32) for t in leaves if t is not None]
+        grads = _like(x, *leaves)
+        fused("causal_conv1d_backward", 0, grad, x, *wide, grads[0])
+        return grads
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """A depthwise convolution of ``x`` [batch, channels, length]; saved: ``x`` and the weights."""
+    _only_shapes("causal_conv1d_fn", x)
+    return _Conv.apply(x, weight, bias)
+
+
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
+) -> tuple[torch.Tensor, None]:
+    """fla's of ``x`` [batch, length, channels], and no final state."""
+    _only_shapes("fla's causal_conv1d", x)
+    return _Conv.apply(x, weight, bias), None
+
+
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, x: torch.Tensor) -> torch.Tensor:
+        out, rows = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(out, rows)
+        fused("l2norm", 0, x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
+        out, _ = ctx.saved_tensors
+        into = torch.empty_like(out)
+        fused("l2norm_backward", 0, grad, out, into)
+        return into
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: object = None) -> torch.Tensor:
+    """Rows of length 1; saved: the result, and one number a row."""
+    _only_shapes("fla's l2norm", x)
+    return _L2Norm.apply(x)
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        decay = g.new_empty(g.shape, dtype=torch.float32)
+        inside = k.new_empty(*k.shape[:-1], _DELTA_CHUNK)
+        w, u = torch.empty_like(k), torch.empty_like(v)
+        states, new = _delta_states(k, v), torch.empty_like(v)
+        out = torch.empty_like(v)
+        flops = _delta_flops(k, v)
+        fused("gated_delta_rule", flops, q, k, v, decay, inside, w, u, states, new, out)
+        ctx.save_for_backward(q, k, v, decay, beta, inside)
+        ctx.g = g.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        q, k, v, decay, beta, _ = ctx.saved_tensors
+        w, u, states, new = torch.empty_like(k), torch.empty_like(v), None, torch.empty_like(v)
+        states, of_states = _delta_states(k, v), _delta_states(k, v)
+        of_new = torch.empty_like(v)
+        of_q, of_k, of_w, of_decay = _like(q, k, k, decay)
+        again, of_v, of_beta, more = _like(k, v, beta, decay)
+        flops = 5 * _delta_flops(k, v) // 2
+        fused("gated_delta_rule_backward", flops, grad, q, k, v, w, u, states, of_states, new,
+              of_new, of_q, of_k, of_w, again, of_v)  # fmt: skip
+        del of_w, again, more
+        assert of_decay is not None
+        return of_q, of_k, of_v, of_decay.to(ctx.g), of_beta
+
+
+def _delta_states(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    batch, length, heads, size = k.shape
+    return k.new_empty(batch, math.ceil(length / _DELTA_CHUNK), heads, size, v.shape[-1])
+
+
+def _delta_flops(k: torch.Tensor, v: torch.Tensor) -> int:
+    tokens = k.shape[0] * k.shape[1] * k.shape[2]
+    size, width = k.shape[-1], v.shape[-1]
+    return 2 * tokens * (3 * size * width + _DELTA_CHUNK * (2 * size + 2 * width))
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    output_final_state: bool = False,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """Linear attention with a gated delta rule: q, k [batch, length, heads, size], v […, width].
+
+    Saved: all inputs, the cumulated gate in fp32, and a matrix of a chunk's size a head and token.
+    """
+    _only_shapes("fla's chunk_gated_delta_rule", q)
+    return _DeltaRule.apply(q, k, v, g, beta), None
+
+
+# -- einops, where it is missing -------------------------------------------------------------------
+
+
+def rearrange(tensor: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+    """einops.rearrange: ``"b l (h p) -> b l h p"`` with ``p=64``; a copy only where one is due."""
+    before, after = (_axes(side) for side in pattern.split("->"))
+    known, shape = dict(sizes), []
+    for axes, size in zip(before, tensor.shape, strict=True):
+        given = math.prod(known[name] for name in axes if name in known)
+        missing = [name for name in axes if name not in known]
+        if missing:
+            known[missing[0]] = size // given
+        shape += [known[name] for name in axes]
+    names = [name for axes in before for name in axes]
+    order = [names.index(name) for axes in after for name in axes]
+    out = tensor.reshape(shape).permute(order)
+    return out.reshape([math.prod(known[name] for name in axes) for axes in after])
+
+
+def _axes(side: str) -> list[Sequence[str]]:
+    """``"b (h p) 1"`` as [["b"], ["h", "p"], []]: a 1 is an axis of no names."""
+    found = re.findall(r"\(([^)]*)\)|(\S+)", side)
+    return [group.split() if not one else [one] if one != "1" else [] for group, one in found]
+
+
+_PACKAGES: dict[str, dict[str, object]] = {
+    "mamba_ssm": {"__version__": "2.3.0"},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    },
+    "causal_conv1d": {
+        "__version__": "1.6.0",
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": None,
+    },
+    "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": None},
+    "fla": {"__version__": "0.4.0"},
+    "fla.modules": {},
+    "fla.modules.convolution": {"causal_conv1d": causal_conv1d},
+    "fla.modules.l2norm": {"l2norm": l2norm},
+    "fla.ops": {},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+}
+
+
+def add_modules(changes: ProcessChanges) -> str:
+    """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
+    packages = dict(_PACKAGES)
+    if importlib.util.find_spec("einops") is None:
+        packages["einops"] = {"rearrange": rearrange}
+    for name, contents in packages.items():
+        module = types.ModuleType(name, "A stand-in of megatron_prism.")
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        vars(module).update(contents)
+        changes.set_item(sys.modules, name, module)
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    return "mamba-ssm, causal-conv1d, flash-linear-attention: what they allocate, no values"
