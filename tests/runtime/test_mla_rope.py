@@ -147,7 +147,7 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     from megatron_prism.emulate.patches import training as seams_training
     from megatron_prism.emulate.patches import without_cuda
 
-    class MambaMixer:
+    class HybridDeviceOptimizer:
         pass
 
     def build_module(module, inside=None):  # as core/transformer/spec_utils.py:119 @0.16.1
@@ -156,11 +156,11 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
         except Exception as e:
             raise type(e)(f"{e} when instantiating {module.__name__}") from e
 
-    module = SimpleNamespace(MambaMixer=MambaMixer, build_module=build_module)
-    without_cuda._no_mixers(module, patching.context())
+    module = SimpleNamespace(HybridDeviceOptimizer=HybridDeviceOptimizer, build_module=build_module)
+    without_cuda._no_offloaded_optimizer(module, patching.context())
     seams_training._own_words(module, patching.context())
-    with pytest.raises(UnsupportedError, match="Mamba layers are CUDA kernels") as caught:
-        module.build_module(list, lambda: module.build_module(set, MambaMixer))
+    with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload") as caught:
+        module.build_module(list, lambda: module.build_module(set, HybridDeviceOptimizer))
     assert caught.value.fix.endswith("--prism-tier cuda")
     assert "instantiating" not in str(caught.value)
 

@@ -21,7 +21,7 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import cuda_choices, kernels
+from megatron_prism.runtime.devices import cuda_choices, kernels, state_space
 from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
 
 __all__ = ["Tier", "best", "prepare"]
@@ -115,6 +115,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         version = virtual_te.VERSION
         stand_in.append(f"Transformer Engine {version}: virtual, saves what the real one saves")
     stand_in += [kernels.add_module(changes), kernels.add_modules(changes)]
+    stand_in.append(state_space.add_modules(changes))
     if importlib.util.find_spec("triton") is None:
         _stub_triton(changes)
         stand_in.append("triton: absent, its kernels are never called")

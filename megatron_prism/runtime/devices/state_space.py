@@ -423,7 +423,10 @@ def chunk_gated_delta_rule(
 
 
 def rearrange(tensor: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
-    """einops.rearrange: ``"b l (h p) -> b l h p"`` with ``p=64``; a copy only where one is due."""
+    """einops.rearrange: ``"b l (h p) -> b l h p"`` with ``p=64``; a copy only where one is due.
+
+    Axes that are new behind the arrow are repeated, as einops.repeat does.
+    """
     before, after = (_axes(side) for side in pattern.split("->"))
     known, shape = dict(sizes), []
     for axes, size in zip(before, tensor.shape, strict=True):
@@ -433,9 +436,13 @@ def rearrange(tensor: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
             known[missing[0]] = size // given
         shape += [known[name] for name in axes]
     names = [name for axes in before for name in axes]
+    more = [name for axes in after for name in axes if name not in names]
+    out = tensor.reshape(shape + [1] * len(more))
+    if more:
+        out = out.expand(shape + [known[name] for name in more])
+    names += more
     order = [names.index(name) for axes in after for name in axes]
-    out = tensor.reshape(shape).permute(order)
-    return out.reshape([math.prod(known[name] for name in axes) for axes in after])
+    return out.permute(order).reshape([math.prod(known[n] for n in axes) for axes in after])
 
 
 def _axes(side: str) -> list[Sequence[str]]:
@@ -472,7 +479,7 @@ def add_modules(changes: ProcessChanges) -> str:
     """Put them into ``sys.modules``; says what they are.  Real ones would want a device."""
     packages = dict(_PACKAGES)
     if importlib.util.find_spec("einops") is None:
-        packages["einops"] = {"rearrange": rearrange}
+        packages["einops"] = {"rearrange": rearrange, "repeat": rearrange}
     for name, contents in packages.items():
         module = types.ModuleType(name, "A stand-in of megatron_prism.")
         module.__path__ = []
