@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 _MOST_ITERATIONS = 100
+_SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
 _HOW = ("machine", "calibration", "iterations")  # arguments of replay; the others are of a what-if
 
 
@@ -46,9 +47,11 @@ def replay(args: argparse.Namespace) -> int:
                                 calibrate --host) by its index and those in the slices
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
+      tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           the steady state of the schedule, longer or shorter
     """
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.replay import whatif
     from megatron_prism.replay.priced_graph import replay as replay_programs
 
     settings = _settings(args.settings)
@@ -57,6 +60,8 @@ def replay(args: argparse.Namespace) -> int:
     check_outputs(outputs, args.force, [args.programs])
     programs = open_programs(args.programs)
     warn_without_times(programs)
+    sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
+    whatif.check_sizes(programs, sizes, settings.get("dp"))
     timeline = replay_programs(programs, what_if=_what_if(**settings), **how)
     if args.html is not None:
         write_whole(Path(args.html), timeline.to_html(), force=args.force)
@@ -83,6 +88,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "moved": arguments.name,
         "host": arguments.name,
         "nccl": arguments.name,
+        **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
     }
     return arguments.read(words, keys, "replay", several=("slow", "faster", "nccl"))

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -49,6 +49,7 @@ __all__ = [
     "scale_prices",
     "with_slow_nics",
     "with_microbatches",
+    "check_sizes",
     "move_prices",
     "price_slow_nics",
     "with_slow_ranks",
@@ -489,6 +490,44 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
     changed = dataclasses.replace(programs, programs=made, source=source)
     return with_assumption(
         changed, f"{wanted} microbatches instead of {there}: the steady state's periods repeated"
+    )
+
+
+SIZES = {  # of the model, with Megatron's flag
+    "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+}
+
+
+def check_sizes(programs: Programs, wanted: Mapping[str, int], dp: int | None = None) -> None:
+    """UsageError unless ``wanted`` (of ``SIZES``) is what was captured, for ranks of other sizes
+    run other kernels: it says which slices would tell, as many as there are stages; ``dp``: of that
+    world, None: as captured."""
+    old = programs.world
+    changed = {axis: size for axis, size in wanted.items() if size != getattr(old, axis)}
+    if not changed:
+        return
+    sizes = {axis: getattr(old, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "vpp")} | wanted
+    if "tp" in changed and "etp" not in wanted and old.etp == old.tp:
+        sizes["etp"] = sizes["tp"]
+    new = World((dp or old.dp) * sizes["tp"] * sizes["cp"] * sizes["pp"], order=old.order, **sizes)
+    ranks = format_ranks(int(new.matching(pp=stage)[0]) for stage in range(new.pp))
+    asked = " ".join(f"{axis}={size}" for axis, size in changed.items())
+    if "recipe" in programs.source:
+        words = " ".join(f"parallel.{axis}={size}" for axis, size in changed.items())
+        fix = f"prism capture {programs.source['recipe']} -o DIR {words} parallel.world_size={new.size}"
+    else:
+        words = " ".join(f"{SIZES[axis]} {size}" for axis, size in changed.items())
+        fix = f"the job with {words} --prism-world-size {new.size} --prism-capture DIR, for each"
+        fix += f" --prism-ranks of {ranks}"
+    raise UsageError(
+        f"{asked}: ranks of another size run other kernels, which slices of {old} do not have; "
+        f"{new} needs slices of ranks {ranks}, one a stage",
+        fix=f"{fix}; then prism replay DIR",
     )
 
 

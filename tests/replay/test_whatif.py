@@ -1,6 +1,7 @@
 """What-ifs against worlds that are what is asked for: simulated, built anew, captured anew."""
 
 import dataclasses
+import pathlib
 import re
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.naive_replay import Simulation, prices_of, random_programs
 
+from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
@@ -24,6 +26,7 @@ from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.whatif import with_data_parallel
 
 SEEDS = st.integers(0, 2**32)
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "slices"
 
 
 # -- slow ranks ------------------------------------------------------------------------------------
@@ -268,3 +271,27 @@ def test_factors_that_nobody_means_are_refused(factor):
     with pytest.raises(UsageError, match="is no factor"):
         whatif.parse_factor(factor)
     assert whatif.parse_factor("1e6") == 10**6
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        (
+            ["tp=4"],
+            [
+                "16 ranks",
+                "slices of ranks 0,8,",
+                "tiny-gpt_1cpu -o DIR parallel.tp=4 parallel.world_size=16",
+            ],
+        ),
+        (["pp=4", "dp=4"], ["32 ranks", "0-24:8", "parallel.pp=4"]),
+        (["vpp=2"], ["8 ranks", "0,4,", "parallel.vpp=2"]),
+    ],
+)
+def test_sizes_that_were_not_captured_say_which_slices_they_need(words, needs, capsys):
+    """dense_pp2 is tp 2, dp 2, pp 2."""
+    job = str(GOLDEN / "dense_pp2")
+    assert cli.main(["replay", job, *words]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert [text for text in needs if text not in said] == []
+    assert cli.main(["replay", job, "tp=2", "pp=2", "cp=1"]) == 0
