@@ -47,6 +47,9 @@ def replay(args: argparse.Namespace) -> int:
                                 calibrate --host) by its index and those in the slices
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
+      network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:2:
+                                and those above leaf switches, half as many
+      slow_rail=3:0.5 …         the NICs of place 3 of every node have half the bandwidth
       tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           the steady state of the schedule, longer or shorter
     """
@@ -88,10 +91,12 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "moved": arguments.name,
         "host": arguments.name,
         "nccl": arguments.name,
+        "network": arguments.name,
+        "slow_rail": _slow_rail,
         **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
     }
-    return arguments.read(words, keys, "replay", several=("slow", "faster", "nccl"))
+    return arguments.read(words, keys, "replay", several=("slow", "faster", "nccl", "slow_rail"))
 
 
 def _slow(text: str) -> tuple[str, str]:
@@ -100,6 +105,18 @@ def _slow(text: str) -> tuple[str, str]:
     if not colon or not ranks:
         raise UnitError("it needs ranks and a factor", fix="slow=517:1.2, slow=pp=3,tp=0:1.2")
     return ranks, factor
+
+
+def _slow_rail(text: str) -> tuple[int, float]:
+    """``place:factor``."""
+    place, _, part = text.partition(":")
+    try:
+        found = int(place), float(part)
+    except ValueError:
+        found = -1, 0.0
+    if found[0] < 0 or not 0 < found[1] <= 1:
+        raise UnitError("it needs a place in the node and a part of 1", fix="slow_rail=3:0.5")
+    return found
 
 
 def _faster(text: str) -> tuple[str, str]:
@@ -114,8 +131,15 @@ def _what_if(
     slow: Sequence[tuple[str, str]] = (),
     faster: Sequence[tuple[str, str]] = (),
     nccl: Sequence[str] = (),
+    slow_rail: Sequence[tuple[int, float]] = (),
     **others: Any,
 ) -> WhatIf:
     from megatron_prism.replay.priced_graph import WhatIf
 
-    return WhatIf(slow=tuple(slow), faster=tuple(faster), nccl=tuple(nccl), **others)
+    return WhatIf(
+        slow=tuple(slow),
+        faster=tuple(faster),
+        nccl=tuple(nccl),
+        slow_rails=tuple(slow_rail),
+        **others,
+    )

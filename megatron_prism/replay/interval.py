@@ -123,6 +123,8 @@ class _Variations:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.dag, self.prices = timeline, timeline.dag, timeline.prices
         self.durations = durations_of(self.dag, self.prices)
+        # not that of the timeline where calls share links: all are compared without
+        self.base = timeline.iteration_with(self.durations)
         programs = timeline.graph.programs
         self.tier = programs.source.get("tier", "")
         self.knows_host = any(program.knows_host for program in programs.programs)
@@ -220,7 +222,7 @@ class _Variations:
             durations = self.durations.copy()
             for one, mine in parts:
                 durations[mine] = np.rint(durations[mine] * getattr(one, end))
-            ends.append(self.timeline.iteration_with(durations) - self.timeline.iteration_ns)
+            ends.append(self.timeline.iteration_with(durations) - self.base)
         return Uncertainty(what, max(0, -ends[0]), max(0, ends[1]), why, fix)
 
 

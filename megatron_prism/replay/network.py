@@ -1,8 +1,9 @@
 """Replay with shared links, ranks that stop and ops that never end.
 
 In : a Dag, a duration for every node, and what is in the way: links, faults.  Out: Outcome, also of
-a world that hangs.  Discrete events in whole nanoseconds; without links and faults the result is
-``timeline.evaluate``'s, to the last digit.
+a world that hangs; of a ``Topology`` also which links are busy for how long.  Discrete events in
+whole nanoseconds; without links and faults the result is ``timeline.evaluate``'s, to the last
+digit.
 
 Links are shared as a fluid, in equal parts: of k transfers on a link each moves at 1/k of the speed
 that it has alone, at the k of its fullest link.  NCCL's kernels run side by side and their packets
@@ -15,36 +16,29 @@ another holds it up is not given to others: pessimistic where paths differ.  Wor
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError
+from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import loops
-from megatron_prism.replay.costs import Prices
+from megatron_prism.replay.costs import Prices, price_ops, relabelled
+from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.dependencies import MEET, Dag, build
-from megatron_prism.replay.timeline import Timeline, durations_of
+from megatron_prism.replay.timeline import Links, Timeline, durations_of
 
-__all__ = ["NetworkFaults", "ports", "replay_network", "simulate_network"]
+__all__ = ["BusyLink", "NetworkFaults", "Topology", "busy_links", "crossing", "oversubscribed",
+           "ports", "read_topology", "replay_network", "simulate_network"]  # fmt: skip
 
 
 _OUT, _IN = 0, 1
-
-
-@dataclass(frozen=True)
-class Links:
-    """start : int64 [matched calls + 1], slices of ``of``: the links of each matched call."""
-
-    start: np.ndarray
-    of: np.ndarray
-
-    def __len__(self) -> int:
-        return int(self.of.max(initial=-1)) + 1
 
 
 def ports(graph: WorldGraph, gpus_per_node: int) -> Links:
@@ -83,6 +77,132 @@ def _leaves(graph: WorldGraph, index: int, name: str, peer: int, gpus_per_node: 
     if peer:
         members = members[[(int(membership.position[rank]) + peer) % len(members)]]
     return bool((members // gpus_per_node != rank // gpus_per_node).any())
+
+
+LEAF_NODES = 32  # below a leaf switch, if the machine does not say: NVIDIA's scalable unit
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The network between nodes: every GPU has its own NIC, NICs of a place in the node one rail.
+
+    oversubscription : NICs below a leaf switch over its links upwards, in bandwidth; 1: rails,
+                       whose switches hold nobody up
+    leaf_nodes       : nodes below a leaf switch, in order of rank
+    """
+
+    oversubscription: float = 1.0
+    leaf_nodes: int = LEAF_NODES
+
+    def __str__(self) -> str:
+        if self.oversubscription == 1:
+            return "rails, a NIC for every GPU"
+        return f"fat tree, {self.oversubscription:g} to 1 above leaves of {self.leaf_nodes:,} nodes"
+
+
+def read_topology(text: str, machine: Machine) -> Topology:
+    """``rails`` or ``fat-tree:2``, on a machine.  UsageError for anything else."""
+    kind, _, more = text.partition(":")
+    fix = "network=rails, network=fat-tree:2 (two NICs for one link above the leaf switches)"
+    if not machine.network_rate:
+        raise UsageError(
+            f"{machine.name} has no network between nodes, so none can be reached over {text}",
+            fix="a machine with one: machine=h200",
+        )
+    if kind == "rails" and not more:
+        return Topology()
+    try:
+        factor = float(more or "1")
+    except ValueError:
+        factor = math.nan
+    if kind != "fat-tree" or not 1 <= factor <= _MOST_OVER:
+        raise UsageError(f"network={text} is no network", fix=fix)
+    return Topology(factor, machine.leaf_nodes or LEAF_NODES)
+
+
+_MOST_OVER = 1000
+
+
+def crossing(graph: WorldGraph, ranks: int) -> np.ndarray:
+    """bool [matched calls]: those that reach beyond blocks of so many ranks, for the first of their
+    members."""
+    meet = graph.matched_calls
+    firsts = meet.start[:-1]
+    owners, ops = meet.classes[firsts], meet.ops[firsts]
+    found = np.zeros(len(meet), dtype=bool)
+    for index, program in enumerate(graph.program_list):
+        mine = np.flatnonzero(owners == index)
+        rows = program.ops[ops[mine]]
+        peers = np.where(IS_PAIR[rows["name"]], rows["peer"], 0).tolist()
+        keys = list(zip(rows["group"].tolist(), peers, strict=True))
+        known = {
+            key: _leaves(graph, index, program.strings[key[0]], key[1], ranks) for key in set(keys)
+        }
+        found[mine] = [known[key] for key in keys]
+    return found
+
+
+def oversubscribed(
+    graph: WorldGraph, prices: Prices, machine: Machine, topology: Topology
+) -> Prices:
+    """Calls between leaves take as much longer as NCCL's model says of a network that is slower by
+    the oversubscription.  Everybody below a leaf is taken to send at once: pessimistic where they
+    do not."""
+    if topology.oversubscription == 1:
+        return prices
+    slower = dataclasses.replace(
+        machine, network_rate=machine.network_rate / topology.oversubscription
+    )
+    before, after = (price_ops(graph, one).collective_ns for one in (machine, slower))
+    chosen = crossing(graph, machine.gpus_per_node * topology.leaf_nodes)
+    factor = np.where(chosen, after / np.maximum(1, before), 1.0)
+    sources = list(prices.sources)
+    what = f"between leaves of a {topology}"
+    return dataclasses.replace(
+        prices,
+        collective_ns=np.rint(prices.collective_ns * factor).astype(np.int64),
+        collective_source=relabelled(prices.collective_source, chosen, what, sources),
+        sources=tuple(sources),
+    )
+
+
+@dataclass(frozen=True)
+class BusyLink:
+    """A link of every rank of a class: which, and the part of the iteration in which it moves data.
+
+    shared : the part in which several calls are on it
+    """
+
+    owner: int
+    network: bool
+    into: bool
+    busy: float
+    shared: float
+
+
+def busy_links(timeline: Timeline, links: Links) -> list[BusyLink]:
+    """All links that calls of the last iteration are on, the busiest first."""
+    dag = timeline.dag
+    last = np.flatnonzero((dag.kind == MEET) & (dag.iteration == timeline.iterations - 1))
+    calls = dag.op[last]
+    counts = np.diff(links.start)[calls]
+    slots = np.repeat(links.start[calls] - np.cumsum(counts) + counts, counts)
+    of = links.of[slots + np.arange(len(slots))]
+    node = np.repeat(last, counts)
+    begin, end = timeline.node_start[node], timeline.node_end[node]
+    found = []
+    for link in np.unique(of).tolist():
+        mine = of == link
+        times = np.concatenate([begin[mine], end[mine]])
+        order = np.argsort(times, kind="stable")
+        users = np.cumsum(np.where(order < mine.sum(), 1, -1))[:-1]
+        spans = np.diff(times[order])
+        busy, shared = (
+            float(spans[users >= least].sum() / max(1, timeline.iteration_ns)) for least in (1, 2)
+        )
+        owner, place = divmod(link, 4)
+        found.append(BusyLink(owner, place >= 2, place % 2 == _IN, busy, shared))
+    return sorted(found, key=lambda one: -one.busy)
 
 
 NEVER = -1
@@ -158,7 +278,7 @@ def replay_network(
             f"the job hangs: {int((outcome.end < 0).sum())} steps never end",
             fix="prism hang draws who waits for whom",
         )
-    return Timeline(graph, prices, dag, outcome.begin, outcome.end, iterations)
+    return Timeline(graph, prices, dag, outcome.begin, outcome.end, iterations, links)
 
 
 def simulate_network(

@@ -30,6 +30,7 @@ from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
+from megatron_prism.replay.network import oversubscribed, ports, read_topology, replay_network
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.replay.timeline import build_timeline as evaluate
 from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
@@ -58,6 +59,9 @@ class WhatIf:
         host: how many times as long hosts take, or the index of the host that the job will run on
             (a file of ``prism calibrate --host``); None: as in the slices.
         nccl: settings of NCCL that differ from the captured job's, ``NCCL_ALGO=Ring``.
+        network: ``rails`` or ``fat-tree:2``: calls share the links of their ranks, and those above
+            leaf switches; None: nobody holds anybody up.
+        slow_rails: (place in the node, part of the bandwidth) of NICs, on every node.
         alone: ranks that become classes of their own, each.
     """
 
@@ -69,6 +73,8 @@ class WhatIf:
     moved: MachineLike | None = None
     host: str | os.PathLike[str] | float | None = None
     nccl: tuple[str, ...] = ()
+    network: str | None = None
+    slow_rails: tuple[tuple[int, float], ...] = ()
     alone: tuple[int, ...] = ()
 
 
@@ -157,14 +163,19 @@ def price(
             fix=f"prism check {path} explains every mismatch",
         )
     prices = _prices(graph, here, there, measured, what_if)
+    settled = None
+    if measured is not None and measured.overlap:
+        settled = overlap.replay_with_overlap(
+            graph, prices, measured.overlap, measured.source, iterations
+        )
+        prices = settled.prices
+    if what_if.network is not None:
+        topology = read_topology(what_if.network, there)
+        prices = oversubscribed(graph, prices, there, topology)
+        settled = replay_network(graph, prices, iterations, ports(graph, there.gpus_per_node))
     found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
-    if measured is None or not measured.overlap:
-        return found
-    settled = overlap.replay_with_overlap(
-        graph, prices, measured.overlap, measured.source, iterations
-    )
-    found = dataclasses.replace(found, prices=settled.prices)
-    vars(found)["timeline"] = settled  # it is there already
+    if settled is not None:
+        vars(found)["timeline"] = settled  # it is there already
     return found
 
 
@@ -209,7 +220,7 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         programs = with_data_parallel(programs, what_if.dp)
     for ranks, factor in _pairs(what_if.slow):
         programs = whatif.with_slow_ranks(programs, programs.world.select(str(ranks)), factor)
-    programs = whatif.with_slow_nics(programs, what_if.slow_nics)
+    programs = whatif.with_slow_nics(programs, _slow_nics(programs, what_if, there))
     if what_if.moved is not None:
         programs = whatif.with_assumption(programs, f"on {there.name}")
     for words, factor in _pairs(what_if.faster):
@@ -217,6 +228,9 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         where = f" in {group}" if group else ""
         what = f"{name or 'all'} calls{where} {factor} times as fast"
         programs = whatif.with_assumption(programs, what)
+    if what_if.network is not None:
+        topology = read_topology(what_if.network, there)
+        programs = whatif.with_assumption(programs, f"calls share links: {topology}")
     if what_if.nccl:
         settings = str(parse(programs.source.get(NCCL_ENV, ""), *what_if.nccl))
         source = {**programs.source, NCCL_ENV: settings}
@@ -250,7 +264,22 @@ def _prices(
         host = there.host_index / statistics.median(captured_on.values())
     if host is not None:
         prices = whatif.scale_hosts(graph, prices, host)
-    return whatif.price_slow_nics(graph, prices, there, what_if.slow_nics)
+    return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
+
+
+def _slow_nics(programs: Programs, what_if: WhatIf, machine: Machine) -> tuple[SlowNic, ...]:
+    """NICs that were named, and those of slow rails."""
+    rails: list[SlowNic] = []
+    for rail, factor in what_if.slow_rails:
+        ranks = range(rail, programs.world.size, machine.gpus_per_node)
+        if rail >= machine.gpus_per_node or not ranks:
+            raise UsageError(
+                f"there is no rail {rail}: nodes of {machine.name} have "
+                f"{machine.gpus_per_node} GPUs, and the job {programs.world.size:,} ranks",
+                fix="slow_rail=0:0.5",
+            )
+        rails.append((tuple(ranks), factor, 0))
+    return (*what_if.slow_nics, *rails)
 
 
 # -- do machine, calibration and programs belong together? ----------------------------------------

@@ -294,10 +294,22 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Links:
+    """start : int64 [matched calls + 1], slices of ``of``: the links of each matched call."""
+
+    start: np.ndarray
+    of: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.of.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True)
 class Timeline:
     """The replayed world.
 
     begin, end : of the last iteration, ns since the start of the replay
+    links      : that calls shared (``network.Links``); None: nobody held anybody up
     """
 
     graph: WorldGraph
@@ -306,6 +318,7 @@ class Timeline:
     node_start: np.ndarray
     node_end: np.ndarray
     iterations: int
+    links: Links | None = None
 
     @cached_property
     def iteration_ns(self) -> int:

@@ -33,7 +33,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import memberships, partition
 from megatron_prism.graph.world_graph import WorldGraph
-from megatron_prism.replay.costs import Prices, price_ops
+from megatron_prism.replay.costs import Prices, price_ops, relabelled
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.host import host_scaled, indices_of, read_host_index
 from megatron_prism.replay.costs.kernels import MEASURED
@@ -124,7 +124,7 @@ def slow_down_prices(graph: WorldGraph, prices: Prices) -> Prices:
         if factor != 1:
             segments = program.ops["name"] == CODE["compute"]
             compute[index] = _scaled(prices.compute[index], factor)
-            source[index] = _relabelled(source[index], segments, f"x {factor}", sources)
+            source[index] = relabelled(source[index], segments, f"x {factor}", sources)
     return dataclasses.replace(
         prices, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
     )
@@ -165,7 +165,7 @@ def scale_prices(
         collective_ns=np.where(
             chosen, _scaled(prices.collective_ns, 1 / speed), prices.collective_ns
         ),
-        collective_source=_relabelled(
+        collective_source=relabelled(
             prices.collective_source, chosen, f"{speed} x as fast", sources
         ),
         sources=tuple(sources),
@@ -194,7 +194,7 @@ def scale_hosts(graph: WorldGraph, prices: Prices, host: str | os.PathLike[str] 
         )
         every = np.ones(len(source[index]), dtype=bool)
         said = host_scaled(f"{float(factor):.3g}")
-        source[index] = _relabelled(source[index], every, said, sources)
+        source[index] = relabelled(source[index], every, said, sources)
     return dataclasses.replace(
         prices, lead=tuple(lead), host=tuple(hosts), host_source=tuple(source),
         sources=tuple(sources),
@@ -237,7 +237,7 @@ def move_prices(
         ns = np.rint(old.compute[index] * np.where(before > 0, ratio, 1.0)).astype(np.int64)
         compute.append(np.where(measured, ns, new.compute[index]))
         what = f"scaled from {here.name} to {there.name} by their rooflines"
-        source.append(_relabelled(new.compute_source[index], measured, what, sources))
+        source.append(relabelled(new.compute_source[index], measured, what, sources))
     return dataclasses.replace(
         new, compute=tuple(compute), compute_source=tuple(source), sources=tuple(sources)
     )
@@ -280,19 +280,6 @@ def parse_factor(factor: Fraction | float | str) -> Fraction:
 def _scaled(ns: np.ndarray, factor: Fraction) -> np.ndarray:
     """ns times factor, rounded up."""
     return -(-ns * factor.numerator // factor.denominator)
-
-
-def _relabelled(
-    source: np.ndarray, chosen: np.ndarray, what: str, sources: list[str]
-) -> np.ndarray:
-    """Sources in which the chosen entries say ``what`` was assumed of them; extends ``sources``."""
-    found = source.copy()
-    for code in np.unique(source[chosen]).tolist():
-        text = f"assumed: {what}, of {sources[code]}"
-        if text not in sources:
-            sources.append(text)
-        found[chosen & (source == code)] = sources.index(text)
-    return found
 
 
 _BUCKETS = "param_and_grad_buffer.py"  # the site of a bucket's calls
@@ -503,6 +490,9 @@ SIZES = {  # of the model, with Megatron's flag
 }
 
 
+_MODEL = ("tp", "cp", "pp")  # the ranks of one replica
+
+
 def check_sizes(programs: Programs, wanted: Mapping[str, int], dp: int | None = None) -> None:
     """UsageError unless ``wanted`` (of ``SIZES``) is what was captured, for ranks of other sizes
     run other kernels: it says which slices would tell, as many as there are stages; ``dp``: of that
@@ -511,15 +501,18 @@ def check_sizes(programs: Programs, wanted: Mapping[str, int], dp: int | None = 
     changed = {axis: size for axis, size in wanted.items() if size != getattr(old, axis)}
     if not changed:
         return
-    sizes = {axis: getattr(old, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "vpp")} | wanted
+    sizes: dict[str, int | None] = {axis: getattr(old, axis) for axis in SIZES}
+    sizes.update(wanted)
     if "tp" in changed and "etp" not in wanted and old.etp == old.tp:
         sizes["etp"] = sizes["tp"]
-    new = World((dp or old.dp) * sizes["tp"] * sizes["cp"] * sizes["pp"], order=old.order, **sizes)
+    size = (dp or old.dp) * math.prod(wanted.get(axis, getattr(old, axis)) for axis in _MODEL)
+    new = World(size, order=old.order, **sizes)  # type: ignore[arg-type]
     ranks = format_ranks(int(new.matching(pp=stage)[0]) for stage in range(new.pp))
     asked = " ".join(f"{axis}={size}" for axis, size in changed.items())
     if "recipe" in programs.source:
         words = " ".join(f"parallel.{axis}={size}" for axis, size in changed.items())
-        fix = f"prism capture {programs.source['recipe']} -o DIR {words} parallel.world_size={new.size}"
+        words += f" parallel.world_size={new.size}"
+        fix = f"prism capture {programs.source['recipe']} -o DIR {words}"
     else:
         words = " ".join(f"{SIZES[axis]} {size}" for axis, size in changed.items())
         fix = f"the job with {words} --prism-world-size {new.size} --prism-capture DIR, for each"
@@ -687,7 +680,7 @@ def _one(graph: WorldGraph, prices: Prices, machine: Machine, nic: SlowNic) -> P
     return dataclasses.replace(
         prices,
         collective_ns=np.where(chosen, slower, prices.collective_ns),
-        collective_source=_relabelled(prices.collective_source, chosen, "slow NIC", sources),
+        collective_source=relabelled(prices.collective_source, chosen, "slow NIC", sources),
         sources=tuple(sources),
     )
 

@@ -16,6 +16,7 @@ from megatron_prism.core.job_settings import short
 from megatron_prism.core.ops import CODE, NAMES, PHASE_NAMES
 from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.interval import Uncertainty, interval
+from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "name_class", "path_parts"]
@@ -183,6 +184,7 @@ class Metrics:
     """A timeline in numbers; times in ns, ``bubble`` and ``computing`` parts of 1.
 
     low_ns, high_ns : where the iteration of the real job is expected (``replay.interval``)
+    links           : that calls share, the busiest first; none if nobody shares any
     uncertainties   : what the two are made of, the largest first
     host            : part of 1 of the critical path in which a host issues work; None if the
     slices do not say how long that takes
@@ -198,6 +200,7 @@ class Metrics:
     low_ns: int
     high_ns: int
     uncertainties: tuple[Uncertainty, ...]
+    links: tuple[BusyLink, ...]
     iterations: int
     computing: float
     exposed: float
@@ -255,6 +258,7 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
         low_ns=between.low_ns,
         high_ns=between.high_ns,
         uncertainties=between.sources,
+        links=() if timeline.links is None else tuple(busy_links(timeline, timeline.links)),
         iterations=timeline.iterations,
         computing=sum(c.compute * c.count for c in classes) / whole,
         exposed=sum(sum(c.exposed.values()) * c.count for c in classes) / whole,

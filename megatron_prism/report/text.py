@@ -15,6 +15,7 @@ _BLOCK = 8  # classes side by side
 _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
 _VARIES = 0.03  # of a host's time: from here on a single number misleads
+_LINKS = 2  # of a kind
 _SHORT = 100  # characters of a provenance that fits in a line
 
 
@@ -49,6 +50,7 @@ def _head(found: Metrics) -> str:
         rows.append(("computing", f"{found.computing:.1%} of all ranks' time"))
         rows.append(("exposed", f"{found.exposed:.1%} communication that nothing hides"))
         rows.append(("bubble", f"{found.bubble:.1%} waiting for other ranks, or idle"))
+        rows += [("links" if not i else "", text) for i, text in enumerate(_links(found))]
         if found.host is not None:
             rows.append(("host", f"{found.host:.1%} of the critical path: GPUs wait for Python"))
         if found.host_unknown:
@@ -64,6 +66,20 @@ def _head(found: Metrics) -> str:
     rows.append(("per GPU", _value(found.flops_per_gpu, format_flops)))
     rows.append(("MFU", _value(found.mfu, lambda v: f"{v:.1%}")))
     return "\n".join([*lines, *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _links(found: Metrics) -> list[str]:
+    """The busiest links of every kind."""
+    lines = []
+    for network in (True, False):
+        mine = [one for one in found.links if one.network == network][:_LINKS]
+        for one in mine:
+            name = next(c.name for c in found.classes if c.index == one.owner)
+            where = "NIC" if network else "NVLinks"
+            way = "into" if one.into else "out of"
+            shared = f", {one.shared:.1%} shared by several calls" if one.shared else ""
+            lines.append(f"{where} {way} {name} busy {one.busy:.1%} of the time{shared}")
+    return lines
 
 
 def _uncertainty(one: Uncertainty) -> list[str]:
@@ -84,7 +100,8 @@ def _basis(found: Metrics) -> str:
         return "nothing takes time"
     shares = [f"{ns / total:.0%} {kind}" for kind, ns in kinds.items() if ns]
     late = "host never late" if found.host is None else "hosts as late as in the slices"
-    return f"{', '.join(shares)}; no contention, {late}"
+    links = "links shared" if found.links else "no contention"
+    return f"{', '.join(shares)}; {links}, {late}"
 
 
 def _value(value: Value, write: object) -> str:

@@ -14,6 +14,6 @@ An op without any basis is refused.
 
 from __future__ import annotations
 
-from megatron_prism.replay.costs.prices import Prices, price_ops
+from megatron_prism.replay.costs.prices import Prices, price_ops, relabelled
 
-__all__ = ["Prices", "price_ops"]
+__all__ = ["Prices", "price_ops", "relabelled"]

@@ -62,7 +62,7 @@ def read(
 
 FOLDER = Path(__file__).with_name("machines")
 _WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
-_MAY_LACK = ("nvls_rate", "network_rate", "peak", "host_index")
+_MAY_LACK = ("nvls_rate", "network_rate", "peak", "host_index", "leaf_nodes")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Machine:
                       nobody said
     host_index      : of its hosts (``prism calibrate --host``), times as long as the reference
                       host; 0 if nobody measured one
+    leaf_nodes      : nodes below a leaf switch of the network; 0 if nobody said
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     """
 
@@ -102,6 +103,7 @@ class Machine:
     ops: str = ""
     peak: float = 0.0
     host_index: float = 0.0
+    leaf_nodes: int = 0
 
 
 def machines() -> dict[str, Path]:
@@ -112,7 +114,7 @@ def machines() -> dict[str, Path]:
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
     known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak", "host_index"))
+    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak", "host_index", "leaf_nodes"))
     for key, value in fields.items():
         if (wrong := _wrong(key, value)) is not None:
             raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
@@ -136,7 +138,7 @@ def _wrong(key: str, value: object) -> str | None:
         return None if value in _WORDS[key] else f"one of {', '.join(_WORDS[key])}"
     if not _positive(value) and not (key in _MAY_LACK and value == 0):
         return "rates and times are positive numbers"
-    whole = key == "gpus_per_node" or key.endswith("_ns")
+    whole = key in ("gpus_per_node", "leaf_nodes") or key.endswith("_ns")
     return "a whole number" if whole and not isinstance(value, int) else None
 
 

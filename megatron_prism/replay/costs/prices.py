@@ -18,7 +18,7 @@ from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, 
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
 
-__all__ = ["Prices", "price_ops"]
+__all__ = ["Prices", "price_ops", "relabelled"]
 
 
 @dataclass(frozen=True)
@@ -214,3 +214,14 @@ def _per_node(nodes: Sequence[int]) -> int:
     """Members on the fullest node."""
     _, counts = np.unique(np.asarray(nodes), return_counts=True)
     return int(counts.max())
+
+
+def relabelled(source: np.ndarray, chosen: np.ndarray, what: str, sources: list[str]) -> np.ndarray:
+    """Sources in which the chosen entries say ``what`` was assumed of them; extends ``sources``."""
+    found = source.copy()
+    for code in np.unique(source[chosen]).tolist():
+        text = f"assumed: {what}, of {sources[code]}"
+        if text not in sources:
+            sources.append(text)
+        found[chosen & (source == code)] = sources.index(text)
+    return found
