@@ -16,7 +16,6 @@ another holds it up is not given to others: pessimistic where paths differ.  Wor
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Mapping
@@ -29,12 +28,12 @@ from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.ops import CODE, IS_PAIR
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import loops
-from megatron_prism.replay.costs import Prices, price_ops, relabelled
+from megatron_prism.replay.costs import Prices
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.dependencies import MEET, Dag, build
 from megatron_prism.replay.timeline import Links, Timeline, durations_of
 
-__all__ = ["BusyLink", "NetworkFaults", "Topology", "busy_links", "crossing", "oversubscribed",
+__all__ = ["BusyLink", "NetworkFaults", "Topology", "busy_links", "crossing",
            "ports", "read_topology", "replay_network", "simulate_network"]  # fmt: skip
 
 
@@ -140,30 +139,6 @@ def crossing(graph: WorldGraph, ranks: int) -> np.ndarray:
         }
         found[mine] = [known[key] for key in keys]
     return found
-
-
-def oversubscribed(
-    graph: WorldGraph, prices: Prices, machine: Machine, topology: Topology
-) -> Prices:
-    """Calls between leaves take as much longer as NCCL's model says of a network that is slower by
-    the oversubscription.  Everybody below a leaf is taken to send at once: pessimistic where they
-    do not."""
-    if topology.oversubscription == 1:
-        return prices
-    slower = dataclasses.replace(
-        machine, network_rate=machine.network_rate / topology.oversubscription
-    )
-    before, after = (price_ops(graph, one).collective_ns for one in (machine, slower))
-    chosen = crossing(graph, machine.gpus_per_node * topology.leaf_nodes)
-    factor = np.where(chosen, after / np.maximum(1, before), 1.0)
-    sources = list(prices.sources)
-    what = f"between leaves of a {topology}"
-    return dataclasses.replace(
-        prices,
-        collective_ns=np.rint(prices.collective_ns * factor).astype(np.int64),
-        collective_source=relabelled(prices.collective_source, chosen, what, sources),
-        sources=tuple(sources),
-    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatron_prism.replay.costs.host import indices_of
 from megatron_prism.replay.costs.machine import Machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
-from megatron_prism.replay.network import oversubscribed, ports, read_topology, replay_network
+from megatron_prism.replay.network import ports, read_topology, replay_network
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.replay.timeline import build_timeline as evaluate
 from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
@@ -171,7 +171,7 @@ def price(
         prices = settled.prices
     if what_if.network is not None:
         topology = read_topology(what_if.network, there)
-        prices = oversubscribed(graph, prices, there, topology)
+        prices = whatif.oversubscribed(graph, prices, there, topology)
         settled = replay_network(graph, prices, iterations, ports(graph, there.gpus_per_node))
     found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
     if settled is not None:

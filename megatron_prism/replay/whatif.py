@@ -38,6 +38,7 @@ from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.replay.costs.host import host_scaled, indices_of, read_host_index
 from megatron_prism.replay.costs.kernels import MEASURED
 from megatron_prism.replay.costs.machine import Machine
+from megatron_prism.replay.network import Topology, crossing
 
 __all__ = [
     "SlowNic",
@@ -51,6 +52,7 @@ __all__ = [
     "with_microbatches",
     "check_sizes",
     "move_prices",
+    "oversubscribed",
     "price_slow_nics",
     "with_slow_ranks",
     "slow_down_prices",
@@ -641,6 +643,30 @@ def _numbered(batch: np.ndarray, source: np.ndarray, given: np.ndarray) -> np.nd
 
 
 SlowNic = tuple[tuple[int, ...], float, int]  # ranks, bandwidth factor, more latency in ns
+
+
+def oversubscribed(
+    graph: WorldGraph, prices: Prices, machine: Machine, topology: Topology
+) -> Prices:
+    """Calls between leaves take as much longer as NCCL's model says of a network that is slower by
+    the oversubscription.  Everybody below a leaf is taken to send at once: pessimistic where they
+    do not."""
+    if topology.oversubscription == 1:
+        return prices
+    slower = dataclasses.replace(
+        machine, network_rate=machine.network_rate / topology.oversubscription
+    )
+    before, after = (price_ops(graph, one).collective_ns for one in (machine, slower))
+    chosen = crossing(graph, machine.gpus_per_node * topology.leaf_nodes)
+    factor = np.where(chosen, after / np.maximum(1, before), 1.0)
+    sources = list(prices.sources)
+    what = f"between leaves of a {topology}"
+    return dataclasses.replace(
+        prices,
+        collective_ns=np.rint(prices.collective_ns * factor).astype(np.int64),
+        collective_source=relabelled(prices.collective_source, chosen, what, sources),
+        sources=tuple(sources),
+    )
 
 
 def with_slow_nics(programs: Programs, nics: Sequence[SlowNic]) -> Programs:
