@@ -15,6 +15,7 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, warn_without_times
 from megatron_prism.core.errors import UnitError
 from megatron_prism.core.files import write_whole
+from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from megatron_prism.replay.priced_graph import WhatIf
@@ -47,6 +48,8 @@ def replay(args: argparse.Namespace) -> int:
                                 calibrate --host) by its index and those in the slices
       nccl=NCCL_ALGO=Ring …     a setting of NCCL that the captured job had not; also NCCL_PROTO,
                                 NCCL_NVLS_ENABLE, NCCL_MAX_NCHANNELS, …
+      sends=buffered            sends end without their receivers while NCCL's buffers hold them (32
+                                MiB, or 8 times NCCL_BUFFSIZE); sends=buffered:8MiB
       network=rails             calls of a rank share its NIC and its NVLinks; network=fat-tree:2:
                                 and those above leaf switches, half as many
       slow_rail=3:0.5 …         the NICs of place 3 of every node have half the bandwidth
@@ -92,6 +95,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
         "host": arguments.name,
         "nccl": arguments.name,
         "network": arguments.name,
+        "sends": _sends,
         "slow_rail": _slow_rail,
         **dict.fromkeys(_SIZES, arguments.count(1, 1 << 20, "tp=4")),
         "microbatches": arguments.count(1, 1 << 24, "microbatches=32"),
@@ -105,6 +109,14 @@ def _slow(text: str) -> tuple[str, str]:
     if not colon or not ranks:
         raise UnitError("it needs ranks and a factor", fix="slow=517:1.2, slow=pp=3,tp=0:1.2")
     return ranks, factor
+
+
+def _sends(text: str) -> int:
+    """``buffered`` or ``buffered:BYTES``; -1: as many bytes as NCCL's settings say."""
+    word, colon, size = text.partition(":")
+    if word != "buffered":
+        raise UnitError(f"sends are buffered, or not: {text}", fix="sends=buffered")
+    return parse_bytes(size) if colon else -1
 
 
 def _slow_rail(text: str) -> tuple[int, float]:
@@ -131,6 +143,7 @@ def _what_if(
     slow: Sequence[tuple[str, str]] = (),
     faster: Sequence[tuple[str, str]] = (),
     nccl: Sequence[str] = (),
+    sends: int = 0,
     slow_rail: Sequence[tuple[int, float]] = (),
     **others: Any,
 ) -> WhatIf:
@@ -141,5 +154,6 @@ def _what_if(
         faster=tuple(faster),
         nccl=tuple(nccl),
         slow_rails=tuple(slow_rail),
+        buffered=sends,
         **others,
     )

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["overlaps"]
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 SIZES, CPU_SIZES = (1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
 CPU_PHASE_NS = 2e7
 ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3

@@ -74,7 +74,7 @@ def _spread(samples: np.ndarray) -> float:
 
 
 def _where() -> str:
-    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    name, info = platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
         models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name

@@ -7,6 +7,8 @@ on times, so the graph is built once and evaluated for any durations:
   each pair of ranks one for sends and receives that are not batched (ProcessGroupNCCL)
 * a call starts when its issuing stream and its group's stream get there, on every member; all
   members end it together.  A batch of sends and receives starts as one and ends as one
+* with ``buffered``, a send ends without its receiver as long as NCCL's buffers hold what that has
+  not received yet; the receive still waits for both
 * the host issues ahead without limit, except that ``host_wait`` holds it until the device is done,
   and a barrier, or the wait for one, until its own stream is (ProcessGroupNCCL,
   WorkNCCL::synchronize); in programs that say how long it takes, it issues one op after the other,
@@ -32,13 +34,15 @@ from megatron_prism.core.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import loops
 
-__all__ = ["COMPUTE", "Dag", "HOST", "JOIN", "LEAD", "MEET", "build"]
+__all__ = ["COMPUTE", "Dag", "HOST", "JOIN", "LEAD", "MEET", "SENT", "build"]
 
 
 COMPUTE, JOIN = 0, 1  # a segment, a point in time (2 is a meeting)
 LEAD, HOST = 3, 4  # the host's time for an op until the device may begin it, and after that
 _WAIT, _RECORD, _HOST = CODE["wait"], CODE["record"], CODE["host_wait"]
 _COMPUTE, _BARRIER = CODE["compute"], CODE["barrier"]
+SENT = 5  # a send that does not wait for its receiver
+_SEND = CODE["send"]
 _EMPTY: list[int] = []  # never changed
 _TALKS = (IS_COLLECTIVE | IS_PAIR).tolist()
 
@@ -69,9 +73,10 @@ class Issue:
 NOTHING = np.iinfo(np.int64).max
 
 
-def issue(program: Program, sizes: Mapping[str, int], iterations: int) -> Issue:
-    """``iterations`` iterations of ``program``, one straight after the other."""
-    reader = _Reader(program, sizes, iterations)
+def issue(program: Program, sizes: Mapping[str, int], iterations: int, buffered: int) -> Issue:
+    """``iterations`` iterations of ``program``, one straight after the other; buffers of so many
+    bytes hold what is on its way to a peer."""
+    reader = _Reader(program, sizes, iterations, buffered)
     for iteration in range(iterations):
         reader.read(iteration)
     return reader.build()
@@ -86,6 +91,7 @@ class _Columns:
     comms: list[int]  # which of NCCL's streams a call runs on
     handles: list[int]
     batches: list[int]
+    groups: list[int]
     device: set[int]  # host waits for the whole device, not for one stream
     members: dict[int, list[int]] = field(default_factory=dict)  # batch -> its ops
 
@@ -93,7 +99,13 @@ class _Columns:
 class _Reader:
     """Where the rank stands: what the next op of each queue must wait for."""
 
-    def __init__(self, program: Program, sizes: Mapping[str, int], iterations: int) -> None:
+    def __init__(
+        self, program: Program, sizes: Mapping[str, int], iterations: int, buffered: int
+    ) -> None:
+        self.buffered = buffered
+        self.peers = program.ops["peer"].tolist()
+        self.bytes = program.bytes_in.tolist() if buffered else []
+        self.held: dict[tuple[int, int], list[tuple[int, int]]] = {}  # bytes, meeting: on their way
         self.columns = _columns(program, sizes)
         self.length = len(program)
         self.op: list[int] = []
@@ -197,7 +209,18 @@ class _Reader:
         self.calls.append(call)
         self.ready.append(ready)
         self.node[call], self.ready_of[call] = -1 - call, ready
-        return -1 - call
+        if self.buffered and self.columns.names[op] == _SEND and self.bytes[op] <= self.buffered:
+            self.node[call] = self._sent(op, call, ready)
+        return self.node[call]
+
+    def _sent(self, op: int, call: int, ready: int) -> int:
+        """The node of a send into NCCL's buffers, once they have room."""
+        held = self.held.setdefault((self.columns.groups[op], self.peers[op]), [])
+        waits = [ready]
+        held.append((self.bytes[op], -1 - call))
+        while sum(size for size, _ in held) > self.buffered:
+            waits.append(held.pop(0)[1])
+        return self._add(op, waits, SENT)
 
     def _host_wait(self, stream: int, device: bool) -> None:
         waits = list(self.streams.get(stream, ()))
@@ -242,6 +265,7 @@ def _columns(program: Program, sizes: Mapping[str, int]) -> _Columns:
         (ops["group"].astype(np.int64) << 40 | place).tolist(),
         ops["handle"].tolist(),
         batches,
+        ops["group"].tolist(),
         {i for i in waits if strings[ops["note"][i]] == "device"},
         members,
     )
@@ -264,6 +288,7 @@ class Dag:
     before    : int64 [edges], the nodes that must end first
     node_of   : per class and iteration: op -> its node (-1: none)
     ready_of  : per class and iteration: op -> the node at which its rank is ready for it (-1: none)
+    sent      : int64 [sends, 2], nodes of sends into buffers, and their matched calls
     """
 
     kind: np.ndarray
@@ -274,6 +299,7 @@ class Dag:
     before: np.ndarray
     node_of: tuple[tuple[np.ndarray, ...], ...]
     ready_of: tuple[tuple[np.ndarray, ...], ...]
+    sent: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -293,18 +319,19 @@ class Dag:
         return loops.order(np.diff(self.start), *self.followers)
 
 
-def build(graph: WorldGraph, iterations: int = 1) -> Dag:
-    """The dependencies of ``iterations`` iterations, one straight after the other."""
+def build(graph: WorldGraph, iterations: int = 1, buffered: int = 0) -> Dag:
+    """The dependencies of ``iterations`` iterations, one straight after the other; ``buffered``:
+    bytes on their way to a peer that NCCL's buffers hold, 0: sends wait for their receivers."""
     collects = gc.isenabled()
     gc.disable()  # hundreds of thousands of small lists, none of them garbage
     try:
-        return _assemble(graph, _issues(graph, iterations), iterations)
+        return _assemble(graph, _issues(graph, iterations, buffered), iterations)
     finally:
         if collects:
             gc.enable()
 
 
-def _issues(graph: WorldGraph, iterations: int) -> list[Issue]:
+def _issues(graph: WorldGraph, iterations: int, buffered: int) -> list[Issue]:
     """Of every class; classes that run the same program in groups of the same sizes share it."""
     known: dict[object, Issue] = {}
     issues = []
@@ -313,7 +340,7 @@ def _issues(graph: WorldGraph, iterations: int) -> list[Issue]:
         sizes = {name: len(graph.groups[name].group(rank)) for name in names}
         key = (program, tuple(sizes.values()))
         if key not in known:
-            known[key] = issue(graph.programs.programs[program], sizes, iterations)
+            known[key] = issue(graph.programs.programs[program], sizes, iterations, buffered)
         issues.append(known[key])
     return issues
 
@@ -337,6 +364,10 @@ def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:
     lengths = np.concatenate([*(np.diff(one.start) for one in issues), arrivals])
     before = [*parts, np.concatenate([*ready, meet[:0]])[np.argsort(meet, kind="stable")]]
     numbers = np.arange(meetings, dtype=np.int64)
+    sent = [
+        np.stack([own + (mine := np.flatnonzero(one.kind == SENT)), of[one.op[mine]]], axis=1)
+        for one, own, of in zip(issues, base[:-1].tolist(), graph.matched_calls.of, strict=True)
+    ]
     return Dag(
         np.concatenate([*(one.kind for one in issues), np.full(n - local, MEET, dtype=np.uint8)]),
         np.concatenate([np.repeat(np.arange(len(issues), dtype=np.int32), counts),
@@ -348,6 +379,7 @@ def _assemble(graph: WorldGraph, issues: list[Issue], iterations: int) -> Dag:
         np.concatenate(before),
         tuple(nodes),
         tuple(readies),
+        np.concatenate([*sent, np.empty((0, 2), dtype=np.int64)]),
     )  # fmt: skip
 
 

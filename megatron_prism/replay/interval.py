@@ -232,6 +232,7 @@ def _codes(dag: Dag, timeline: Timeline) -> np.ndarray:
     found = np.full(len(dag), -1, dtype=np.int16)
     meets = dag.kind == MEET
     found[meets] = prices.collective_source[dag.op[meets]]
+    found[dag.sent[:, 0]] = prices.collective_source[dag.sent[:, 1]]
     first = np.concatenate(([0], np.cumsum([len(one) for one in prices.compute]))).astype(np.int64)
     every = np.concatenate([*prices.compute_source, np.empty(0, dtype=np.uint8)])
     mine = dag.kind == COMPUTE

@@ -243,10 +243,11 @@ def replay_network(
     iterations: int = 2,
     links: Links | None = None,
     faults: NetworkFaults | None = None,
+    buffered: int = 0,
 ) -> Timeline:
     """``iterations`` iterations in a row, as ``timeline.build_timeline``.  PrismError if the job
     hangs."""
-    dag = build(graph, iterations)
+    dag = build(graph, iterations, buffered)
     outcome = simulate_network(dag, durations_of(dag, prices), links, faults)
     if outcome.hangs:
         raise PrismError(

@@ -7,8 +7,9 @@ correction alternate until the iteration settles.  A call is as slow as on its s
 Products and other kernels of a segment lose differently; the slice says how much of it is products.
 Segments that were recorded among paced ranks had the job's calls beside them: they lose no more.
 
-Only calls that move data count, not those that wait for a rank; several at once count each, and
-of several segments beside a call each counts in part.
+Messages take the factors that were measured of an exchange, else those of an all-to-all, which NCCL
+runs with the same kernel (SendRecv).  Only calls that move data count, not those that wait for a
+rank; several at once count each, and of several segments beside a call each counts in part.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ def replay_with_overlap(
     factors: Mapping[str, OverlapFactors],
     source: str,
     iterations: int = 2,
+    buffered: int = 0,
 ) -> Timeline:
     """The timeline with every overlap's cost; ``source`` says who measured the factors."""
     if not factors:
-        return timeline.build_timeline(graph, prices, iterations)
+        return timeline.build_timeline(graph, prices, iterations, buffered)
     costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
     if graph.programs.source.get(PEERS) == PACED:
         for lost in costs:
             lost[:, 0] = 0
-    found = timeline.build_timeline(graph, prices, iterations)
+    found = timeline.build_timeline(graph, prices, iterations, buffered)
     for _ in range(PASSES):
         now = _corrected(found, prices, costs, source)
         times = timeline.evaluate(found.dag, timeline.durations_of(found.dag, now))
@@ -71,6 +73,9 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     program = graph.program_list[index]
     sizes = np.maximum(program.bytes_in, program.bytes_out)
     found = np.zeros((len(KINDS), 2, len(program)))
+    messages = factors.get("exchange", factors.get("all_to_all"))
+    if messages is not None:
+        factors = {"send": messages, "recv": messages, **factors}
     for name, one in factors.items():
         if name not in CODE:
             continue

@@ -61,6 +61,9 @@ class WhatIf:
         nccl: settings of NCCL that differ from the captured job's, ``NCCL_ALGO=Ring``.
         network: ``rails`` or ``fat-tree:2``: calls share the links of their ranks, and those above
             leaf switches; None: nobody holds anybody up.
+        buffered: bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait
+            for their receivers; -1: eight channels of NCCL_BUFFSIZE, 32 MiB if that is not set; 0:
+            all wait.
         slow_rails: (place in the node, part of the bandwidth) of NICs, on every node.
         alone: ranks that become classes of their own, each.
     """
@@ -74,6 +77,7 @@ class WhatIf:
     host: str | os.PathLike[str] | float | None = None
     nccl: tuple[str, ...] = ()
     network: str | None = None
+    buffered: int = 0
     slow_rails: tuple[tuple[int, float], ...] = ()
     alone: tuple[int, ...] = ()
 
@@ -104,7 +108,9 @@ class PricedGraph:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens.  PrismError if the job hangs."""
-        return evaluate(self.graph, self.prices, self.iterations)
+        return evaluate(
+            self.graph, self.prices, self.iterations, _buffered(self.graph, self.what_if)
+        )
 
     def again(self, **changes: object) -> PricedGraph:
         """The same with other what-ifs: ``again(dp=64)``."""
@@ -163,16 +169,17 @@ def price(
             fix=f"prism check {path} explains every mismatch",
         )
     prices = _prices(graph, here, there, measured, what_if)
-    settled = None
+    settled, buffered = None, _buffered(graph, what_if)
     if measured is not None and measured.overlap:
         settled = overlap.replay_with_overlap(
-            graph, prices, measured.overlap, measured.source, iterations
+            graph, prices, measured.overlap, measured.source, iterations, buffered
         )
         prices = settled.prices
     if what_if.network is not None:
         topology = read_topology(what_if.network, there)
         prices = whatif.oversubscribed(graph, prices, there, topology)
-        settled = replay_network(graph, prices, iterations, ports(graph, there.gpus_per_node))
+        links = ports(graph, there.gpus_per_node)
+        settled = replay_network(graph, prices, iterations, links, None, buffered)
     found = PricedGraph(programs, what_if, here, there, measured, graph, prices, iterations)
     if settled is not None:
         vars(found)["timeline"] = settled  # it is there already
@@ -228,6 +235,9 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
         where = f" in {group}" if group else ""
         what = f"{name or 'all'} calls{where} {factor} times as fast"
         programs = whatif.with_assumption(programs, what)
+    if what_if.buffered:
+        what = "sends end without their receivers while NCCL's buffers hold them"
+        programs = whatif.with_assumption(programs, what)
     if what_if.network is not None:
         topology = read_topology(what_if.network, there)
         programs = whatif.with_assumption(programs, f"calls share links: {topology}")
@@ -265,6 +275,17 @@ def _prices(
     if host is not None:
         prices = whatif.scale_hosts(graph, prices, host)
     return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
+
+
+_P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default
+
+
+def _buffered(graph: WorldGraph, what_if: WhatIf) -> int:
+    """Bytes of ``WhatIf.buffered``."""
+    if what_if.buffered >= 0:
+        return what_if.buffered
+    settings = parse(graph.programs.source.get(NCCL_ENV, ""))
+    return _P2P_CHANNELS * (settings.buffer_bytes or _BUFFSIZE)
 
 
 def _slow_nics(programs: Programs, what_if: WhatIf, machine: Machine) -> tuple[SlowNic, ...]:

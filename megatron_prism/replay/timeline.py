@@ -23,7 +23,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay import loops
 from megatron_prism.replay.costs import Prices
-from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag, build
+from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, SENT, Dag, build
 
 __all__ = [
     "ScheduleStep",
@@ -392,11 +392,13 @@ class Timeline:
         """What decides the last iteration."""
         path = critical_path(self.dag, self.node_end)
         dag, last = self.dag, self.iterations - 1
+        sent = dict(dag.sent.tolist())
         return [
-            Step(int(dag.owner[n]), int(dag.op[n]), int(self.node_start[n]),
-                 int(self.node_end[n]), bool(dag.kind[n] in (LEAD, HOST)))
+            Step(-1 if n in sent else int(dag.owner[n]), sent.get(n, int(dag.op[n])),
+                 int(self.node_start[n]), int(self.node_end[n]),
+                 bool(dag.kind[n] in (LEAD, HOST)))
             for n in path
-            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, LEAD, HOST)
+            if dag.iteration[n] == last and dag.kind[n] in (COMPUTE, MEET, SENT, LEAD, HOST)
         ]  # fmt: skip
 
     def slack(self) -> list[int]:
@@ -434,9 +436,12 @@ class Timeline:
         return rendered("report.chrome_trace:render_timeline", self, str)
 
 
-def build_timeline(graph: WorldGraph, prices: Prices, iterations: int = 2) -> Timeline:
-    """Replay ``iterations`` iterations without contention.  PrismError if the job hangs."""
-    dag = build(graph, iterations)
+def build_timeline(
+    graph: WorldGraph, prices: Prices, iterations: int = 2, buffered: int = 0
+) -> Timeline:
+    """Replay ``iterations`` iterations without contention; ``buffered``: bytes to a peer that do
+    not wait for it (``dependencies.build``).  PrismError if the job hangs."""
+    dag = build(graph, iterations, buffered)
     durations = durations_of(dag, prices)
     if durations.sum(dtype=float) > 1 << 62:
         raise PrismError(
@@ -452,6 +457,7 @@ def durations_of(dag: Dag, prices: Prices) -> np.ndarray:
     found = np.zeros(len(dag), dtype=np.int64)
     meets = dag.kind == MEET
     found[meets] = prices.collective_ns[dag.op[meets]]
+    found[dag.sent[:, 0]] = prices.collective_ns[dag.sent[:, 1]]
     for kind, columns in ((COMPUTE, prices.compute), (LEAD, prices.lead), (HOST, prices.host)):
         chosen = dag.kind == kind
         first = np.concatenate(([0], np.cumsum([len(ns) for ns in columns]))).astype(np.int64)
