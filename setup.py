@@ -52,6 +52,7 @@ setup(
         "rich>=13",
         "megatron-core>=0.16.1,<0.21",
         "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
+        "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
         "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
     ],
     extras_require={
@@ -63,7 +64,7 @@ setup(
     entry_points={
         "console_scripts": ["prism = megatron_prism.cli.main:main"],
         # imported by `import torch`: a stock pretrain_gpt.py --prism-emulate needs no edit
-        "torch.backends": ["megatron_prism = megatron_prism._attach:autoload"],
+        "torch.backends": ["megatron_prism = megatron_prism:_autoload"],
         "pytest11": ["megatron_prism = megatron_prism.pytest_plugin"],
     },
     classifiers=[

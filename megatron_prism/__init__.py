@@ -58,6 +58,24 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'megatron_prism' has no attribute {name!r}")
 
 
+def _autoload() -> None:
+    """What ``import torch`` calls in every process of the environment.
+
+    It stands here because whatever is left of a damaged install must not break other programs.
+    """
+    asked = any(word.startswith("--prism-") for word in sys.argv[1:])
+    try:
+        import_module("megatron_prism._attach").autoload()
+    except ImportError as error:
+        if asked:
+            print(
+                f"prism: error: megatron_prism is not installed whole: {error}\n"
+                "  fix: pip install --force-reinstall --no-deps megatron_prism",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)
 

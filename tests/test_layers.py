@@ -42,7 +42,9 @@ PACKAGES = {
     "megatron": ["emulate/patches/*", "emulate/recipe_*.py", "emulate/schedule*.py",
                  "emulate/job_arguments.py"],
     "omegaconf": ["core/recipe.py"],
-    "yaml": ["core/recipe.py", "hang/fault_plan.py"],
+    "yaml": ["core/recipe.py", "core/foreign.py", "hang/fault_plan.py"],
+    # types of files, checked by core/foreign.py
+    "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*"],
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],

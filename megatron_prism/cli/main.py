@@ -2,7 +2,7 @@
 
 One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
 gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not
-train), 2 bad usage.  Nothing here imports torch: a command imports what it needs when it runs.
+train), 2 bad usage, 70 a mistake of ours.  Nothing here imports torch: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import unwinding
+from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -213,7 +214,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.  A PrismError is printed, never a traceback."""
+    """Run one command; returns the exit status.  An error is printed, never its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     prepare()
     try:
@@ -228,6 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # `prism world … | head`, or a full disk
         return output_failed(error)
+    except Exception as error:
+        if words[:1] == ["run"]:  # of the script: as Python says it
+            raise
+        return last_resort(error, f"prism {' '.join(words)}")
 
 
 def _dispatch(words: list[str]) -> int:

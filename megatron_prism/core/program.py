@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
-import zlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from megatron_prism.core.errors import ProgramError, WorldError
+from megatron_prism.core import foreign
+from megatron_prism.core.errors import ProgramError
 from megatron_prism.core.files import whole_file
 from megatron_prism.core.ops import (
     ALLOCATION,
@@ -368,8 +369,8 @@ class Programs:
 
     def release(self) -> tuple[int, int]:
         """megatron-core's release as (0, 16), which decides its list of groups."""
-        parts = self.source.get("megatron_core", "0.16").split(".")
-        return (int(parts[0]), int(parts[1])) if all(p.isdigit() for p in parts[:2]) else (0, 16)
+        found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})", self.source.get("megatron_core", ""))
+        return (int(found[1]), int(found[2])) if found else (0, 16)
 
 
 def save(programs: Programs, path: str | os.PathLike[str], *, force: bool = False) -> Path:
@@ -407,44 +408,45 @@ def _small(arrays: dict[str, np.ndarray]) -> bool:
     return sum(array.nbytes for array in arrays.values()) < 1 << 24
 
 
+FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
+_MEMBERS = re.compile(r"program_of|(?:ops|allocations|samples|hosts|streams|history)\d{1,7}")
+_Ranks = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+_Counts = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 59)], ...]
+
+
+class _ProgramHead(msgspec.Struct):
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    strings: tuple[str, ...]
+    splits: tuple[tuple[_Counts, _Counts], ...]
+
+
+class _Head(msgspec.Struct):
+    """What a file says in JSON, beside its arrays."""
+
+    world: dict[str, int | str | None]
+    groups: dict[str, tuple[_Ranks, ...]]
+    source: dict[str, str]
+    programs: list[_ProgramHead]
+
+
 def load(path: str | os.PathLike[str]) -> Programs:
     """Read what ``save`` wrote.  ProgramError for foreign, truncated or newer files."""
     path = Path(path)
-    try:
-        stored = np.load(path, allow_pickle=False)
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ProgramError(f"{path} is no file of programs", fix=FIX)
-        with stored:
-            if "head" not in stored.files:
-                raise ProgramError(f"{path} is no file of programs", fix=FIX)
-            head = json.loads(stored["head"].tobytes())
-            _check_format(path, head)
-            arrays = {name: stored[name] for name in stored.files if name != "head"}
-    except FileNotFoundError as error:
-        raise ProgramError(f"there is no file {path}", fix="prism capture writes them") from error
-    except IsADirectoryError as error:
-        raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}") from error
-    except PermissionError as error:
-        raise ProgramError(
-            f"cannot read {path}: {error.strerror}", fix="name a file that you may read"
-        ) from error
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
-            RecursionError) as error:  # fmt: skip
-        raise ProgramError(f"{path} is foreign or damaged: {error}", fix=FIX) from error
-    return _assemble(path, head, arrays)
-
-
-FIX = "a file that prism capture or prism schedule wrote, or a text that starts with prism-program"
-
-
-def _check_format(path: Path, head: object) -> None:
-    version = head.get("format") if isinstance(head, dict) else None
-    if version not in range(1, FORMAT + 1):
-        what = f"format {version}" if isinstance(version, int) else "no format version"
-        raise ProgramError(
-            f"{path} has {what}; this release reads 1 to {FORMAT}",
-            fix="write it again with this release, or read it with the one that wrote it",
-        )
+    if path.is_dir():
+        raise ProgramError(f"{path} is a folder", fix=f"name a file in it, *{SUFFIX}")
+    what = foreign.reading(
+        path, "a file of programs", FIX, absent="prism capture writes them", error=ProgramError
+    )
+    with what:
+        head, arrays = foreign.read_arrays(path, dict[str, Any], _MEMBERS)
+        version = head.get("format")
+        if type(version) is not int or version not in range(1, FORMAT + 1):
+            said = f"format {version}" if isinstance(version, int) else "no format version"
+            raise ProgramError(
+                f"{path} has {said}; this release reads 1 to {FORMAT}",
+                fix="write it again with this release, or read it with the one that wrote it",
+            )
+        return _assemble(version, foreign.shaped(head, _Head), arrays)
 
 
 def _with_notes(old: np.ndarray) -> np.ndarray:
@@ -463,53 +465,62 @@ def _with_times(old: np.ndarray) -> np.ndarray:
     return new
 
 
-def _assemble(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> Programs:
-    try:
-        programs = []
-        for i, one in enumerate(head["programs"]):
-            ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
-            if head["format"] == 1 and allocations.dtype == np.dtype(_NO_NOTES):
-                allocations = _with_notes(allocations)
-            if (old := _OLD_OPS.get(head["format"])) and ops.dtype == np.dtype(old):
-                ops = _with_times(ops)
-            if ops.dtype != OP or allocations.dtype != ALLOCATION:
-                raise ProgramError(f"{path}: the columns of program {i} are not ours", fix=FIX)
-            splits = tuple((tuple(a), tuple(b)) for a, b in one["splits"])
-            samples = arrays.get(f"samples{i}", _NO_SAMPLES)
-            segments = int((ops["name"] == CODE["compute"]).sum())
-            if samples.size and (samples.dtype != np.int64 or samples.shape[1:] != (segments,)):
-                raise ProgramError(f"{path}: samples of program {i} are not its own", fix=FIX)
-            hosts = arrays.get(f"hosts{i}", _NO_SAMPLES.ravel())
-            if hosts.size and (hosts.dtype != np.int64 or hosts.ndim != 1 or not samples.size):
-                raise ProgramError(f"{path}: host times of program {i} are not its own", fix=FIX)
-            streams = arrays.get(f"streams{i}", _NO_SAMPLES.ravel().astype(np.int16))
-            if streams.size and (streams.dtype != np.int16 or streams.shape != allocations.shape):
-                raise ProgramError(f"{path}: streams of program {i} are not its own", fix=FIX)
-            history = arrays.get(f"history{i}", _NO_SAMPLES.reshape(0, 4))
-            if history.dtype != np.int64 or history.ndim != 2 or history.shape[1] != 4:
-                raise ProgramError(f"{path}: the history of program {i} is not its own", fix=FIX)
-            texts = tuple(one["strings"])
-            columns = (ops, texts, splits, allocations, samples, hosts, streams, history)
-            made = Program(one["rank"], *columns)
-            if wrong := _wrong(made):
-                raise ProgramError(f"{path} is damaged: program {i} has {wrong}", fix=FIX)
-            programs.append(made)
-        if not all(isinstance(text, str) for pair in head["source"].items() for text in pair):
-            raise TypeError("its source is no text")
-        groups = {n: tuple(tuple(g) for g in lists) for n, lists in head["groups"].items()}
-        return Programs(
-            World(**head["world"]), tuple(programs), arrays["program_of"], groups, head["source"]
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, WorldError) as error:
-        raise ProgramError(f"{path} is damaged: {error}", fix=FIX) from error
+def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Programs:
+    """ValueError and KeyError for what is damaged."""
+    programs = []
+    for i, one in enumerate(head.programs):
+
+        def column(name: str, dtype: Any, shape: tuple[int, ...], i: int = i) -> np.ndarray:
+            """An optional array; -1 in ``shape`` is any length."""
+            found = arrays.get(f"{name}{i}")
+            if found is None:
+                return np.empty([max(0, side) for side in shape], dtype)
+            fits = len(found.shape) == len(shape) and all(
+                side in (-1, got) for got, side in zip(found.shape, shape, strict=True)
+            )
+            if found.dtype != dtype or not fits:
+                raise ValueError(f"{name} of program {i} are {found.dtype} {found.shape}")
+            return found
+
+        ops, allocations = arrays[f"ops{i}"], arrays[f"allocations{i}"]
+        if version == 1 and allocations.dtype == np.dtype(_NO_NOTES):
+            allocations = _with_notes(allocations)
+        if (old := _OLD_OPS.get(version)) and ops.dtype == np.dtype(old):
+            ops = _with_times(ops)
+        if (ops.dtype, allocations.dtype, ops.ndim, allocations.ndim) != (OP, ALLOCATION, 1, 1):
+            raise ValueError(f"the columns of program {i} are not ours")
+        samples = column("samples", np.int64, (-1, int((ops["name"] == CODE["compute"]).sum())))
+        hosts = column("hosts", np.int64, (-1,))
+        streams = column("streams", np.int16, (allocations.size if f"streams{i}" in arrays else 0,))
+        history = column("history", np.int64, (-1, 4))
+        if hosts.size and not samples.size:
+            raise ValueError(f"program {i} has times of the host, and none of its segments")
+        made = Program(
+            one.rank, ops, one.strings, one.splits, allocations, samples if samples.size
+            else _NO_SAMPLES, hosts, streams, history,
+        )  # fmt: skip
+        if wrong := _wrong(made):
+            raise ValueError(f"program {i} has {wrong}")
+        programs.append(made)
+    of = arrays["program_of"]
+    if of.dtype != np.int32:
+        raise ValueError(f"its program_of are {of.dtype}, not int32")
+    unknown = sorted(set(head.world) - set(_WORLD_FIELDS))
+    if unknown or not set(head.world) >= {"size"}:
+        raise ValueError(f"its world has no size, or {unknown}")
+    sizes = {name: head.world.get(name) for name in _WORLD_FIELDS if name in head.world}
+    if not isinstance(sizes.get("order", ""), str) or any(
+        isinstance(value, str) for name, value in sizes.items() if name != "order"
+    ):
+        raise ValueError("the sizes of its world are no numbers")
+    world = World(**sizes)  # type: ignore[arg-type]
+    if any(one.rank >= world.size for one in programs):
+        raise ValueError(f"a program is of a rank outside a world of {world.size}")
+    return Programs(world, tuple(programs), of, head.groups, head.source)
 
 
 def _wrong(program: Program) -> str:
     """The first value that a program cannot have, in words; the text form has the same bounds."""
-    if type(program.rank) is not int or program.rank < 0:
-        return f"rank {program.rank!r}"
-    if not all(isinstance(text, str) for text in program.strings):
-        return "texts that are none"
     texts, splits = len(program.strings) - 1, len(program.splits) - 1
     most = dict.fromkeys(TEXTS, texts) | {"splits": splits}
     bounds = {name: (-1 if name == "splits" else 0, top) for name, top in most.items()}

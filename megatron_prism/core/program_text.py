@@ -33,7 +33,7 @@ from megatron_prism.core import units
 from megatron_prism.core.errors import PrismError, ProgramError
 from megatron_prism.core.ops import DTYPES, NAMES, PHASES, REDUCE, Op, limits
 from megatron_prism.core.program import Builder, Program, Programs
-from megatron_prism.core.world import World, format_ranks
+from megatron_prism.core.world import MOST_RANKS, World, format_ranks
 
 __all__ = ["dump", "format_op", "parse"]
 
@@ -134,7 +134,6 @@ _TOKEN = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"|[^\s#]+|#.*')
 _QUOTED = re.compile(r'[^\s"#]*"(?:[^"\\]|\\.)*"')
 _LETTERS = {letter: phase for phase, letter in PHASES.items()}
 _NUMERIC_FIELDS = [f.name for f in fields(Op) if isinstance(f.default, int)]
-_MOST_RANKS = 1 << 26
 
 
 def _unquoted(text: str) -> str:
@@ -235,8 +234,8 @@ class _Reader:
             if key not in _WORLD:
                 self.fail(word.start(), f"a world has no {key}", f"use {', '.join(_WORLD)}")
             values[key] = value if key == "order" else self._number(word, value, "rank")
-            if key == "size" and values[key] > _MOST_RANKS:
-                self.fail(word.start(), "that is too large a world", f"at most {_MOST_RANKS:,}")
+            if key == "size" and values[key] > MOST_RANKS:
+                self.fail(word.start(), "that is too large a world", f"at most {MOST_RANKS:,}")
         before = self.world
         try:
             self.world = World(**values)

@@ -9,6 +9,7 @@ without ``=``, octal
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, get_type_hints
 from omegaconf import DictConfig, OmegaConf, errors
 from yaml import YAMLError
 
-from megatron_prism.core import files
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import RecipeError, WorldError
 from megatron_prism.core.world import DEFAULT_ORDER, World
 
@@ -185,6 +186,9 @@ BEYOND = (
 )
 
 
+MOST_LAYERS = 1 << 16
+
+
 def check(recipe: Recipe) -> None:
     """RecipeError or WorldError for the first rule the recipe breaks."""
     for key, choices in CHOICES.items():
@@ -198,8 +202,9 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
-            if value is not None and value >= 1 << 31:  # tensors of such sizes overflow in torch
-                most = (1 << 31) - 1
+            # tensors of larger sizes overflow in torch; every layer is an object
+            most = MOST_LAYERS if name in ("num_layers", "num_moe_experts") else (1 << 31) - 1
+            if value is not None and value > most:
                 raise RecipeError(f"{section}.{name} is {value}", fix=f"use at most {most}")
     for rule in (_numbers, _extra):
         for message, fix in rule(recipe):
@@ -577,7 +582,8 @@ def load_prism_section(path: str | Path) -> dict[str, object]:
     file = find(path)
     given = _read(file)
     _merge(OmegaConf.structured(Recipe), given, f"{file}")  # for its errors
-    held = OmegaConf.to_container(given.get("prism") or OmegaConf.create({}), resolve=True)
+    with _refused(str(file)):
+        held = OmegaConf.to_container(given.get("prism") or OmegaConf.create({}), resolve=True)
     section = {str(key): value for key, value in held.items()} if isinstance(held, dict) else {}
     if (parallel := given.get("parallel")) is not None and "world_size" in parallel:
         section["world_size"] = parallel.world_size
@@ -609,8 +615,9 @@ def summary(path: str | Path) -> str:
 def find(path: str | Path) -> Path:
     """The file meant: itself, or a shipped recipe by name.  RecipeError naming the closest ones."""
     file = Path(path)
-    if file.is_file():
-        return file
+    with contextlib.suppress(ValueError, OSError):  # a name too long, a null byte in it
+        if file.is_file():
+            return file
     known = shipped()
     if (name := file.name.removesuffix(".yaml")) in known and file.parent.name in ("", "recipes"):
         return known[name]
@@ -639,20 +646,16 @@ def _is_section(kind: object) -> TypeGuard[type[DataclassInstance]]:
 
 
 def _read(file: Path) -> DictConfig:
+    with foreign.reading(file, "a recipe", "give the path of a YAML file", error=RecipeError):
+        text = foreign.read_yaml(file)
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _LINE.match(line):
+            _refuse_odd(match["value"], f"{file}, line {number}")
     try:
-        text = files.read_yaml_text(file)
-        for number, line in enumerate(text.splitlines(), 1):
-            if match := _LINE.match(line):
-                _refuse_odd(match["value"], f"{file}, line {number}")
-        config = OmegaConf.create(text)
+        with _refused(str(file)):
+            config = OmegaConf.create(_plain_text(text, str(file)))
     except AssertionError:  # a number, a date: OmegaConf takes it for no text
         config = None
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"cannot read {file}: {error}", fix="give the path of a YAML file"
-        ) from None
-    except YAMLError as error:
-        raise RecipeError(f"{file} is no YAML: {error}", fix="correct the marked place") from None
     if not isinstance(config, DictConfig):
         raise RecipeError(f"{file} is no recipe: it has no sections", fix="see prism recipes")
     return config
@@ -661,19 +664,63 @@ def _read(file: Path) -> DictConfig:
 def _override(token: str) -> DictConfig:
     match = _OVERRIDE.fullmatch(token)
     if match is None:
-        key = token.lstrip("-").partition("=")[0]
-        key = key.replace(" ", "_") or "section.key"
-        fix = f"write {key}={token.partition('=')[2] or 'VALUE'}"
+        name, _, value = token.lstrip("-").partition("=")
+        parts = [re.sub(r"\W+", "_", part.strip()) for part in name.split(".") if part.strip()]
+        key = ".".join(parts) if len(parts) > 1 else f"{parts[0]}.KEY" if parts else "section.key"
+        close = difflib.get_close_matches(key, keys(), n=1, cutoff=0.6)
         why = "an override has no dashes" if token.startswith("-") else "an override is key=value"
-        raise RecipeError(f"{token!r}: {why}", fix=fix)
-    _refuse_odd(match["value"], f"override {token!r}")
-    try:
-        return OmegaConf.from_dotlist([files.flat(token)])
-    except (ValueError, YAMLError, errors.OmegaConfBaseException) as error:
-        reason = str(error).partition("\n")[0]
         raise RecipeError(
-            f"override {token!r}: {reason}", fix="quote the value for YAML and for the shell"
+            f"{token!r}: {why}", fix=f"write {close[0] if close else key}={value or 'VALUE'}"
+        )
+    _refuse_odd(match["value"], f"override {token!r}")
+    where = f"override {token!r}"
+    with _refused(where, fix="quote the value for YAML and for the shell"):
+        _plain_text(match["value"], where)
+        return OmegaConf.from_dotlist([token])
+
+
+_CALL = re.compile(r"\$\{(?:[^{}]|\$\{[^{}]*\})*:")
+_REFERENCES = 16  # each may have two in it, and so on
+
+
+def _plain_text(text: str, where: str) -> str:
+    """The same YAML, if it looks up nothing but the recipe's own keys: a recipe that is passed on
+    must not copy the reader's environment into an artefact."""
+    scalars = foreign.scalars_of_yaml(text)
+    if any(_CALL.search(scalar) for scalar in scalars):
+        raise RecipeError(
+            f"{where}: ${{…:…}} calls a function of OmegaConf, which a recipe may not",
+            fix="write the value itself, or ${section.key} for another one of the recipe",
+        )
+    if sum(scalar.count("${") for scalar in scalars) > _REFERENCES:
+        raise RecipeError(f"{where} has more than {_REFERENCES} ${{…}}", fix="write the values")
+    return text
+
+
+@contextlib.contextmanager
+def _refused(where: str, fix: str = "correct the marked place") -> Iterator[None]:
+    """Say what OmegaConf and YAML do not take as a RecipeError."""
+    try:
+        yield
+    except errors.ConfigKeyError as error:
+        raise _unknown(str(error.full_key), where) from None
+    except errors.MissingMandatoryValue as error:
+        key = str(error.full_key)
+        if _is_section(kind := get_type_hints(Recipe).get(key)):
+            key = keys(kind, f"{key}.")[0]
+        raise RecipeError(
+            f"{where}: {key} is missing", fix=f"add {key}=VALUE, or put it there"
         ) from None
+    except errors.GrammarParseError as error:
+        said = str(error).partition("\n")[0]
+        raise RecipeError(f"{where}: {said}", fix="write $ as \\$ where it is text") from None
+    except errors.OmegaConfBaseException as error:
+        raise _wrong_type(error, where) from None
+    except YAMLError as error:
+        raise RecipeError(f"{where} is no YAML: {error}", fix=fix) from None
+    except (TypeError, ValueError, RecursionError) as error:  # a list where a mapping is
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise RecipeError(f"{where}: {said}", fix="give the key a value of its type") from None
 
 
 def _refuse_odd(value: str, where: str) -> None:
@@ -685,30 +732,15 @@ def _refuse_odd(value: str, where: str) -> None:
 
 
 def _merge(config: DictConfig, more: DictConfig, where: str) -> DictConfig:
-    try:
+    with _refused(where):
         merged = OmegaConf.merge(config, more)
-    except errors.ConfigKeyError as error:
-        raise _unknown(str(error.full_key), where) from None
-    except errors.OmegaConfBaseException as error:
-        raise _wrong_type(error, where) from None
-    except TypeError as error:  # a list where a mapping is
-        raise RecipeError(f"{where}: {error}", fix="give the key a value of its type") from None
     assert isinstance(merged, DictConfig)
     return merged
 
 
 def _plain(config: DictConfig, file: Path) -> Recipe:
-    try:
+    with _refused(str(file)):
         recipe = OmegaConf.to_object(config)
-    except errors.MissingMandatoryValue as error:
-        key = str(error.full_key)
-        if _is_section(kind := get_type_hints(Recipe).get(key)):
-            key = keys(kind, f"{key}.")[0]
-        raise RecipeError(
-            f"{file}: {key} is missing", fix=f"add {key}=VALUE, or put it there"
-        ) from None
-    except errors.OmegaConfBaseException as error:
-        raise _wrong_type(error, str(file)) from None
     assert isinstance(recipe, Recipe)
     return recipe
 
@@ -753,8 +785,9 @@ def _wrong_type(error: errors.OmegaConfBaseException, where: str) -> RecipeError
 
 def _data_file(data: str, file: Path) -> Path:
     for place in (file.parent / data, Path(data)):
-        if place.is_file():
-            return place.resolve()
+        with contextlib.suppress(ValueError, OSError):  # a name too long, a null byte in it
+            if place.is_file():
+                return place.resolve()
     raise RecipeError(
         f"train.data: there is no file {data}, neither beside {file.name} nor here",
         fix="give the path of a text file, or train.data=mock",

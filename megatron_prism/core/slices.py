@@ -43,6 +43,7 @@ WORLD = "world.prism"  # the slices of a folder joined
 AGE = "timing"  # of a source: what times of slices mean; older slices have none
 _AGED = "of another release of ours, whose times mean something else"
 PEERS, AT_ONCE, PACED = "peers", "at once", "paced"  # of a source: when virtual ranks answered
+_MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
 _SHOWN = 64  # ranks of a message
@@ -308,7 +309,9 @@ def _opened(path: str | os.PathLike[str]) -> Programs:
             start = file.read(64)
             if start.startswith(b"PK"):
                 return load(place)
-            rest = b"" if b"\0" in start else file.read()  # nor is /dev/zero read to its end
+            rest = b"" if b"\0" in start else file.read(_MOST_TEXT)  # nor is /dev/zero read whole
+        if len(rest) == _MOST_TEXT:
+            raise ProgramError(f"{place} has more than {_MOST_TEXT:,} bytes", fix=FIX)
         text = io.TextIOWrapper(io.BytesIO(start + rest), encoding="utf-8-sig").read()
     except OSError as error:
         absent = isinstance(error, FileNotFoundError)

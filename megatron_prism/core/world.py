@@ -478,6 +478,9 @@ def _ordered_axes(world: World) -> tuple[str, ...]:
     return (*named, *absent)
 
 
+MOST_RANKS = 1 << 21  # of a world; what is said of each rank then still fits into memory
+
+
 def _check_sizes(world: World) -> None:
     """WorldError unless all sizes are whole numbers >= 1 and both grids divide the world."""
     for name in ("size", "tp", "cp", "pp", "ep", "etp", "vpp"):
@@ -488,6 +491,8 @@ def _check_sizes(world: World) -> None:
             raise WorldError(
                 f"{name} must be a whole number of at least 1, not {value!r}", fix=f"{name}=1"
             )
+    if world.size > MOST_RANKS:
+        raise WorldError(f"{world.size} ranks are too many", fix=f"use at most {MOST_RANKS:,}")
     if world.vpp is not None and world.pp == 1:
         raise WorldError(
             f"vpp {world.vpp} needs a pipeline, but pp is 1: there is nothing to interleave",

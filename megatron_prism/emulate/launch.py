@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable
+from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.emulate import exit_status
 from megatron_prism.emulate import options as flags
@@ -85,6 +86,8 @@ def attach_from_command_line(session: Session | None = None) -> None:
     except PrismError as error:
         exit_status.report(error)
         raise SystemExit(error.exit_code) from None
+    except Exception as error:
+        raise SystemExit(last_resort(error, "while this job was attached")) from None
 
 
 def _detach() -> None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import json
+import math
 import multiprocessing
 import operator
 import os
-import pickle
 import re
 import signal
 import threading
@@ -25,11 +23,15 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.core.collectives import TABLE
-from megatron_prism.core.errors import DumpError
-from megatron_prism.core.files import bounded_memory, no_collector
+from megatron_prism.core.errors import DumpError, shown
+from megatron_prism.core.files import no_collector
+from megatron_prism.core.foreign import bounded_memory
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -185,7 +187,7 @@ def _columns(raw: Sequence[Row]) -> tuple[Entry, ...]:
             if kind is None:
                 kind = kinds[key] = _entry(row, number)
             like.append(kind)
-    except (DumpError, KeyError, TypeError, ValueError, IndexError):
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return ()  # let ``_entry`` say which
     for column in columns:
         if (
@@ -266,29 +268,6 @@ def _clock(row: Row, key: str) -> int:
     return value if type(value) is int else 0
 
 
-def typed(value: object, kind: type[T], what: str) -> T:
-    """``value`` if it is a ``kind``; DumpError if not."""
-    if not isinstance(value, kind):
-        raise DumpError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
-    return value
-
-
-def integer(value: object, what: str, default: int = -1, entry: int = -1) -> int:
-    """A number of 64 bits, also from text; DumpError names ``what`` is none."""
-    if type(value) is int and -(1 << 63) <= value < 1 << 63:
-        return value  # nearly always; there are millions of them
-    if value is None:
-        return default
-    if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
-        value = int(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
-        raise DumpError(f"entry {entry}: {what} is no number" if entry >= 0 else
-                        f"{what} is no number")  # fmt: skip
-    return int(value)
-
-
 _PAIR = re.compile(r"(send|recv) (\d+)(->|<-)(\d+)")
 
 
@@ -306,50 +285,73 @@ def _called(text: str) -> tuple[str, int]:
     return (pair[1], int(pair[4][:9])) if pair else (_NAMES.get(word, word), -1)
 
 
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Sizes = list[list[_Int]] | None
+
+
+class _RawEntry(msgspec.Struct):
+    """An entry as torch, or whoever wrote the file, has it; older releases said less."""
+
+    process_group: tuple[str | int, str | int | None]
+    profiling_name: str = ""
+    record_id: _Int | None = None
+    id: _Int | None = None
+    collective_seq_id: _Int | None = None
+    seq_id: _Int | None = None
+    p2p_seq_id: _Int | None = None
+    pg_id: _Int | str | None = None
+    input_sizes: _Sizes = None
+    output_sizes: _Sizes = None
+    input_dtypes: list[str] | None = None
+    output_dtypes: list[str] | None = None
+    state: str | None = None
+    retired: bool | int | None = None
+    frames: object = None
+    timeout_ms: _Int | None = None
+    time_created_ns: _Int | None = None
+    time_discovered_completed_ns: _Int | None = None
+
+
 def _entry(row: Row, number: int) -> Entry:
-    get = row.get
-    group = get("process_group")
-    if not isinstance(group, tuple | list) or len(group) != 2:
-        raise DumpError(f"entry {number} has no process_group (name, description)")
-    name = str(get("profiling_name", ""))
-    op, to = _called(name)
-    sizes = get("input_sizes")
-    if not sizes and name.endswith("_coalesced"):
+    """ValueError says what of ``row`` is not an entry's."""
+    try:
+        raw = foreign.shaped(row, _RawEntry, strict=False)
+    except ValueError as error:
+        raise ValueError(f"entry {number}: {error}") from None
+    op, to = _called(raw.profiling_name)
+    if not raw.input_sizes and raw.profiling_name.endswith("_coalesced"):
         op = "coalesced"  # what closes a batch of collectives
-    calls = integer(get("collective_seq_id", get("seq_id")), "its sequence", entry=number)
-    seq = integer(get("p2p_seq_id"), "p2p_seq_id", entry=number) if to >= 0 else calls
-    state = str(get("state", ""))[:20]
-    frames = get("frames") or []
+    calls = _first(raw.collective_seq_id, raw.seq_id)
+    state, frames = (raw.state or "")[:20], raw.frames
     first = frames[0] if isinstance(frames, list) and frames else None
     site = f"{first.get('filename')}:{first.get('line')}"[:300] if isinstance(first, dict) else ""
-    dtypes = tuple(map(str, (*(get("input_dtypes") or ()), *(get("output_dtypes") or ()))))
     return Entry(
-        integer(get("record_id", get("id")), "record_id", number, number),
-        str(group[0]),
-        str(group[1])[:200],
+        _first(raw.record_id, raw.id, number),
+        str(raw.process_group[0]),
+        str(raw.process_group[1])[:200],
         op,
-        seq,
+        _first(raw.p2p_seq_id) if to >= 0 else calls,
         calls,
         to,
-        _one((_numbers(sizes), _numbers(get("output_sizes")))),
-        _one(dtypes),
+        _one((_numbers(raw.input_sizes), _numbers(raw.output_sizes))),
+        _one((*(raw.input_dtypes or ()), *(raw.output_dtypes or ()))),
         state,
-        bool(get("retired")) or state == "completed",
+        bool(raw.retired) or state == "completed",
         _one(site),
-        integer(get("timeout_ms"), "timeout_ms", entry=number),
-        integer(get("time_created_ns"), "time_created_ns", entry=number),
+        _first(raw.timeout_ms),
+        _first(raw.time_created_ns),
     )
 
 
-def _numbers(sizes: object) -> tuple[int, ...]:
+def _first(*values: int | None) -> int:
+    """The first that is known, or -1."""
+    return next((value for value in values if value is not None), -1)
+
+
+def _numbers(sizes: _Sizes) -> tuple[int, ...]:
     """Elements of each tensor."""
-    found = []
-    for shape in sizes if type(sizes) is list else typed(sizes or [], list, "sizes"):
-        count = 1
-        for side in shape if type(shape) is list else typed(shape, list, "a size"):
-            count *= side if type(side) is int else integer(side, "a size")
-        found.append(count if abs(count) < 1 << 63 else -1)
-    return tuple(found)
+    counts = (math.prod(shape[:64]) for shape in sizes or ())
+    return tuple(count if abs(count) < 1 << 63 else -1 for count in counts)
 
 
 _ENDING = r"(?:\.(?:json|pkl|pickle|trace|bin|pt))?$"
@@ -361,7 +363,7 @@ _RANK = re.compile(
 _PLAIN = re.compile(r"[^.]*" + _ENDING)
 _LOOSE = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?(\d{1,9})(?!\d)", re.IGNORECASE)
 _PACKED = re.compile(r"\.(?:gz|tgz|zst|xz|bz2|lz4|zip|tar)$")
-_LIMIT = 1 << 30  # bytes of one file; full dumps with C++ stacks are a few MB
+_LIMIT = 1 << 28  # bytes of one file; full dumps with C++ stacks are a few MB
 FIX = "name the folder that TORCH_FR_DUMP_TEMP_FILE or --flight-recorder-dump-path wrote into"
 
 
@@ -491,43 +493,49 @@ def _bytes(path: Path) -> bytes:
         raise DumpError(f"cannot read {path}: {error.strerror}", fix=FIX) from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise HostileError(
-            f"asks for {module}.{name}, which no dump needs; nothing was executed",
-            fix="do not open this file with anything else",
-        )
-
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise HostileError("asks for an object from outside; nothing was executed")
-
-
 def parse(data: bytes, rank: int, where: str = "dump") -> Dump:
     """One dump out of the bytes of its file.  DumpError for anything that is none."""
     try:
         head = data[:64].lstrip()[:1]
-        value = json.loads(data) if head in (b"{", b"[") else _Unpickler(io.BytesIO(data)).load()
+        as_json = head in (b"{", b"[")
+        value = foreign.value_of_json(data) if as_json else foreign.unpickled(data)
         return of_value(value, rank)
-    except DumpError as error:
-        raise type(error)(f"{where}: {error.message}", fix=error.fix or FIX) from error
-    except Exception as error:  # damaged pickles raise almost anything
-        text = str(error)[:200] or type(error).__name__
+    except foreign.HostileValueError as error:
+        fix = "do not open this file with anything else"
+        raise HostileError(f"{where}: {error}", fix=fix) from error
+    except (ValueError, MemoryError, RecursionError) as error:
+        text = shown(str(error)[:500] or "it is too large")
         raise DumpError(f"{where} is no dump, or damaged: {text}", fix=FIX) from error
 
 
+class _RawGroup(msgspec.Struct):
+    ranks: str | list[_Int] = ""
+    desc: str | None = ""
+
+
+class _RawStatus(msgspec.Struct):
+    last_enqueued_collective: _Int | None = None
+    last_started_collective: _Int | None = None
+    last_completed_collective: _Int | None = None
+
+
+class _RawDump(msgspec.Struct):
+    version: str = ""
+    pg_config: dict[str | int, _RawGroup | str] | None = None
+    pg_status: dict[str | int, _RawStatus] | None = None
+    entries: list[dict[str, Any]] | None = None
+
+
 def of_value(value: object, rank: int) -> Dump:
-    """One dump out of the value that torch pickles.  DumpError if it is none."""
-    top = typed(value, dict, "the file")
-    version = top.get("version")
-    if not isinstance(version, str) or not re.fullmatch(r"2\.\d{1,3}", version):
-        raise DumpError(f"has version {str(version)[:20]!r}; versions 2.0 to 2.10 are read")
-    notes = []
-    groups = {str(n): _group(str(n), g) for n, g in _table(top, "pg_config").items()}
-    raw = [typed(e, dict, "an entry") for e in typed(top.get("entries") or [], list, "entries")]
+    """One dump out of the value that torch pickles.  ValueError if it is none."""
+    top = foreign.shaped(value, _RawDump, strict=False)
+    version, notes = top.version, list[str]()
+    if not re.fullmatch(r"2\.[0-9]{1,3}", version):
+        raise ValueError(f"has version {version[:20]!r}; versions 2.0 to 2.10 are read")
+    groups = {str(n): _group(str(n), g) for n, g in (top.pg_config or {}).items() if g != "[]"}
+    raw = top.entries or []
     entries = entries_of(raw)
-    status = {str(i): _status(s) for i, s in _table(top, "pg_status").items()}
+    status = {str(i): _status(s) for i, s in (top.pg_status or {}).items()}
     dead = _aborted_ids(raw, status, len(groups))
     if dead:
         raw = [e for e in raw if str(e.get("pg_id")) not in dead]
@@ -548,35 +556,32 @@ def of_value(value: object, rank: int) -> Dump:
     return Dump(rank, version, groups, known, entries, tuple(notes), names, unnamed)
 
 
-def _table(top: Row, key: str) -> dict[object, Row]:
-    found = typed(top.get(key) or {}, dict, key)
-    return {k: typed(v, dict, f"{key}[{k!r:.20}]") for k, v in found.items() if v != "[]"}
-
-
-def _group(name: str, config: Row) -> Group:
-    ranks = config.get("ranks", [])
-    if isinstance(ranks, str):  # thousands of dumps say the same of their largest groups
-        return _group_of_text(name, str(config.get("desc", ""))[:200], ranks)
-    return _made(name, str(config.get("desc", ""))[:200], ranks)
+def _group(name: str, config: _RawGroup | str) -> Group:
+    if isinstance(config, str):
+        raise ValueError(f"pg_config {name:.20}: expected an object, not a str")
+    desc = (config.desc or "")[:200]
+    if isinstance(config.ranks, str):  # thousands of dumps say the same of their largest groups
+        return _group_of_text(name, desc, config.ranks)
+    return _made(name, desc, tuple(config.ranks))
 
 
 @lru_cache(maxsize=4096)
 def _group_of_text(name: str, desc: str, ranks: str) -> Group:
-    return _made(name, desc, re.findall(r"-?\d{1,9}", ranks))
+    return _made(name, desc, tuple(map(int, re.findall(r"-?[0-9]{1,9}", ranks))))
 
 
-def _made(name: str, desc: str, ranks: object) -> Group:
-    members = tuple(integer(r, f"a rank of group {name:.20}") for r in typed(ranks, list, "ranks"))
-    if len(set(members)) != len(members) or any(r < 0 for r in members):
-        raise DumpError(f"group {name:.20} has members that cannot be")
+def _made(name: str, desc: str, members: tuple[int, ...]) -> Group:
+    if len(set(members)) != len(members) or any(not 0 <= r < 1 << 31 for r in members):
+        raise ValueError(f"group {name:.20} has members that cannot be")
     return Group(name, desc, members)
 
 
-def _status(row: Row) -> Status:
-    def last(word: str) -> int:
-        return integer(row.get(f"last_{word}_collective"), f"last_{word}_collective")
-
-    return Status(last("enqueued"), last("started"), last("completed"))
+def _status(row: _RawStatus) -> Status:
+    return Status(
+        _first(row.last_enqueued_collective),
+        _first(row.last_started_collective),
+        _first(row.last_completed_collective),
+    )
 
 
 def _aborted_ids(raw: Sequence[Row], status: Mapping[str, Status], groups: int) -> set[str]:

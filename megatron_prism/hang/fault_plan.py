@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
-from megatron_prism.core import files
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import DTYPES, NAMES, REDUCE
@@ -339,21 +342,25 @@ def parse_nvrx(text: str) -> Fault:
     return parse(f"{match[1].lower()}@rank={match[2]},iter={match[3]}")
 
 
+_Scalar = str | int | float | bool | None
+_Row = str | dict[str, str | int | float | bool | None | dict[str, _Scalar] | list[int | str]]
+_Plan = Annotated[list[_Row], msgspec.Meta(min_length=1, max_length=10_000)]
+
+
 def load_plan(path: str | Path) -> tuple[Fault, ...]:
     """A YAML list of faults: texts, or mappings with ``kind``, ``at`` and ``with``-like params."""
     import yaml
 
-    try:
-        rows = yaml.safe_load(files.read_yaml_text(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read the plan {path}: {error}", fix="a YAML list") from error
-    if not isinstance(rows, list) or not rows:
-        raise UsageError(f"{path} is no list of faults", fix="- drop@rank=3,group=tp,nth=1")
+    with foreign.reading(path, "a plan of faults", "a YAML list: - drop@rank=3,group=tp,nth=1"):
+        try:
+            stored = yaml.safe_load(foreign.read_yaml(path))
+        except yaml.YAMLError as error:
+            raise ValueError(f"it is no YAML: {error}") from None
+        rows = foreign.shaped(stored, _Plan)
     found: list[Fault] = []
     for row in rows:
-        if isinstance(row, dict) and any(str(k).startswith("fault-injector-") for k in row):
-            names = {str(k)[15:].replace("-", "_"): v for k, v in row.items()}
-            found += of_megatron(names)
+        if isinstance(row, dict) and any(k.startswith("fault-injector-") for k in row):
+            found += of_megatron({k[15:].replace("-", "_"): v for k, v in row.items()})
             continue
         if isinstance(row, dict):
             row = dict(row)
@@ -362,24 +369,25 @@ def load_plan(path: str | Path) -> tuple[Fault, ...]:
                 where = ",".join(f"{k}={v}" for k, v in where.items())
             params = ",".join(f"{k}={v}" for k, v in row.items())
             row = f"{kind}@{where}" + (f":{params}" if params else "")
-        if not isinstance(row, str):
-            raise UsageError(f"{path}: {row!r} is no fault", fix=FIX)
         found.append(parse(row) if "@" in row else parse_nvrx(row))
     return tuple(found)
 
 
-def of_megatron(settings: Mapping[str, Sequence[str] | str]) -> tuple[Fault, ...]:
+def of_megatron(settings: Mapping[str, object]) -> tuple[Fault, ...]:
     """Megatron's ``--fault-injector-*`` (core/fault_injector.py @0.18): ranks, fault-types,
     delay-start-iteration.  What is timed in seconds there has no place in an emulated job."""
-    anyone = f"any:{settings.get('num_ranks', 1)}"
-    given = settings.get("ranks", "")
-    words = given.split() if isinstance(given, str) else [str(rank) for rank in given]
-    ranks = ",".join(words) or anyone
-    kinds = settings.get("fault_types", "exception")
-    names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
+
+    def words(key: str, default: str) -> list[str]:
+        given = settings.get(key, default)
+        if isinstance(given, dict) or given is None:
+            raise UsageError(f"fault-injector-{key} is no list", fix="fault-injector-ranks: [1, 2]")
+        return list(map(str, given if isinstance(given, list) else str(given).split()))
+
+    ranks = ",".join(words("ranks", f"any:{settings.get('num_ranks', 1)}"))
     after = settings.get("delay_start_iteration")
     where = f"rank={ranks}" + (f",iter={after}" if after else "")
-    return tuple(parse(f"{name.lower()}@{where}") for name in names)
+    names = ",".join(words("fault_types", "exception")).split(",")
+    return tuple(parse(f"{name.lower()}@{where}") for name in names if name)
 
 
 def truth_line(**fields: object) -> str:

@@ -15,9 +15,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
-from megatron_prism.core import files
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
@@ -40,29 +42,31 @@ PROVENANCE = {
     "device that keeps up and one far behind",
     "peak_device": "unknown: no calibration of context, workspaces and NCCL",
 }
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # would end a line of a report, or colour it
-_NUMBERS = ("count", "peak_allocated", "peak_reserved")
+# a control character would end a line of a report, or colour it
+_Text = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+_Bytes = foreign.Natural
+_UNKNOWN = PROVENANCE["peak_device"]
 
 
 class PeakPlace(TypedDict):
     """Where a class peaks."""
 
-    step: str
-    phase: str
+    step: _Text
+    phase: _Text
     microbatch: int
     chunk: int
-    op: str
-    site: str
+    op: _Text
+    site: _Text
 
 
 class BaselineOrigin(TypedDict):
     """A ``HeldMemory``, as JSON has it."""
 
-    kind: str
-    module: str
-    site: str
-    num_bytes: int
-    count: int
+    kind: _Text
+    module: _Text
+    site: _Text
+    num_bytes: _Bytes
+    count: _Bytes
 
 
 class OptionalFigures(TypedDict, total=False):
@@ -71,21 +75,21 @@ class OptionalFigures(TypedDict, total=False):
     reserved_between: list[int]
     growth: int | None
     growth_top: list[BaselineOrigin]
-    nccl: int | None
-    peak_device: int | None
+    nccl: _Bytes | None
+    peak_device: _Bytes | None
 
 
 class ClassMemoryFigures(OptionalFigures):
     """Of one class of ranks; bytes."""
 
-    ranks: str
-    count: int
-    peak_allocated: int
-    peak_reserved: int
+    ranks: _Text
+    count: _Bytes
+    peak_allocated: _Bytes
+    peak_reserved: _Bytes
     at: PeakPlace
-    by_category: dict[str, int]
+    by_category: dict[str, _Bytes]
     top: list[BaselineOrigin]
-    smaller: int
+    smaller: _Bytes
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Baseline:
 
     job: Mapping[str, str]
     classes: Mapping[str, ClassMemoryFigures]
-    device: str = PROVENANCE["peak_device"]  # what peak_device is made of
+    device: str = _UNKNOWN  # what peak_device is made of
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -245,51 +249,29 @@ def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = Fals
 def load(path: str | os.PathLike[str]) -> Baseline:
     """What ``save`` wrote.  UsageError for anything else."""
     fix = f"write it again: prism memory record PROGRAMS -o {path} --force"
-    try:
-        value = files.read_json(path)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read the baseline {path}: {error.strerror}",
-            fix=f"prism memory record PROGRAMS -o {path}",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}", fix=fix) from error
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise UsageError(f"{path} is no {SCHEMA}, its schema is {schema!r}", fix=fix)
-    try:
-        _check(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path} is damaged: {error}", fix=fix) from error
-    source = value.get("provenance", {}).get("peak_device", PROVENANCE["peak_device"])
-    return Baseline(value["job"], value["classes"], str(source))
+    absent = f"prism memory record PROGRAMS -o {path}"
+    with foreign.reading(path, "a baseline of memory", fix, absent=absent):
+        found = foreign.read_json(path, _Stored)
+        for name, one in found.classes.items():
+            _check(name, one)
+    return Baseline(found.job, found.classes, found.provenance.get("peak_device", _UNKNOWN))
 
 
-def _check(value: dict[str, Any]) -> None:
-    """ValueError and its kin unless the figures add up."""
-    classes, source = value["classes"], value.get("provenance", {})
-    if not classes or {*map(type, value["job"].values())} != {str} or not isinstance(source, dict):
-        raise ValueError("it has no classes, no job or no provenance")
-    for name, one in classes.items():
-        kinds = one["by_category"]
-        numbers = [*(one[key] for key in _NUMBERS), one["smaller"], *kinds.values()]
-        numbers += [entry["num_bytes"] for entry in one["top"]]
-        numbers += [entry["num_bytes"] for entry in one.get("growth_top", ())]
-        numbers += [one[key] for key in ("nccl", "peak_device") if one.get(key) is not None]
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"class {name}: bytes are whole numbers, 0 or more")
-        if type(one.get("growth")) not in (int, type(None)):  # may be below 0
-            raise ValueError(f"class {name}: its growth is no whole number")
-        texts = [name, one["ranks"], one["at"]["step"], one["at"]["site"]]
-        listed = [*one["top"], *one.get("growth_top", ())]
-        texts += [entry[key] for entry in listed for key in ("kind", "module", "site")]
-        ours = all(isinstance(text, str) and not _CONTROL.search(text) for text in texts)
-        if not ours or set(kinds) != set(KINDS):
-            raise ValueError(f"class {name!r}: its texts or categories are not ours")
-        whole = one["peak_allocated"]
-        parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
-        if sum(kinds.values()) != whole or parts != whole:
-            raise ValueError(f"class {name}: its parts do not add up to {whole}")
+class _Stored(msgspec.Struct):
+    schema: Literal["prism.mem-baseline/1"]
+    job: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
+    classes: Annotated[dict[_Text, ClassMemoryFigures], msgspec.Meta(min_length=1)]
+    provenance: dict[str, str] = {}
+
+
+def _check(name: str, one: ClassMemoryFigures) -> None:
+    """ValueError unless the figures add up."""
+    kinds, whole = one["by_category"], one["peak_allocated"]
+    if set(kinds) != set(KINDS):
+        raise ValueError(f"classes {name!r}: its categories are not {', '.join(KINDS)}")
+    parts = sum(entry["num_bytes"] for entry in one["top"]) + one["smaller"]
+    if sum(kinds.values()) != whole or parts != whole:
+        raise ValueError(f"classes {name!r}: its parts do not add up to {whole}")
 
 
 # -- comparing ------------------------------------------------------------------------------------

@@ -19,18 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 
-from megatron_prism.core import files
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core import foreign
 from megatron_prism.core.groups import WORLD_GROUP, of_family, of_lists
 from megatron_prism.core.ops import CODE, IS_PAIR, ITEM_SIZE, NAMES
 from megatron_prism.core.program import Programs
-
-if TYPE_CHECKING:
-    from megatron_prism.replay.costs.machine import Row
 
 __all__ = [
     "BufferCalibration",
@@ -45,7 +42,6 @@ __all__ = [
 ]
 
 
-FORMAT = 1
 FOLDER = Path(__file__).with_name("device_memory")
 PAGE = 2 << 20
 _WAYS = frozenset({"out", "in"})
@@ -164,34 +160,42 @@ def read(name: str | os.PathLike[str]) -> BufferCalibration:
 
     UsageError for anything else.
     """
-    path = shipped().get(str(name), Path(name))
-    try:
-        stored = files.read_json(path)
-        if stored.get("format") != FORMAT:
-            raise ValueError(f"format {stored.get('format')}, this release reads {FORMAT}")
-        return _calibration(stored)
-    except OSError as error:
-        raise UsageError(
-            f"there is no calibration {name}: {error.strerror}",
-            fix=f"use {', '.join(shipped())}, or what benchmarks/tools/device_memory.py wrote",
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UsageError(
-            f"{path} is no calibration of device memory: {error}",
-            fix="python -m benchmarks.tools.device_memory -o FILE.json writes one",
-        ) from error
+    with foreign.reading(
+        shipped().get(str(name), name),
+        "a calibration of device memory",
+        "python -m benchmarks.tools.device_memory -o FILE.json writes one",
+        absent=f"use {', '.join(shipped())}, or what benchmarks/tools/device_memory.py wrote",
+    ) as path:
+        return _calibration(foreign.read_json(path, _Stored))
 
 
-def _calibration(stored: Row) -> BufferCalibration:
-    cells: dict[tuple[str, int, int, str], list[int]] = {}
-    for row in stored["rows"]:
-        if not all(type(size) is int for size in row["bytes"]) or not row["bytes"]:
-            raise ValueError(f"a row's bytes are {row['bytes']}")
-        cells[row["case"], int(row["ranks"]), int(row.get("repeat", 0)), row["step"]] = row["bytes"]
+_Bytes = Annotated[int, msgspec.Meta(gt=-(1 << 50), lt=1 << 50)]  # a difference may be below 0
+_Few = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+
+
+class _Row(msgspec.Struct):
+    case: str
+    step: str
+    ranks: _Few
+    bytes: Annotated[list[_Bytes], msgspec.Meta(min_length=1)]
+    repeat: _Few = 0
+
+
+class _Process(msgspec.Struct):
+    bytes: foreign.Natural
+
+
+class _Stored(msgspec.Struct):
+    source: str
+    format: Literal[1]
+    rows: list[_Row]
+    process: _Process | None = None
+
+
+def _calibration(stored: _Stored) -> BufferCalibration:
+    cells = {(row.case, row.ranks, row.repeat, row.step): row.bytes for row in stored.rows}
     start = sum(median_low(size) for (case, *_), size in cells.items() if case == "start")
-    process = stored.get("process", {}).get("bytes", start or None)
-    if process is not None and type(process) is not int:
-        raise ValueError(f"process takes {process}")
+    process = stored.process.bytes if stored.process else start or None
     turns: dict[tuple[int, int], dict[str, int]] = {}
     for (case, size, repeat, step), found in cells.items():
         if case == "in turn":
@@ -212,7 +216,7 @@ def _calibration(stored: Row) -> BufferCalibration:
         pair = cells.get(("alone", size, 0, "unbatched_16MiB"))
         if pair is not None and size == 2 and len(pair) == 2:
             alone["out", 2], alone["in", 2] = (max(0, taken - init) for taken in pair)
-    return BufferCalibration(process, once, alone, str(stored["source"]))
+    return BufferCalibration(process, once, alone, stored.source)
 
 
 def _once(cells: dict[tuple[str, int, int, str], list[int]]) -> int:

@@ -12,17 +12,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from megatron_prism.core import files
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.predict.distributions import FEWEST, Distribution, fit, probabilities
 from megatron_prism.replay.costs import Prices, machine
+from megatron_prism.replay.costs.collectives import stored
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.prices import _both_ways, _shape
 
@@ -38,8 +39,6 @@ __all__ = [
 
 
 _MEASURED = "measured: calls"  # how the provenance of such a price begins
-_MOST_NS = 1 << 50  # of a call: two weeks; NaN is not below it
-_MOST = 4096  # samples of a cell that are looked at
 _ENOUGH_SAMPLES = (
     24  # samples of a call that may stand for themselves: one outlier widens fewer by far
 )
@@ -92,27 +91,10 @@ def call_spread(
 def _cells(path: str | os.PathLike[str]) -> dict[Cell, dict[int, Sequence[float]]]:
     """cell -> message bytes -> samples in ns; the file has been read as a calibration before."""
     found: dict[Cell, dict[int, Sequence[float]]] = {}
-    for row in files.read_json(path)["collectives"]:
-        samples = row.get("samples")
-        if samples is None:
-            continue
-        if not _numbers(samples):
-            raise UsageError(
-                f"{path}: samples of {row['op']} of {row['bytes']} bytes are no list of up to "
-                f"{_MOST:,} times in ns",
-                fix="write it again: prism calibrate",
-            )
-        cell = row["op"], int(row["ranks"]), int(row.get("per_node", row["ranks"]))
-        found.setdefault(cell, {})[int(row["bytes"])] = samples
+    for row in stored(path).collectives:
+        if row.samples is not None:
+            found.setdefault((row.op, row.ranks, row.of_node), {})[row.bytes] = row.samples
     return found
-
-
-def _numbers(samples: Any) -> bool:
-    return (
-        isinstance(samples, list)
-        and len(samples) <= _MOST
-        and all(type(one) in (int, float) and abs(one) < _MOST_NS for one in samples)
-    )
 
 
 def _of_median_1(one: Distribution) -> Distribution:
@@ -180,7 +162,10 @@ def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> s
 FOLDER = Path(__file__).with_name("variability")
 PARTS = ("gpu", "step", "segment", "host", "call", "network")
 CHANCES = ("slow_gpu", "slow_network")
-_OPTIONAL = {"segment", "host", *CHANCES}
+_Spread = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Slow = tuple[  # chance, factor
+    Annotated[float, msgspec.Meta(ge=0, lt=1)], Annotated[float, msgspec.Meta(gt=0, le=1000)]
+]
 _STEPS = 4001  # of the table of a product's quantiles
 
 
@@ -287,27 +272,25 @@ def _mixed(scores: np.ndarray, values: np.ndarray, chance: float, factor: float)
     return found
 
 
+@dataclass(frozen=True)
+class _File:
+    """A file of spreads."""
+
+    name: str
+    gpu: _Spread
+    step: _Spread
+    call: _Spread
+    network: _Spread
+    source: str
+    segment: _Spread = 0.0
+    host: _Spread = 0.0
+    slow_gpu: _Slow = (0.0, 1.0)
+    slow_network: _Slow = (0.0, 1.0)
+
+
 def read_variability(name: str | os.PathLike[str]) -> Variability:
     """The spreads of that name or in that file.  UsageError says what is wrong with them."""
-    own = ("shapes", "calls_by")  # not a file's
-    names = [one.name for one in dataclasses.fields(Variability) if one.name not in own]
-    path, fields = machine.read(name, FOLDER, "variability", names, _OPTIONAL)
-    for part in PARTS:
-        value = fields.get(part, 0.0)
-        if not _number(value) or not 0 <= value <= 1:
-            raise UsageError(f"{path}: {part} is {value!r}", fix="a spread is from 0 to 1")
-    for part in CHANCES:
-        value = fields.setdefault(part, [0.0, 1.0])
-        good = isinstance(value, list) and len(value) == 2 and all(map(_number, value))
-        if not good or not 0 <= value[0] < 1 or not 0 < value[1] <= 1000:
-            raise UsageError(f"{path}: {part} is {value!r}", fix="[chance below 1, factor]")
-        fields[part] = tuple(map(float, value))
-    return Variability(**fields)
-
-
-def _number(value: object) -> bool:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return good and math.isfinite(value)  # type: ignore[arg-type]
+    return Variability(**vars(machine.read(name, FOLDER, "a file of spreads", _File)))
 
 
 _SHARE = 0.95  # of a rank's time: the longest segments that make it up are looked at

@@ -228,22 +228,37 @@ def test_a_run_that_did_not_train_is_no_baseline(job, tmp_path, baseline, capsys
     [
         (lambda t: t[: len(t) // 2], "is no JSON"),
         (lambda t: "", "is no JSON"),
-        (lambda t: "[1]", "its schema is None"),
-        (lambda t: t.replace("baseline/1", "baseline/2"), "its schema is 'prism.mem-baseline/2'"),
+        (lambda t: "[1]", "expected an object, not an array"),
+        (
+            lambda t: t.replace("baseline/1", "baseline/2"),
+            "schema: expected one of prism.mem-baseline/1",
+        ),
         (lambda t: t.replace('"act": 1000', '"act": 1001'), "do not add up"),
-        (lambda t: t.replace('"act": 1000', '"act": -1'), "whole numbers"),
-        (lambda t: t.replace('"act": 1000', '"act": 1000.0'), "whole numbers"),
-        (lambda t: t.replace('"act"', '"atc"', 1), "are not ours"),
-        (lambda t: t.replace('"peak_reserved"', '"reserved"'), "damaged: 'peak_reserved'"),
+        (lambda t: t.replace('"act": 1000', '"act": -1'), "expected an int >= 0"),
+        (lambda t: t.replace('"act": 1000', '"act": 1000.0'), "expected an int, not a float"),
+        (lambda t: t.replace('"act"', '"atc"', 1), "its categories are not"),
+        (lambda t: t.replace('"peak_reserved"', '"reserved"'), "peak_reserved is missing"),
         (
             lambda t: t.replace('"provenance": {', '"provenance": 7, "x": {'),
-            "or no provenance",
+            "provenance: expected an object, not an int",
         ),
-        (lambda t: re.sub('"growth": [^,]+', '"growth": "x"', t), "growth is no whole number"),
-        (lambda t: t.replace('"pp=0": {', '"a\\n::error::": {', 1), "are not ours"),
-        (lambda t: re.sub(r'"classes": \{.*\n \},', '"classes": {},', t, flags=re.S), "no classes"),
-        (lambda t: t.replace('"site": "core/schedules.py:7"', '"site": 7'), "are not ours"),
-        (lambda t: "[" * 100_000, "is no JSON"),
+        (
+            lambda t: re.sub('"growth": [^,]+', '"growth": "x"', t),
+            "growth: expected an int | null, not a str",
+        ),
+        (
+            lambda t: t.replace('"pp=0": {', '"a\\n::error::": {', 1),
+            "classes: expected a str matching regex",
+        ),
+        (
+            lambda t: re.sub(r'"classes": \{.*\n \},', '"classes": {},', t, flags=re.S),
+            "classes: expected an object of length >= 1",
+        ),
+        (
+            lambda t: t.replace('"site": "core/schedules.py:7"', '"site": 7'),
+            "site: expected a str, not an int",
+        ),
+        (lambda t: "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
@@ -262,7 +277,7 @@ def test_what_is_no_baseline_says_so(baseline, job, capsys, change, says):
     ("words", "says"),
     [
         (("check", "{job}"), "needs a baseline"),
-        (("check", "{job}", "baseline=none.json"), "cannot read the baseline none.json"),
+        (("check", "{job}", "baseline=none.json"), "cannot read a baseline of memory, none.json"),
         (
             ("check", "{job}", "baseline={base}", "tol=3qs"),
             "tol=3qs: '3qs': 'qs' is no unit",

@@ -176,7 +176,7 @@ def test_equality_does_not_depend_on_the_order_of_strings():
         ("world sice=6", "a world has no sice"),
         ("world size=4", "x:16:1: there is a world already"),
         ("world size=99999999999", "x:16:7: .*out of range"),
-        ("world size=67108865", "x:16:7: that is too large a world"),
+        ("world size=2097153", "x:16:7: that is too large a world"),
         ("group MY 1,0", "x:16:7: group MY is given twice"),
         ("program rank=1", "x:16:1: rank 1 has a program already"),
         ("0F0 compute ns=1 ns=2", "x:16:18: ns is given twice"),
@@ -278,7 +278,7 @@ def test_files_that_are_not_ours(tmp_path):
     whole = path.read_bytes()
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(ProgramError, match="foreign or damaged|no file of programs"):
+        with pytest.raises(ProgramError, match="not a file of programs"):
             program.load(path)
     broken = bytearray(whole)
     broken[len(whole) // 3] ^= 0xFF
@@ -286,12 +286,12 @@ def test_files_that_are_not_ours(tmp_path):
     with pytest.raises(PrismError):
         program.load(path)
     np.savez(tmp_path / "y.npz", a=np.arange(3))
-    with pytest.raises(ProgramError, match="no file of programs"):
+    with pytest.raises(ProgramError, match="not a file of programs"):
         program.load(tmp_path / "y.npz")
     np.save(tmp_path / "z.npy", np.arange(3))
-    with pytest.raises(ProgramError, match="no file of programs|foreign"):
+    with pytest.raises(ProgramError, match="not a file of programs"):
         program.load(tmp_path / "z.npy")
-    with pytest.raises(ProgramError, match="there is no file"):
+    with pytest.raises(ProgramError, match="cannot read a file of programs"):
         program.load(tmp_path / "none.prism")
     with pytest.raises(ProgramError, match="is a folder"):
         program.load(tmp_path)
@@ -308,10 +308,10 @@ def test_files_that_are_not_ours(tmp_path):
         ({"ops0": {"host": -5}}, "host -5 outside -1"),
         ({"ops1": {"lead": 1 << 62}}, "program 1 has lead"),
         ({"ops0": {"splits": 77}}, "splits 77"),
-        ({"head": {"source": {"a": 1}}}, "source is no text"),
-        ({"head": {"source": [1]}}, "is damaged"),
-        ({"head": {"groups": [1]}}, "is damaged"),
-        ({"head": "[" * 100_000}, "foreign or damaged"),
+        ({"head": {"source": {"a": 1}}}, r"source\[\.\.\.\]: expected a str, not an int"),
+        ({"head": {"source": [1]}}, "source: expected an object"),
+        ({"head": {"groups": [1]}}, "groups: expected an object"),
+        ({"head": "[" * 100_000}, "nested too deeply"),
     ],
 )
 def test_a_file_of_values_that_no_program_has(tmp_path, odd, says):

@@ -272,7 +272,7 @@ def test_programs_are_opened_wherever_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"PK\x03\x04 and no more", "foreign or damaged"),
+        (b"PK\x03\x04 and no more", "not a file of programs"),
         (b"\xff\xfe\x00garbage", "neither programs nor text"),
         (b"", "prism-program"),
         (b"hello\n", "prism-program"),

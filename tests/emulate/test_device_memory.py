@@ -126,7 +126,7 @@ def options(*words, tier="cuda", **env):
     ("words", "tier", "says"),
     [
         (("--prism-reserve-nccl", "h200"), "cpu", "tier cpu has none"),
-        (("--prism-reserve-nccl", "h2000"), "cuda", "no calibration h2000"),
+        (("--prism-reserve-nccl", "h2000"), "cuda", "a calibration of device memory, h2000"),
         (("--prism-memory-snapshot", "x"), "meta", "tier meta has none"),
     ],
 )

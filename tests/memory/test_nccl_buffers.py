@@ -150,8 +150,8 @@ def test_the_shipped_calibration_against_real_jobs(name):
 def test_files_that_are_no_calibrations(tmp_path, text):
     path = tmp_path / "c.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match="no calibration of device memory") as error:
+    with pytest.raises(UsageError, match="not a calibration of device memory") as error:
         nccl_buffers.read(path)
     assert "device_memory" in error.value.fix
-    with pytest.raises(UsageError, match="there is no calibration"):
+    with pytest.raises(UsageError, match="cannot read a calibration of device memory"):
         nccl_buffers.read(tmp_path / "none.json")

@@ -146,10 +146,10 @@ def test_replicas_that_are_not_alike_are_one():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"gpu": -1}, "gpu is -1"),
-        ({"gpu": "x"}, "gpu is 'x'"),
-        ({"step": 2}, "step is 2"),
-        ({"what": 1}, "what is missing or unknown"),
+        ({"gpu": -1}, "gpu: expected a float >= 0.0"),
+        ({"gpu": "x"}, "gpu: expected a float, not a str"),
+        ({"step": 2}, "step: expected a float <= 1.0"),
+        ({"what": 1}, "what: unknown"),
     ],
 )
 def test_files_of_variability(tmp_path, change, says):
@@ -164,7 +164,7 @@ def test_files_of_variability(tmp_path, change, says):
     path.write_text("{")
     with pytest.raises(UsageError, match="no JSON"):
         read_variability(path)
-    with pytest.raises(UsageError, match="there is no variability"):
+    with pytest.raises(UsageError, match="cannot read a file of spreads"):
         read_variability(tmp_path / "none")
 
 

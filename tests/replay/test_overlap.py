@@ -224,14 +224,14 @@ def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (row(compute=0), "by 0.0"),
-        (row(call=float("nan")), "itself by nan"),
-        (row(compute=1e9), "no factors"),
-        (row(bytes=0), "of 0 bytes"),
-        (row(kind="sleep"), "'sleep' is no kind of computing"),
-        (row(kind=["gemm"]), "is no kind"),
+        (row(compute=0), "compute: expected a float > 0.0"),
+        (row(call=float("nan")), "no JSON"),
+        (row(compute=1e9), "compute: expected a float < 100.0"),
+        (row(bytes=0), "bytes: expected an int >= 1"),
+        (row(kind="sleep"), "one of gemm, memory, not 'sleep'"),
+        (row(kind=["gemm"]), "kind: expected a str"),
         ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
-        ({"method": METHOD}, "compute"),
+        ({"method": METHOD}, "is missing"),
     ],
 )
 def test_factors_that_cannot_be(tmp_path, wrong, says):
@@ -239,7 +239,7 @@ def test_factors_that_cannot_be(tmp_path, wrong, says):
     rows = wrong if isinstance(wrong, list) else [wrong]
     whole = {"format": 1, "source": "x", "collectives": [], "overlap": rows}
     path.write_text(json.dumps(whole))
-    with pytest.raises(UsageError, match="no calibration of ours") as caught:
+    with pytest.raises(UsageError, match="not a calibration of ours") as caught:
         read_calibration(path)
     assert says in str(caught.value)
 

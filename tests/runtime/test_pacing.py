@@ -486,7 +486,7 @@ def test_a_calibration_of_another_gpu_is_refused(tmp_path):
         pace.calibration(tmp_path, "NVIDIA H200")
     assert str(path) in raised.value.fix
     path.write_text("{")
-    with pytest.raises(UsageError, match="is no calibration"):  # before anything is captured
+    with pytest.raises(UsageError, match="is not a calibration"):  # before anything is captured
         check(options_of("--prism-pace", str(tmp_path)))
 
 

@@ -15,16 +15,14 @@ import itertools
 import os
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Annotated, Any, Literal
 
-from megatron_prism.core import files
-from megatron_prism.core.errors import UsageError
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.replay.costs.machine import Machine
-from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
+from megatron_prism.replay.costs.nccl_settings import NcclSettings, parse
 from megatron_prism.replay.costs.overlap_factors import OverlapFactors, read_rows
-
-if TYPE_CHECKING:
-    from megatron_prism.replay.costs.machine import Row
 
 __all__ = ["Calibration", "METHOD", "Shape", "modelled", "read_calibration", "times"]
 
@@ -192,9 +190,7 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-FORMAT = 1
 METHOD = 2  # of measuring calls on GPUs; 2: among computing, before: back to back
-_MOST = 1 << 50  # bytes or ns of a call; more is no measurement
 
 
 @dataclass(frozen=True)
@@ -262,75 +258,75 @@ class Calibration:
         return max(1, round(low[1] + slope * (num_bytes - low[0])))
 
 
+_Size = Annotated[int, msgspec.Meta(gt=0, lt=1 << 50)]  # bytes or ns; more is no measurement
+_HostTime = Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
+_Sample = Annotated[float, msgspec.Meta(gt=-(1 << 50), lt=1 << 50)]
+
+
+class CollectiveRow(msgspec.Struct):
+    """One measured call; ``per_node`` None: all its ranks share a node."""
+
+    op: str
+    ranks: foreign.PositiveInt
+    bytes: _Size
+    ns: _Size
+    per_node: foreign.PositiveInt | None = None
+    samples: Annotated[list[_Sample], msgspec.Meta(max_length=4096)] | None = None
+
+    @property
+    def of_node(self) -> int:
+        """Its ranks on one node."""
+        return self.ranks if self.per_node is None else self.per_node
+
+
+class _HostRow(msgspec.Struct):
+    op: str
+    asynchronous: bool
+    ns: _HostTime
+    again: _HostTime | None = None  # earlier releases did not measure it
+
+
+class StoredCalibration(msgspec.Struct):
+    """What ``prism calibrate`` writes."""
+
+    source: str
+    format: Literal[1] = 1
+    collectives: list[CollectiveRow] = []
+    overlap: list[dict[str, Any]] = []  # ``read_rows`` looks at those of today's method
+    host: list[_HostRow] = []
+    method: int | None = None
+    nccl_env: str | None = None  # ``NCCL_ENV``
+
+
+def stored(path: str | os.PathLike[str]) -> StoredCalibration:
+    """The rows of a calibration.  UsageError for anything else."""
+    fix = "write it again: prism calibrate"
+    with foreign.reading(path, "a calibration of ours", fix, absent="prism calibrate"):
+        return foreign.read_json(path, StoredCalibration)
+
+
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """What ``prism calibrate`` wrote.  UsageError for anything else."""
-    try:
-        stored = files.read_json(path)
-        if stored.get("format") != FORMAT:
-            raise ValueError(f"format {stored.get('format')!r}, this release reads {FORMAT}")
+    found = stored(path)
+    with foreign.reading(path, "a calibration of ours", "write it again: prism calibrate"):
         points: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-        for row in _rows(stored, "collectives"):
-            ranks = int(row["ranks"])
-            key = (row["op"], ranks, int(row.get("per_node", ranks)))
-            point = (int(row["bytes"]), int(row["ns"]))
-            if not isinstance(key[0], str) or min(key[1:]) < 1:
-                raise ValueError(f"{key[0]!r} among {ranks}, {key[2]} of them per node")
-            if not 0 < min(point) <= max(point) < _MOST:
-                raise ValueError(f"{key[0]} of {point[0]} bytes takes {point[1]} ns")
-            points.setdefault(key, []).append(point)
+        for row in found.collectives:
+            points.setdefault((row.op, row.ranks, row.of_node), []).append((row.bytes, row.ns))
         table = {key: tuple(sorted(set(values))) for key, values in points.items()}
         for (name, size, _), values in table.items():
             for (one, ns), (other, more) in itertools.pairwise(values):
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
-        rows, source = _rows(stored, "overlap"), str(stored["source"])
-        overlap = read_rows(rows)
-        if rows and not overlap:
+        overlap, source = read_rows(found.overlap), found.source
+        if found.overlap and not overlap:
             source += "; its overlap was measured in an earlier way and is left out"
-        if _rows(stored, "host") and stored.get("method") != METHOD:  # of GPUs, by prism calibrate
+        if found.host and found.method != METHOD:  # of GPUs, by prism calibrate
             source += "; its calls were measured back to back, which is too quick among computing"
-        nccl = parse(str(stored[NCCL_ENV])) if NCCL_ENV in stored else None
-        return Calibration(
-            table, source, *_host(_rows(stored, "host")), overlap, nccl, path=os.fspath(path)
-        )
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", fix="prism calibrate") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"{path} is no calibration of ours: {what}", fix="write it again: prism calibrate"
-        ) from error
-
-
-def _rows(stored: Row, name: str) -> list[Row]:
-    """The rows of that name, none in files of earlier releases."""
-    rows = stored.get(name, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{name} is no list of rows")
-    return rows
-
-
-def _host(
-    rows: list[Row],
-) -> tuple[dict[tuple[str, bool], int], dict[tuple[str, bool], int]]:
-    """(collective, asynchronous) -> ns of the host, and right after another call."""
-    found, again = {}, {}
-    for row in rows:
-        name, asynchronous = row["op"], row["asynchronous"]
-        if not isinstance(name, str) or not isinstance(asynchronous, bool):
-            raise ValueError(f"a call of the host is {name!r}, asynchronous {asynchronous!r}")
-        found[name, asynchronous] = _ns_of(row, "ns")
-        if "again" in row:  # earlier releases did not measure it
-            again[name, asynchronous] = _ns_of(row, "again")
-    return found, again
-
-
-def _ns_of(row: Row, column: str) -> int:
-    ns = int(row[column])
-    if not 0 < ns < 1 << 40:
-        raise ValueError(f"the host takes {ns} ns for {row['op']}")
-    return ns
+        host = {(row.op, row.asynchronous): row.ns for row in found.host}
+        again = {(row.op, row.asynchronous): row.again for row in found.host if row.again}
+        nccl = None if found.nccl_env is None else parse(found.nccl_env)
+        return Calibration(table, source, host, again, overlap, nccl, path=os.fspath(path))
 
 
 def modelled(

@@ -15,11 +15,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from megatron_prism.core import files
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core import foreign
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import HOST_INDEX
@@ -77,24 +78,27 @@ class HostIndex:
 
 def read_host_index(path: str | os.PathLike[str]) -> HostIndex:
     """What ``prism calibrate --host`` wrote, or the index in a whole calibration.  UsageError."""
-    again = "measure it again: prism calibrate --host -o HOST.json"
-    try:
-        stored = files.read_json(path)
-        found = dict(stored["host_index"])
-        if (version := found.pop("version", None)) != VERSION:
-            what = (
-                f"its host index is of version {version}, this release compares version {VERSION}"
-            )
-            raise UsageError(f"{path}: {what}", fix=again)
-        one = HostIndex(**found)
-        if not (0 < one.index < 1e4 and 0 <= one.spread < 1e4):
-            raise ValueError(f"an index of {one.index}, spread {one.spread}")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", fix=again) from error
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path} is no index of a host: {what}", fix=again) from error
-    return one
+    with foreign.reading(path, "an index of a host", "prism calibrate --host -o HOST.json"):
+        found = foreign.read_json(path, _StoredIndex).host_index
+        if found.version != VERSION:
+            what = f"of version {found.version}, this release compares version {VERSION}"
+            raise ValueError(f"its host index is {what}")
+        return HostIndex(found.index, found.spread, found.parts, found.source)
+
+
+_Times = Annotated[float, msgspec.Meta(gt=0, lt=1e4)]
+
+
+class _Index(msgspec.Struct):
+    version: int
+    index: _Times
+    spread: Annotated[float, msgspec.Meta(ge=0, lt=1e4)]
+    parts: dict[str, _Times]
+    source: str
+
+
+class _StoredIndex(msgspec.Struct):
+    host_index: _Index
 
 
 ON_TARGET = "on the target's host"

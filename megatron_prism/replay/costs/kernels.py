@@ -23,18 +23,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core import foreign
 from megatron_prism.core.ops import CODE, SLOWER
 from megatron_prism.core.program import Program
 from megatron_prism.replay.costs import machine
 from megatron_prism.replay.costs.machine import Machine
-
-if TYPE_CHECKING:
-    from megatron_prism.replay.costs.machine import Row
 
 __all__ = [
     "MeasuredKernel",
@@ -50,7 +48,6 @@ __all__ = [
 
 
 FOLDER = Path(__file__).with_name("ops")
-_OPTIONAL = ("sustained", "clocks", "took_s", "left_out", "event_gap_ns")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(t?)$")
 _LIKE = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}
 # moved alike: name -> the measured one.  The first are compiled by Megatron or fused by TE
@@ -257,58 +254,80 @@ def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
     return layout, rows, shapes[1][-1], last
 
 
+_Time = Annotated[float, msgspec.Meta(gt=0, lt=1 << 59)]
+_Side = Annotated[float, msgspec.Meta(gt=0, lt=1 << 59)]
+
+
+class _StoredGrid(msgspec.Struct):
+    axes: list[Annotated[list[_Side], msgspec.Meta(min_length=1)]]
+    ns: list[_Time | None]
+
+
+class _StoredSustained(msgspec.Struct):
+    shape: list[_Side]
+    points: Annotated[
+        list[tuple[float, Annotated[float, msgspec.Meta(gt=0.5, lt=10)]]],
+        msgspec.Meta(min_length=1),
+    ]
+    ns: _Time | None = None
+
+
+@dataclass(frozen=True)
+class _StoredTable:
+    """What ``benchmarks/tools/op_table.py`` writes.
+
+    kernels : name -> rows of bytes, ns in a row (all data in L2 that fits) and ns with L2 flushed
+    """
+
+    device: str
+    source: str
+    grids: dict[str, _StoredGrid]
+    kernels: dict[str, Annotated[list[tuple[_Side, _Time, _Time]], msgspec.Meta(min_length=1)]]
+    sustained: tuple[_StoredSustained, ...] = ()
+    clocks: list[str] = field(default_factory=list)
+    left_out: object = None
+    took_s: float = 0.0
+    event_gap_ns: float = 0.0
+
+
 def read(name: str | os.PathLike[str]) -> OpTable:
     """The table of that name or in that file.  UsageError says what is wrong with it."""
-    fields = ("device", "source", "grids", "kernels", *_OPTIONAL)
-    path, stored = machine.read(name, FOLDER, "op table", fields, _OPTIONAL)
-    try:
-        grids = {key: _grid(key, one) for key, one in stored["grids"].items()}
-        kernels = {key: _rows(key, rows) for key, rows in stored["kernels"].items()}
-        sustained = tuple(_sustained(one, grids) for one in stored.get("sustained", ()))
-        device, source = str(stored["device"]), str(stored["source"])
-        return OpTable(device, source, grids, kernels, sustained)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UsageError(
-            f"{path} is no op table of ours: {error}",
-            fix="write it again: benchmarks/tools/op_table.py",
-        ) from error
+    stored = machine.read(name, FOLDER, "an op table of ours", _StoredTable)
+    fix = "write it again: benchmarks/tools/op_table.py"
+    with foreign.reading(name, "an op table of ours", fix):
+        grids = {key: _grid(key, one) for key, one in stored.grids.items()}
+        kernels = {key: _rows(key, rows) for key, rows in stored.kernels.items()}
+        sustained = tuple(_sustained(one, grids) for one in stored.sustained)
+        return OpTable(stored.device, stored.source, grids, kernels, sustained)
 
 
-def _grid(key: str, stored: Row) -> _Grid:
-    axes = tuple(np.log(np.asarray(axis, dtype=float)) for axis in stored["axes"])
-    times = [math.nan if ns is None else float(ns) for ns in stored["ns"]]
-    found = np.asarray(times).reshape([len(axis) for axis in axes])
-    if not all(len(axis) and (np.diff(axis) > 0).all() for axis in axes):
+def _grid(key: str, stored: _StoredGrid) -> _Grid:
+    axes = tuple(np.log(np.asarray(axis, dtype=float)) for axis in stored.axes)
+    if not all((np.diff(axis) > 0).all() for axis in axes):
         raise ValueError(f"the sizes of {key} do not ascend")
-    if not ((found > 0) & (found < 1 << 59) | np.isnan(found)).all():
-        raise ValueError(f"{key} has a time that is not above 0")
-    return _Grid(axes, np.log(found))
+    times = np.asarray([math.nan if ns is None else ns for ns in stored.ns])
+    return _Grid(axes, np.log(times.reshape([len(axis) for axis in axes])))
 
 
-def _sustained(stored: Row, grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
+def _sustained(stored: _StoredSustained, grids: dict[str, _Grid]) -> tuple[np.ndarray, np.ndarray]:
     """(shares, factors over what the table has for the product: the limit slowed that down too)."""
-    shares, factors = np.asarray(stored["points"], dtype=float).T
-    if not ((np.diff(shares) > 0).all() and (factors > 0.5).all() and (factors < 10).all()):
-        raise ValueError("shares of sustained products do not ascend, or a factor cannot be")
+    shares, factors = np.asarray(stored.points, dtype=float).T
+    if not (np.diff(shares) > 0).all():
+        raise ValueError("shares of sustained products do not ascend")
     grid = grids.get("gemm tn bfloat16")
-    own = grid.at(stored["shape"]) if grid is not None else None
-    least = float(stored.get("ns", own or 1))  # of the smallest share, whose clock is the highest
-    if not 0 < least < 1 << 59:
-        raise ValueError(f"a sustained product takes {least} ns")
+    if grid is not None and len(grid.axes) != len(stored.shape):
+        raise ValueError(f"a sustained product has {len(stored.shape)} sides")
+    own = grid.at(stored.shape) if grid is not None else None
+    least = stored.ns or own or 1.0  # of the smallest share, whose clock is the highest
     return shares, factors * least / (own or least)
 
 
-def _rows(key: str, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """A row is bytes, ns in a row (all data in L2 that fits) and ns with L2 flushed."""
-    if not rows:
-        raise ValueError(f"{key} has no times")
-    sizes = np.asarray([row[0] for row in rows], dtype=float)
-    ns = np.asarray([row[1:3] for row in rows], dtype=float).mean(axis=1)
-    if not (np.diff(sizes) > 0).all() or not sizes[0] > 0:
-        raise ValueError(f"the sizes of {key} do not ascend from above 0")
-    if not ((ns > 0) & (ns < 1 << 59)).all():
-        raise ValueError(f"{key} has a time that is not above 0")
-    return sizes, ns
+def _rows(key: str, rows: Sequence[tuple[float, float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, ns): the mean of both times."""
+    table = np.asarray(rows, dtype=float)
+    if not (np.diff(table[:, 0]) > 0).all():
+        raise ValueError(f"the sizes of {key} do not ascend")
+    return table[:, 0], table[:, 1:].mean(axis=1)
 
 
 MEASURED, ROOFLINE, NONE = 0, 1, 2

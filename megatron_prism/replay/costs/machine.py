@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
-from megatron_prism.core import files
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 
 __all__ = ["Machine", "machine", "machines", "named_in", "read"]
 
 
-Row = dict[str, Any]  # an object of JSON: whoever reads it checks what there is
+T = TypeVar("T")
 
 
 def shipped(folder: Path) -> dict[str, Path]:
@@ -28,41 +27,21 @@ def shipped(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
-def read(
-    name: str | os.PathLike[str],
-    folder: Path,
-    what: str,
-    fields: Collection[str],
-    optional: Collection[str] = (),
-) -> tuple[Path, Row]:
-    """The file of that name, and its ``fields``: all of them but ``optional`` ones, and no others.
+def read(name: str | os.PathLike[str], folder: Path, what: str, kind: type[T]) -> T:
+    """The ``kind`` in the file of that name.  UsageError; ``what`` it is (a machine) is for people.
 
-    UsageError says what is wrong; ``what`` it is (a machine) is for people.
+    A file has the fields of ``kind``: all that have no default, and no others.
     """
     known = shipped(folder)
-    path = known.get(str(name), Path(name))
-    try:
-        found = files.read_json(path)
-    except OSError as error:
-        raise UsageError(
-            f"there is no {what} {name}: {error.strerror}",
-            fix=f"use {', '.join(known)}, or a JSON file",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON: {error}", fix=f"see costs/{folder.name}/") from error
-    given = set(found) if isinstance(found, dict) else set()
-    wrong = sorted((given ^ set(fields)) - (set(fields) & set(optional)))
-    if wrong:
-        raise UsageError(
-            f"{path}: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or unknown",
-            fix=f"a {what} has {', '.join(sorted(fields))}",
-        )
-    return path, found
+    absent = f"use {', '.join(known)}, or a JSON file"
+    fix = f"see those that are shipped: {folder}"
+    with foreign.reading(known.get(str(name), name), what, fix, absent=absent) as path:
+        return foreign.read_json(path, kind, closed=True)
 
 
 FOLDER = Path(__file__).with_name("machines")
-_WORDS = {"generation": ("volta", "ampere", "hopper", "blackwell"), "link": ("nvlink", "pcie")}
-_MAY_LACK = ("nvls_rate", "network_rate", "peak", "host_index", "leaf_nodes")
+Rate = foreign.Positive
+RateOrNone = Annotated[float, msgspec.Meta(ge=0, lt=1e30)]  # 0: there is none
 
 
 @dataclass(frozen=True)
@@ -89,21 +68,21 @@ class Machine:
     """
 
     name: str
-    gpus_per_node: int
-    generation: str
-    link: str
-    flops: dict[str, float]
-    memory_rate: float
-    kernel_ns: int
-    link_rate: float
-    nvls_rate: float
-    network_rate: float
-    call_ns: int
+    gpus_per_node: foreign.PositiveInt
+    generation: Literal["volta", "ampere", "hopper", "blackwell"]
+    link: Literal["nvlink", "pcie"]
+    flops: dict[str, Rate]
+    memory_rate: Rate
+    kernel_ns: foreign.PositiveInt
+    link_rate: Rate
+    nvls_rate: RateOrNone
+    network_rate: RateOrNone
+    call_ns: foreign.PositiveInt
     source: str
     ops: str = ""
-    peak: float = 0.0
-    host_index: float = 0.0
-    leaf_nodes: int = 0
+    peak: RateOrNone = 0.0
+    host_index: RateOrNone = 0.0
+    leaf_nodes: foreign.Natural = 0
 
 
 def machines() -> dict[str, Path]:
@@ -113,36 +92,13 @@ def machines() -> dict[str, Path]:
 
 def machine(name: str | os.PathLike[str]) -> Machine:
     """The machine of that name or in that file.  UsageError says what is wrong with it."""
-    known = [field.name for field in dataclasses.fields(Machine)]
-    path, fields = read(name, FOLDER, "machine", known, ("ops", "peak", "host_index", "leaf_nodes"))
-    for key, value in fields.items():
-        if (wrong := _wrong(key, value)) is not None:
-            raise UsageError(f"{path}: {key} is {json.dumps(value)[:60]}", fix=wrong)
-    return Machine(**fields)
+    found = read(name, FOLDER, "a machine", Machine)
+    if "bf16" not in found.flops:
+        raise UsageError(f"machine {name}: flops has no bf16", fix='"flops": {"bf16": 6e14}')
+    return found
 
 
 def named_in(text: str) -> str | None:
     """The shipped machine whose GPU the text names: NVIDIA H200 is h200; None if it names none."""
     words = text.lower().replace(",", " ").split()
     return next((name for name in machines() if name.partition("_")[0] in words), None)
-
-
-def _wrong(key: str, value: object) -> str | None:
-    """What ``key`` should be like, if ``value`` is not."""
-    if key in ("name", "source", "ops"):
-        return None if isinstance(value, str) else "a name, a source and a table's name are text"
-    if key == "flops":
-        good = isinstance(value, dict) and "bf16" in value and all(map(_positive, value.values()))
-        return None if good else 'write positive rates, at least that of bf16: {"bf16": 6e14}'
-    if key in _WORDS:
-        return None if value in _WORDS[key] else f"one of {', '.join(_WORDS[key])}"
-    if not _positive(value) and not (key in _MAY_LACK and value == 0):
-        return "rates and times are positive numbers"
-    whole = key in ("gpus_per_node", "leaf_nodes") or key.endswith("_ns")
-    return "a whole number" if whole and not isinstance(value, int) else None
-
-
-def _positive(value: object) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return 0 < value < 1e30  # no NaN, no Infinity either

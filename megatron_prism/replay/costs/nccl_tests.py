@@ -9,13 +9,16 @@ what another one denies is refused by name.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+
+from megatron_prism.core import foreign
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 
@@ -31,6 +34,7 @@ _RANK = re.compile(
     r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)"
 )
 _AGREE = 1.25  # times of the same call may differ by that: runs on one machine do
+_MOST_BYTES = 1 << 24
 _EXAMPLE = "all_reduce_perf -b 16K -e 1G -f 2 -g 8 > all_reduce_perf.txt"
 
 
@@ -55,18 +59,12 @@ class NcclTestsRun:
 
 def read(path: str | Path) -> NcclTestsRun:
     """UsageError says what the file is instead."""
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", fix=_EXAMPLE) from error
-    try:
+    with foreign.reading(path, "output of nccl-tests", _EXAMPLE):
+        text = foreign.read_bytes(path, _MOST_BYTES).decode("utf-8", errors="replace")
         found = _json(str(path), text) if text.lstrip().startswith("{") else _text(str(path), text)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        what = error.args[0] if isinstance(error, ValueError) and error.args else repr(error)
-        raise UsageError(f"{path} is no output of nccl-tests: {what}", fix=_EXAMPLE) from error
-    if not found.rows:
-        raise UsageError(f"{path} has no line of results: did the run end early?", fix=_EXAMPLE)
-    return found
+        if not found.rows:
+            raise ValueError("it has no line of results: did the run end early?")
+        return found
 
 
 def _text(path: str, text: str) -> NcclTestsRun:
@@ -82,7 +80,7 @@ def _text(path: str, text: str) -> NcclTestsRun:
             columns = words[1:]
             if "cputime" in columns:
                 raise ValueError("it has the host's time (-C), not the device's")
-        elif columns and len(words) >= len(columns) and words[0].isdigit():
+        elif columns and len(words) >= len(columns) and re.fullmatch(r"[0-9]{1,18}", words[0]):
             rows.append(_row(columns, words, line))
     version = re.search(r"nccl-library=(\d+)|NCCL version (\S+)", text)
     hosts = [match[2] for match in ranks if match[1] in (None, "0")]
@@ -94,6 +92,8 @@ def _text(path: str, text: str) -> NcclTestsRun:
 
 def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, float, float]:
     """(bytes, us, algbw, busbw) out of place."""
+    if "time" not in columns[:-3]:
+        raise ValueError(f"its columns are {' '.join(columns)[:200]}")
     at = columns.index("time")
     wrong = words[at + 3] if len(words) > at + 3 else "N/A"
     # up to 2.12 that column is the largest difference from the right result, not a count
@@ -102,25 +102,54 @@ def _row(columns: list[str], words: list[str], line: str) -> tuple[int, float, f
     return int(words[0]), float(words[at]), float(words[at + 1]), float(words[at + 2])
 
 
+class _Device(msgspec.Struct):
+    hostname: str
+    group: int = 0
+    device_info: str = ""
+
+
+class _Config(msgspec.Struct):
+    devices: Annotated[list[_Device], msgspec.Meta(min_length=1)]
+
+
+class _Figures(msgspec.Struct):
+    time: float
+    alg_bw: float
+    bus_bw: float
+    nwrong: float | None = None
+    cpu_time: object = None
+
+
+class _Result(msgspec.Struct):
+    size: foreign.Natural
+    out_of_place: _Figures | None = None
+    in_place: _Figures | None = None
+
+
+class _Stored(msgspec.Struct):
+    config: _Config
+    results: list[_Result]
+    args: list[str] = []
+    nccl_version: str | int = ""
+
+
 def _json(path: str, text: str) -> NcclTestsRun:
-    stored = json.loads(text)
-    devices = stored["config"]["devices"]
-    hosts = [one["hostname"] for one in devices if int(one.get("group", 0)) == 0]
+    stored = foreign.value_of_json(text, _Stored, strict=False)
     rows = []
-    for one in stored["results"]:
-        found = one["out_of_place"] or one["in_place"]
-        if "cpu_time" in found:
+    for one in stored.results:
+        found = one.out_of_place or one.in_place
+        if found is None:
+            raise ValueError(f"{one.size} bytes have no time")
+        if found.cpu_time is not None:
             raise ValueError("it has the host's time (-C), not the device's")
-        if found.get("nwrong") and float(found["nwrong"]):
-            raise ValueError(f"its results are wrong ({found['nwrong']} elements)")
-        rows.append(
-            (int(one["size"]), float(found["time"]), float(found["alg_bw"]), float(found["bus_bw"]))
-        )
-    names = " ".join(stored.get("args", [])[:1])
-    version = str(stored.get("nccl_version", ""))
+        if found.nwrong:
+            raise ValueError(f"its results are wrong ({found.nwrong:g} elements)")
+        rows.append((one.size, found.time, found.alg_bw, found.bus_bw))
+    hosts = [one.hostname for one in stored.config.devices if one.group == 0]
     return _checked(
-        path, f"{names}\n{path}", hosts, rows, devices[0].get("device_info", ""), version
-    )
+        path, f"{' '.join(stored.args[:1])}\n{path}", hosts, rows,
+        stored.config.devices[0].device_info, str(stored.nccl_version),
+    )  # fmt: skip
 
 
 def _checked(

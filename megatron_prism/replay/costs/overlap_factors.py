@@ -15,18 +15,31 @@ import bisect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
 
-if TYPE_CHECKING:
-    from megatron_prism.replay.costs.machine import Row
+import msgspec
+
+from megatron_prism.core import foreign
 
 __all__ = ["KINDS", "METHOD", "OverlapFactors", "read_rows"]
 
 KINDS = ("gemm", "memory")  # of computing: products, and additions
 METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
 
-_MOST = 100.0  # times slower: what is more is no measurement
 _SHARE = 0.5  # of the rounds of the row that has most of them
+_Factor = Annotated[float, msgspec.Meta(gt=0, lt=100)]  # what is more is no measurement
+
+
+class _OverlapRow(msgspec.Struct):
+    """One measured pair of factors, of computing and of the call."""
+
+    op: str
+    bytes: foreign.PositiveInt
+    kind: Literal["gemm", "memory"]
+    compute: _Factor
+    call: _Factor
+    rounds: float | None = None
+    method: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,25 +63,18 @@ class OverlapFactors:
         return compute, call
 
 
-def read_rows(rows: Iterable[Row]) -> dict[str, OverlapFactors]:
-    """Collective -> factors.  ValueError for a factor that cannot be."""
+def read_rows(rows: Iterable[Mapping[str, object]]) -> dict[str, OverlapFactors]:
+    """Collective -> factors.  ValueError for rows that are none, or two of the same call."""
     found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
-    known = [row for row in rows if row.get("method") == METHOD]
-    enough = _SHARE * max((float(row.get("rounds", 0)) for row in known), default=0)
+    ours = [row for row in rows if row.get("method") == METHOD]
+    known = foreign.shaped(ours, list[_OverlapRow])
+    enough = _SHARE * max((row.rounds or 0 for row in known), default=0)
     for row in known:
-        pair, size = (float(row["compute"]), float(row["call"])), int(row["bytes"])
-        if row["kind"] not in KINDS:
-            raise ValueError(f"{row['kind']!r} is no kind of computing")
-        if size <= 0 or not all(0 < value < _MOST for value in pair):
-            what = (
-                f"{row['op']} of {size} bytes slows {row['kind']} by {pair[0]}, itself by {pair[1]}"
-            )
-            raise ValueError(f"{what}: no factors of an overlap")
-        if float(row.get("rounds", enough)) < enough:
+        if (enough if row.rounds is None else row.rounds) < enough:
             continue
-        sizes = found.setdefault(str(row["op"]), {}).setdefault(row["kind"], {})
-        if sizes.setdefault(size, pair) != pair:
-            what = f"{row['op']} of {size} bytes beside {row['kind']}"
+        pair, sizes = (row.compute, row.call), found.setdefault(row.op, {}).setdefault(row.kind, {})
+        if sizes.setdefault(row.bytes, pair) != pair:
+            what = f"{row.op} of {row.bytes} bytes beside {row.kind}"
             raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
     return {
         name: OverlapFactors(

@@ -1,0 +1,400 @@
+"""The boundary: every file that somebody else may have written is read through this module.
+
+Dumps, plans, recipes, programs, calibrations, outputs of nccl-tests, baselines and machine files
+come from other people and other releases.  A reader here bounds the bytes of a file, the depth and
+the *expanded* size of its value (an alias that is written once and meant a million times), what a
+compressed member inflates to and the shape that an array declares, all before the work that they
+would cost.  What a format holds is said once, as a type: ``shaped`` checks a value against it and
+names the place and what was expected there.
+
+msgspec checks types.  It reads dataclasses and named tuples as they are, checks a million entries
+of a dump in half a second (pydantic: five), has no dependency and is imported in 45 ms.
+
+>>> shaped([0, "x"], list[int])
+Traceback (most recent call last):
+    ...
+ValueError: [1]: expected an int, not a str
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+import re
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
+
+import msgspec
+import numpy as np
+import yaml
+
+from megatron_prism.core.errors import PrismError, UsageError, shown
+
+__all__ = [
+    "HostileValueError",
+    "Natural",
+    "Positive",
+    "PositiveInt",
+    "bounded_memory",
+    "expanded_size",
+    "last_read",
+    "read_arrays",
+    "read_bytes",
+    "read_json",
+    "read_yaml",
+    "reading",
+    "scalars_of_yaml",
+    "shaped",
+    "unpickled",
+    "value_of_json",
+]
+
+T = TypeVar("T")
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
+
+JSON_BYTES = 1 << 25
+YAML_BYTES = 1 << 18
+_DEPTH = 32
+_YAML_NODES = 100_000
+_EXPANDED = 1 << 26, 64, 1 << 31  # bytes of a value that any file may mean; by its size; at most
+_HEAD = 1 << 28  # bytes of one member that is text
+_INFLATED = 1 << 28  # bytes to which the compressed members of a file may inflate together
+_MEMORY = 1 << 30, 32  # bytes that any file may take; by its size
+
+_last_read = ""
+
+
+def last_read() -> str:
+    """The foreign file that was read last, for a report of an error that nobody expected."""
+    return _last_read
+
+
+@contextlib.contextmanager
+def reading(
+    path: str | os.PathLike[str],
+    what: str,
+    fix: str,
+    *,
+    absent: str | None = None,
+    error: type[UsageError] = UsageError,
+) -> Iterator[Path]:
+    """Turn what goes wrong with a foreign file into one error that names it.
+
+    Args:
+        path: the file.
+        what: it should be, with its article: ``a calibration``.
+        fix: what to type if it is something else; ``absent``: if it cannot be opened.
+        error: the kind of UsageError to raise.
+    """
+    global _last_read
+    _last_read = str(path)
+    try:
+        yield Path(path)
+    except PrismError:
+        raise
+    except OSError as found:
+        why = found.strerror or str(found)
+        raise error(f"cannot read {what}, {path}: {why}", fix=absent or fix) from found
+    except (RecursionError, MemoryError) as found:
+        what_of_it = "is nested too deeply" if isinstance(found, RecursionError) else "is too large"
+        raise error(f"{path} {what_of_it} to be {what}", fix=fix) from found
+    except (ValueError, OverflowError, KeyError, zipfile.BadZipFile, zlib.error) as found:
+        why = f"{found} is missing" if isinstance(found, KeyError) else str(found)
+        raise error(f"{path} is not {what}: {shown(why)[:2000]}", fix=fix) from found
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """All bytes of a file or pipe.  OSError; ValueError for more than ``most`` bytes."""
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return data
+
+
+# -- values ---------------------------------------------------------------------------------------
+_WRONG = re.compile(r"(?P<what>.*?)(?: - at (?:key in )?`(?P<place>.*)`)?$", re.DOTALL)
+_ARTICLE = re.compile(r"`([^`]*)`")
+
+
+def shaped(value: object, kind: type[T], *, strict: bool = True, closed: bool = False) -> T:
+    """``value`` as a ``kind``: a type of msgspec's, a dataclass or a named tuple.
+
+    Args:
+        strict: False also takes a number that is written as text.
+        closed: the outermost mapping may have no other keys than the fields of ``kind``.
+
+    Raises:
+        ValueError: naming the place, what was expected there and what stands there.
+    """
+    if closed and isinstance(value, Mapping):
+        fields = [field.name for field in dataclasses.fields(cast(Any, kind)) if field.init]
+        if unknown := sorted(str(key)[:40] for key in set(value) - set(fields)):
+            raise ValueError(f"{', '.join(unknown)}: unknown; it has {', '.join(fields)}")
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ValueError(_place(error, kind)) from None
+
+
+def _words(kind: object, name: str) -> list[str]:
+    """What a field ``name`` somewhere in ``kind`` may be, if its type lists it."""
+    if isinstance(kind, type) and hasattr(kind, "__annotations__"):
+        hints = get_type_hints(kind, include_extras=True)
+        here = [hints[name]] if name in hints else []
+        return [str(word) for one in here for word in get_args(one)] or [
+            word for one in hints.values() for word in _words(one, name)
+        ]
+    return [word for one in get_args(kind) for word in _words(one, name)]
+
+
+def _place(error: msgspec.ValidationError, kind: object) -> str:
+    """msgspec's words as ``rows[3].ns: expected an int, not a str``."""
+    found = _WRONG.match(str(error))
+    what, place = (found["what"], found["place"]) if found else (str(error), None)
+    what = what[:1].lower() + what[1:]
+    what = what.replace(", got ", ", not ")
+    what = _ARTICLE.sub(lambda m: f"{'an' if m[1][:1] in 'aeiou' else 'a'} {m[1]}", what)
+    what = re.sub(r"object missing required field an? (\w+)", r"\1 is missing", what)
+    place = (place or "").removeprefix("$").removeprefix(".")
+    if what.startswith("invalid enum value"):
+        words = _words(kind, place.rpartition(".")[2])
+        what = f"expected one of {', '.join(words)}, not {what.removeprefix('invalid enum value ')}"
+    return f"{place}: {what}" if place else what
+
+
+def value_of_json(data: bytes | str, kind: type[T] = object, **how: bool) -> T:  # type: ignore[assignment]
+    """The value of a JSON text, as a ``kind``; NaN and infinities are none.  ValueError."""
+    try:
+        value = msgspec.json.decode(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(_json_place(str(error), data)) from None
+    return cast(T, value) if kind is object else shaped(value, kind, **how)
+
+
+def _json_place(what: str, data: bytes | str) -> str:
+    """msgspec's words about a text that is no JSON, with the line and column."""
+    found = re.search(r" \(byte (\d+)\)$", what)
+    what = what.replace("JSON is malformed", "it is no JSON")
+    if found is None:
+        return f"it is no JSON: {what}" if what.startswith("Input") else what
+    before = (data.encode() if isinstance(data, str) else data)[: int(found[1])]
+    line, column = before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
+    return f"line {line}, column {column}: {what.removesuffix(found[0])}"
+
+
+def read_json(path: str | os.PathLike[str], kind: type[T] = object, **how: bool) -> T:  # type: ignore[assignment]
+    """The value in a JSON file.  OSError; ValueError for what is none, or no ``kind``."""
+    return value_of_json(read_bytes(path, JSON_BYTES), kind, **how)
+
+
+def expanded_size(value: object, most: int) -> int:
+    """Bytes of ``value``, plain data, if everything in it were written as often as it is meant.
+
+    ValueError if they are more than ``most``, or without end.  The pickler in C writes them, and
+    remembers nothing.
+    """
+
+    class Counter:
+        size = 0
+
+        def write(self, data: bytes) -> None:
+            self.size += len(data)
+            if self.size > most:
+                raise ValueError(f"it means more than {most:,} bytes, written as aliases")
+
+    counter = Counter()
+    pickler = pickle.Pickler(counter, protocol=4)
+    pickler.fast = True
+    try:
+        pickler.dump(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return counter.size
+
+
+# -- YAML -----------------------------------------------------------------------------------------
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # its events; composing in C would recurse
+_IN_LINE = re.compile(rf"^\s*(?:[-?]\s+){{{_DEPTH}}}", re.MULTILINE)  # - - - - x
+
+
+def scalars_of_yaml(text: str) -> list[str]:
+    """Every scalar of a YAML text; YAMLError, or ValueError if its nesting or its aliases would
+    cost a parser too much."""
+    scalars: list[str] = []
+    sizes: dict[str, int] = {}  # of what an anchor names, expanded
+    open_: list[tuple[str | None, int]] = []  # (anchor, nodes before) of what has not ended
+    nodes = 0
+    depth = most = 0
+    for bracket in re.finditer(r"[][{}]", text):  # the scanner's time grows with their square
+        depth += 1 if bracket[0] in "[{" else -1
+        most = max(most, depth)
+    if most > _DEPTH or _IN_LINE.search(text):
+        raise ValueError("it is nested too deeply")
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise ValueError(f"*{event.anchor} is unknown, or in itself")
+            nodes += sizes[event.anchor]
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                sizes[anchor] = nodes - before
+        elif isinstance(event, yaml.NodeEvent):
+            nodes += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_.append((event.anchor, nodes - 1))
+                continue
+            scalars.append(cast(yaml.ScalarEvent, event).value)
+            if event.anchor is not None:
+                sizes[event.anchor] = 1 + len(scalars[-1]) // 64
+        if len(open_) > _DEPTH:
+            raise ValueError("it is nested too deeply")
+        if nodes > _YAML_NODES:
+            raise ValueError(f"it means more than {_YAML_NODES:,} values")
+    return scalars
+
+
+def read_yaml(path: str | os.PathLike[str]) -> str:
+    """A text that a YAML parser may be given.  OSError; ValueError if it is none, long or deep."""
+    text = read_bytes(path, YAML_BYTES).decode("utf-8")
+    try:
+        scalars_of_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {error}") from None
+    return text
+
+
+# -- pickles --------------------------------------------------------------------------------------
+class HostileValueError(ValueError):
+    """It asks for code or for objects from outside; nothing was executed."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds containers, text, bytes and numbers; a name of a class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise HostileValueError(f"it asks for {module}.{name}; nothing was executed")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise HostileValueError("it asks for an object from outside; nothing was executed")
+
+
+def unpickled(data: bytes) -> object:
+    """The plain value of a pickle.  HostileValueError; ValueError for anything else that is wrong.
+
+    Call it inside ``bounded_memory``: one opcode may ask for 64 GiB.
+    """
+    try:
+        value = _Unpickler(io.BytesIO(data)).load()
+    except HostileValueError:
+        raise
+    except MemoryError:
+        raise ValueError("it asks for more memory than its size explains") from None
+    except Exception as error:  # damaged pickles raise almost anything
+        raise ValueError(f"it is damaged: {str(error)[:200] or type(error).__name__}") from None
+    least, by, most = _EXPANDED
+    expanded_size(value, min(max(least, by * len(data)), most))
+    return value
+
+
+@contextlib.contextmanager
+def bounded_memory(size: int) -> Iterator[None]:
+    """Let what runs inside have the memory that a file of ``size`` bytes may take, then
+    MemoryError."""
+    try:
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        limit = now + _MEMORY[0] + _MEMORY[1] * size
+        if before[0] != resource.RLIM_INFINITY:
+            limit = min(limit, before[0])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    except (ImportError, OSError, ValueError):  # not Linux: no bound, the rest is as safe
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# -- arrays ---------------------------------------------------------------------------------------
+def read_arrays(
+    path: str | os.PathLike[str], head: type[T], names: re.Pattern[str]
+) -> tuple[T, dict[str, np.ndarray]]:
+    """(head, arrays by name) of a file that ``numpy.savez`` wrote.
+
+    ``head`` is the type of the JSON in the member of that name; other members match ``names``.
+    OSError, ValueError, BadZipFile and zlib.error for everything that is something else.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("it is no regular file")
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        found = {member.filename.removesuffix(".npy"): member for member in members}
+        if len(found) != len(members) or "head" not in found:
+            raise ValueError("it has no head" if "head" not in found else "a member is there twice")
+        strange = [name for name in found if name != "head" and not names.fullmatch(name)]
+        strange += [m.filename for m in members if not m.filename.endswith(".npy")]
+        if strange:
+            raise ValueError(f"member {strange[0][:80]!r} is unknown")
+        packed = [m.file_size for m in members if m.compress_type != zipfile.ZIP_STORED]
+        stored = sum(m.file_size for m in members) - sum(packed)
+        if sum(packed) > _INFLATED or stored > os.fstat(file.fileno()).st_size:
+            raise ValueError(f"its members would inflate to {sum(packed) + stored:,} bytes")
+        if found["head"].file_size > _HEAD:
+            raise ValueError(f"its head has more than {_HEAD:,} bytes")
+        try:
+            text = _array(archive, found.pop("head"))
+            if text.dtype != np.uint8 or text.ndim != 1:
+                raise ValueError("its head is no text")
+            made = value_of_json(text.tobytes(), head)
+            return made, {name: _array(archive, member) for name, member in found.items()}
+        except (NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+            raise ValueError(f"it is damaged: {error}") from None  # encrypted, a strange method
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    """One member, if it has as many bytes as the shape that it declares."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise ValueError(f"{member.filename} is of version {version}")
+        try:
+            shape, by_column, dtype = read(file)
+        except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
+            raise ValueError(f"the head of {member.filename} is damaged: {error}") from None
+        count = 1
+        for side in shape:
+            if type(side) is not int or side < 0:
+                raise ValueError(f"{member.filename} has a side of {side}")
+            count *= side
+        if dtype.hasobject or count * dtype.itemsize != member.file_size - file.tell():
+            size = member.file_size - file.tell()
+            raise ValueError(f"{member.filename} has {size} bytes for a shape of {shape} {dtype}")
+        array = np.empty(count, dtype)
+        place, raw = 0, array.view(np.uint8).data if count else memoryview(b"")
+        while place < array.nbytes:
+            got = cast(io.BufferedIOBase, file).readinto(raw[place:])
+            if not got:
+                raise ValueError(f"{member.filename} ends early")
+            place += got
+        return array.reshape(shape, order="F" if by_column else "C")
