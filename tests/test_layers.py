@@ -31,7 +31,7 @@ MAY_IMPORT = {
 # it is imported where it is used.
 LAZILY = {"cli": {"emulate", "runtime"}, "_attach": {"emulate"}, "pytest_plugin": {"emulate"}}
 TOP = {  # modules beside the packages
-    "__init__": set(),
+    "__init__": {"_attach"},
     "__main__": {"cli"},
     "_attach": {"emulate"},
     "pytest_plugin": {"cli", "core", "emulate", "memory"},

@@ -2,7 +2,8 @@
 
 One table of commands; each is a function of at most 40 lines whose docstring is its help.  stdout
 gets the result, stderr the talk.  Exit status: 0 done, 1 a finding (such as a job that did not
-train), 2 bad usage, 70 a mistake of ours.  Nothing here imports torch: a command imports what it needs when it runs.
+train), 2 bad usage, 70 a mistake of ours.
+Nothing here imports torch: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations

@@ -52,11 +52,8 @@ _OF_A_JOB = {"--num-layers", "--micro-batch-size", "--hidden-size", "--yaml-cfg"
 def expect_megatron() -> None:
     """A job's script with ``--prism-emulate`` that ends well without importing Megatron fails.
 
-    ``python -c`` and interactive sessions are nobody's job, and a command line without a size of
-    a model is another program's, which may have the word for reasons of its own.
+    ``python -c`` and interactive sessions are nobody's job.
     """
-    if not _OF_A_JOB & {word.partition("=")[0] for word in sys.argv[1:]}:
-        return
     # asked now: at its end Python takes __file__ away
     main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     if main.endswith(".py"):
@@ -75,10 +72,14 @@ def _never_attached() -> NotTrainedError | None:
         or is_worker()
     ):
         return None
-    return NotTrainedError(
+    error = NotTrainedError(
         "nothing trained: the script never imported megatron, so --prism-emulate had no effect",
         fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
     )
+    if _OF_A_JOB & {word.partition("=")[0] for word in sys.argv[1:]}:
+        return error
+    report(error)  # without a size of a model it may be another program, with a status of its own
+    return None
 
 
 def is_worker() -> bool:

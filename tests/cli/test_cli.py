@@ -141,13 +141,22 @@ def test_options_and_settings_in_any_order(monkeypatch):
     assert not seen["force"]
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_a_bug_ends_in_three_lines_and_keeps_its_traceback(monkeypatch, capsys, tmp_path):
     def broken(args):
-        raise RuntimeError("a bug")
+        raise RuntimeError("a \x1b[31mbug")
 
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setitem(cli.COMMANDS, "recipes", cli.Command(broken))
-    with pytest.raises(RuntimeError, match="a bug"):
-        cli.main(["recipes"])
+    status, _, said = run("recipes", capsys=capsys)
+    assert status == 70
+    assert len(said.splitlines()) == 3
+    assert "RuntimeError: a \\x1b[31mbug" in said
+    (kept,) = tmp_path.iterdir()
+    assert str(kept) in said
+    assert "in broken" in kept.read_text()
+    monkeypatch.setenv("PRISM_DEBUG", "1")
+    assert "in broken" in run("recipes", capsys=capsys)[2]
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_interrupt_is_status_130(monkeypatch, capsys):

@@ -452,7 +452,7 @@ def test_what_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch, name)
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", str(place))
 
-    monkeypatch.setattr("numpy.load", refuse)
+    monkeypatch.setattr("megatron_prism.core.foreign.read_arrays", refuse)
     monkeypatch.setattr("megatron_prism.core.slices.assemble", refuse)
     with pytest.raises(ProgramError, match="cannot read .*Permission denied") as caught:
         open_programs(place)

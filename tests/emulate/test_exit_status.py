@@ -25,10 +25,16 @@ def run(tmp_path, code, *words, script=True):
 
 
 def test_a_script_that_never_imports_megatron_fails(tmp_path):
-    done = run(tmp_path, "print('bye')", "--prism-emulate")
+    done = run(tmp_path, "print('bye')", "--prism-emulate", "--num-layers=4")
     assert (done.returncode, done.stdout) == (1, "bye\n")
     assert SAYS in done.stderr
     assert "fix: " in done.stderr
+
+
+def test_another_program_that_takes_the_word_keeps_its_status(tmp_path):
+    done = run(tmp_path, "print('bye')", "--prism-emulate")
+    assert (done.returncode, done.stdout) == (0, "bye\n")
+    assert SAYS in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,7 @@ def test_a_script_that_never_imports_megatron_fails(tmp_path):
     ],
 )
 def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
-    done = run(tmp_path, code, "--prism-emulate")
+    done = run(tmp_path, code, "--prism-emulate", "--num-layers", "4")
     assert done.returncode == status
     assert (SAYS in done.stderr) == (code == "sys.exit(0)")
 
