@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run
-from megatron_prism.memory import nccl_buffers
+from megatron_prism.memory import allocator, nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 __all__ = ["Reporter", "check_free", "coordinates"]
 
@@ -129,14 +131,7 @@ class Reporter(TrainingListener):
     def _memory(self) -> Json:
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
-            high = self.tier.live.high
-            return {
-                "allocated_peak": high.bytes,
-                "at": high.labels,
-                "by_part": parts_of(self.tier.live.parts),
-                "reserved_peak": None,
-                "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
-            }
+            return self._modelled(self.tier.live)
         if self.tier.name == "cuda":
             import torch
 
@@ -164,6 +159,37 @@ class Reporter(TrainingListener):
             "by_part": None,
             "reserved_peak": None,
             "provenance": "unknown: the cpu tier does not tell host from device memory",
+        }
+
+    @staticmethod
+    def _modelled(live: LiveBytes) -> Json:
+        """Peaks on shapes: what the caching allocator would say of these requests.
+
+        Where its options are not modelled: live bytes.  What live bytes grew by after the history
+        was full is added.
+        """
+        found: Json = {
+            "allocated_peak": live.high.bytes,
+            "at": live.high.labels,
+            "by_part": parts_of(live.parts),
+            "reserved_peak": None,
+            "provenance": "modelled: live bytes of shapes, before the allocator's rounding",
+        }
+        history, before = live.earlier or (live.history, live.high.bytes)
+        if history is None:
+            return found
+        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        try:
+            settings = allocator.Settings.parse(text)
+        except PrismError:
+            return found
+        state, parts = allocator.allocated_by_span(history.rows().tolist(), history.spans, settings)
+        return {
+            **found,
+            "allocated_peak": state.peak_allocated + live.high.bytes - before,
+            "by_part": parts_of(parts),
+            "reserved_peak": state.peak_reserved,
+            "provenance": "modelled: requests of shapes, replayed by a model of torch's allocator",
         }
 
     def _nccl(self, device: str) -> tuple[int | None, str]:

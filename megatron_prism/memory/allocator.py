@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED
 
-__all__ = ["CachingAllocator", "Settings", "replay_requests"]
+__all__ = ["CachingAllocator", "Settings", "allocated_by_span", "replay_requests"]
 
 
 MIB = 1 << 20
@@ -191,14 +191,19 @@ class _OutOfMemory(Exception):
     pass
 
 
-def replay_requests(events: Iterable[Sequence[int]], settings: Settings | None = None,
-           limit: int | None = None, ahead: int = AHEAD) -> Replayed:  # fmt: skip
+def replay_requests(
+    events: Iterable[Sequence[int]],
+    settings: Settings | None = None,
+    limit: int | None = None,
+    ahead: int = AHEAD,
+    levels: list[int] | None = None,
+) -> Replayed:
     """Run ``events`` through the allocator.  UsageError for a free of what is not there.
 
     A storage that grows gets another block; one that shrinks keeps what it has until it is gone.
     0 bytes say that another stream uses it: once freed it comes back when the device is past that,
     ``ahead`` launches later or when the host waits.  Where ``limit`` bytes of segments are not
-    enough, it ends with ``full``.
+    enough, it ends with ``full``.  ``levels`` gets what is allocated after every event.
     """
     machine = CachingAllocator(settings or Settings(), limit)
     sizes: dict[int, int] = {}
@@ -229,12 +234,36 @@ def replay_requests(events: Iterable[Sequence[int]], settings: Settings | None =
             sizes[storage] = left
             if left == 0:
                 del sizes[storage]
-                late.append((launch, storage)) if storage in beside else machine.free(storage)
+                if storage in beside:
+                    machine.retire(storage)
+                    late.append((launch, storage))
+                else:
+                    machine.free(storage)
         elif storage >= 0:
             beside.add(storage)
         elif storage == EMPTIED:
             machine.release()
+        if levels is not None:
+            levels.append(machine.state.allocated)
     return machine.state
+
+
+def allocated_by_span(
+    events: Sequence[Sequence[int]],
+    spans: Iterable[tuple[str, int, int]],
+    settings: Settings | None = None,
+) -> tuple[Replayed, dict[str, int]]:
+    """(the allocator at the end, the most that was allocated in every span of events).
+
+    spans : name, index of the first event and of the one behind the last; names may come again
+    """
+    levels: list[int] = []
+    state = replay_requests(events, settings, levels=levels)
+    found: dict[str, int] = {}
+    for name, start, end in spans:
+        most = max(levels[max(start - 1, 0) : end], default=0)
+        found[name] = max(found.get(name, 0), most)
+    return state, found
 
 
 class CachingAllocator:
@@ -245,6 +274,7 @@ class CachingAllocator:
         self.pools: dict[Pool, list[tuple[int, int]]] = {}
         self.blocks: dict[int, Block] = {}  # free ones by address
         self.ends: dict[Pool, Block] = {}  # last block of a pool's expandable segment
+        self.retired: set[int] = set()  # storages that nobody holds and another stream uses
 
     def malloc(self, storage: int, num_bytes: int, stream: int = 0) -> None:
         """A block for ``storage``, of the pools of ``stream``."""
@@ -260,10 +290,19 @@ class CachingAllocator:
         state.peak_allocated = max(state.peak_allocated, state.allocated)
         state.live.setdefault(storage, []).append(block)
 
+    def retire(self, storage: int) -> None:
+        """The program lets go of ``storage`` while another stream uses it: it counts no more as
+        allocated, and its blocks are free later (CUDACachingAllocator.cpp, ``free``)."""
+        self.state.allocated -= sum(block.size for block in self.state.live[storage])
+        self.retired.add(storage)
+
     def free(self, storage: int) -> None:
         """All blocks of ``storage`` go back to their pools."""
+        counted = storage not in self.retired
+        self.retired.discard(storage)
         for block in self.state.live.pop(storage, ()):
-            self.state.allocated -= block.size
+            if counted:
+                self.state.allocated -= block.size
             if block.before is not None and block.before.free:
                 self._take(block.before)
                 block = self._join(block.before, block)

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.ops import EMPTIED, WAITED
-from megatron_prism.memory.allocator import CachingAllocator, Settings, replay_requests
+from megatron_prism.memory.allocator import (
+    CachingAllocator,
+    Settings,
+    allocated_by_span,
+    replay_requests,
+)
 
 MIB = 1 << 20
 SIZES = (
@@ -311,3 +316,19 @@ def test_an_emptied_cache_gives_back_what_is_whole():
     assert replay_requests(events).peak_reserved == 2 * size
     del events[2]
     assert replay_requests(events).peak_reserved == 3 * size
+
+
+def test_what_another_stream_still_uses_is_not_allocated_but_not_free():
+    events = [(0, 40 * MIB, 0, 0), (0, 0, 1, 1), (0, -40 * MIB, 0, 2), (1, 40 * MIB, 0, 3)]
+    made = replay_requests(events)
+    assert (made.allocated, made.peak_allocated) == (40 * MIB, 40 * MIB)
+    assert made.peak_reserved == 80 * MIB
+
+
+def test_peaks_of_spans_count_what_a_block_has_beyond_its_request():
+    small, large = 3 * MIB, 4 * MIB
+    events = [(0, large), (1, large), (0, -large), (2, small), (2, -small), (1, -large)]
+    state, parts = allocated_by_span(events, [("a", 0, 2), ("b", 2, 5), ("b", 5, 6)])
+    assert state.peak_allocated == 2 * large
+    # the block of 4 MiB is not split for 3 MiB: at most 1 MiB would be left
+    assert parts == {"a": 2 * large, "b": 2 * large}

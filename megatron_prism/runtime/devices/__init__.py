@@ -63,7 +63,7 @@ def prepare(
     engine : whether the job's own environment has Transformer Engine; then a virtual one stands in
              for it where it is missing, and its FusedAdam for torch's AdamW
     queues : CUDA_DEVICE_MAX_CONNECTIONS of a tier without a device, if the job does not say
-    history : keep every request to the allocator (``history``); only ``meta`` has them
+    history : keep every request to the allocator, however many; else the first million (``meta``)
 
     Raises UsageError for an unknown tier, for ``cuda`` without a device, and for a second tier
     while ``changes`` of the first are not undone.
@@ -86,8 +86,7 @@ def prepare(
         tier = Tier("cuda", torch.device("cuda"))
     elif name in ("cpu", "meta"):
         tier = _without_cuda(name, changes, engine, queues)
-        if history:
-            _keep_history(tier)
+        _keep_history(tier, history)
     else:
         raise UsageError(f"unknown tier {name!r}", fix="choose cuda, cpu, meta or auto")
     changes.set(sys.modules[__name__], "_prepared", tier)
@@ -151,12 +150,12 @@ def _disable_compiler(changes: ProcessChanges) -> None:
     config.disable = True
 
 
-def _keep_history(tier: Tier) -> None:
+def _keep_history(tier: Tier, whole: bool) -> None:
     from megatron_prism.runtime.devices import cuda
     from megatron_prism.runtime.devices.live_bytes import History
 
     if tier.live is not None:
-        tier.live.history = History(cuda.current_stream)
+        tier.live.history = History(cuda.current_stream, whole)
 
 
 def _remap_backward(remap: Any, changes: ProcessChanges) -> None:

@@ -39,12 +39,14 @@ class History:
     """Rows as they come; ``stream`` says which one is current (0: the default).
 
     launches : kernels so far, which the tracker counts
+    whole    : keep all rows; else only those of the parts of the job that fit into a million
     """
 
-    def __init__(self, stream: Callable[[], int]) -> None:
-        self._stream = stream
+    def __init__(self, stream: Callable[[], int], whole: bool = True) -> None:
+        self._stream, self.whole = stream, whole
         self._rows = array("q")
         self.launches = 0
+        self.spans: list[tuple[str, int, int]] = []  # part of the job, its rows from and to
         self._beside: dict[int, int] = {}  # storage -> its stream, of those not on the default one
 
     def moved(self, storage: int, num_bytes: int) -> None:
@@ -73,6 +75,13 @@ class History:
         if len(self._rows) < 4 or self._rows[-4] != WAITED:
             self._rows.extend((WAITED, 0, 0, self.launches))
 
+    @property
+    def full(self) -> bool:
+        return not self.whole and len(self) > _LONGEST
+
+    def __len__(self) -> int:
+        return len(self._rows) // 4
+
     def rows(self) -> np.ndarray:
         """int64 [n, 4]: all of it so far."""
         return np.array(self._rows, dtype=np.int64).reshape(-1, 4)
@@ -87,6 +96,7 @@ _PRODUCTS = frozenset(
 )
 _ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
 _ADD = torch.ops.aten.add_.Tensor
+_LONGEST = 1 << 20  # rows outside captures: 32 MiB, replayed in a few seconds
 _FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
 workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
 
@@ -128,7 +138,8 @@ class LiveBytes(TorchDispatchMode):
         self._running = self._seen = 0  # the most in this part; below ``_seen`` nothing is new
         self.labels: dict[str, object] = {}
         self.meter: Meter | None = None  # told of every call while a slice is captured
-        self.history: History | None = None  # of every request, where reserved bytes are asked for
+        self.history: History | None = None  # of every request
+        self.earlier: tuple[History, int] | None = None  # one that is full, the live peak till then
         # address -> (bytes, running number, what tells when it goes)
         self._alive: dict[int, tuple[int, int, _Gone]] = {}
         self._known: dict[int, Known] = {}  # operators by id: ``_ask``
@@ -157,9 +168,15 @@ class LiveBytes(TorchDispatchMode):
     def part(self, name: str) -> Iterator[None]:
         """What runs inside is this part of the job (an iteration, the optimizer step in it)."""
         outer, self._running, self._seen = self._running, self.now, self.now
+        history = self.history
+        start = 0 if history is None else len(history)
         try:
             yield
         finally:
+            if history is not None:
+                history.spans.append((name, start, len(history)))
+                if history.full:  # what is known by then is kept
+                    self.history, self.earlier = None, (history, self.high.bytes)
             self.parts[name] = max(self.parts.get(name, 0), self._running)
             self._running = max(outer, self._running)
 

@@ -1,0 +1,597 @@
+"""Memory of single layers and blocks: on a CUDA GPU, and as tier meta counts it.
+
+``python -m benchmarks.accuracy.layer_memory measure OUT.json [--tier cuda|meta] [--with te]
+[--only RE]``
+``python -m benchmarks.accuracy.layer_memory compare GPU.json [META.json] [--bound 0.5]``
+
+Needs megatron-core 0.19.2; a GPU for ``cuda``.  Rows of group ``te`` need the real Transformer
+Engine on the GPU (``--with te`` runs these alone), all others torch and megatron-core only.  Every
+row is built in this process with one rank, runs twice, and the second pass is measured: bytes above
+what was allocated before it, after forward, at the peak of forward, at the peak of backward, and
+left over when outputs are gone and gradients stay.  A row that fails says why.  ``compare`` holds
+both against each other: a row is off by its largest difference over the largest of its figures.
+
+On the GPU the allocator runs with expandable segments, so that it only rounds to 512 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import torch
+from torch.nn import functional
+
+SEQUENCE, BATCH, HIDDEN, HEADS, FFN, VOCABULARY, EXPERTS = 2048, 2, 1024, 8, 4096, 32768, 8
+FIGURES = ("forward", "forward_peak", "backward_peak", "left")
+DATA = Path(__file__).parents[1] / "results" / "layer_memory.json"
+
+Step = Callable[[], torch.Tensor]  # one forward pass
+ROWS: dict[str, tuple[str, Callable[[], Step]]] = {}  # name -> group, what builds it
+
+
+def row(name: str, group: str = "core") -> Callable[[Callable[[], Step]], Callable[[], Step]]:
+    def add(build: Callable[[], Step]) -> Callable[[], Step]:
+        assert name not in ROWS, name
+        ROWS[name] = (group, build)
+        return build
+
+    return add
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").mul_(0.02).to(dtype).requires_grad_()
+
+
+def hidden(width: int = HIDDEN) -> torch.Tensor:
+    return leaf(SEQUENCE, BATCH, width)
+
+
+def tokens(most: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, most, (BATCH, SEQUENCE), device="cuda")
+
+
+def places() -> torch.Tensor:
+    return torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1).contiguous()
+
+
+def on(function: Callable[..., Any], *inputs: Any, **options: Any) -> Step:
+    """``function`` of the same leaves every time; of several results the first."""
+
+    def step() -> torch.Tensor:
+        out = function(*inputs, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return step
+
+
+def simple(name: str, function: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> None:
+    row(name)(lambda: on(function, *make()))
+
+
+# -- torch -----------------------------------------------------------------------------------------
+for _type, _label in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+    for _p in (0.0, 0.1):
+        simple(
+            f"dropout {_p} {_label}",
+            lambda x, p=_p: functional.dropout(x, p) * 1,
+            lambda t=_type: (leaf(SEQUENCE, BATCH, HIDDEN, dtype=t),),
+        )
+
+
+@row("torch LayerNorm")
+def _layer_norm() -> Step:
+    return on(torch.nn.LayerNorm(HIDDEN, device="cuda", dtype=torch.bfloat16), hidden())
+
+
+@row("torch RMSNorm")
+def _rms_norm() -> Step:
+    return on(torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16), hidden())
+
+
+@row("torch Linear with bias")
+def _linear() -> Step:
+    return on(torch.nn.Linear(HIDDEN, FFN, device="cuda", dtype=torch.bfloat16), hidden())
+
+
+simple("gelu", functional.gelu, lambda: (hidden(FFN),))
+simple("silu and gate", lambda x: functional.silu(x[..., :FFN]) * x[..., FFN:],
+       lambda: (hidden(2 * FFN),))  # fmt: skip
+simple("squared relu", lambda x: torch.pow(functional.relu(x), 2), lambda: (hidden(FFN),))
+simple("softmax in fp32", lambda x: torch.softmax(x.float(), dim=-1).bfloat16(),
+       lambda: (leaf(BATCH * HEADS, SEQUENCE, SEQUENCE),))  # fmt: skip
+simple("embedding", lambda i, w: functional.embedding(i, w),
+       lambda: (tokens(), leaf(VOCABULARY, HIDDEN)))  # fmt: skip
+simple("embedding by index", lambda i, w: w[i], lambda: (tokens(), leaf(VOCABULARY, HIDDEN)))
+simple("cross entropy of torch",
+       lambda x, i: functional.cross_entropy(x.view(-1, VOCABULARY).float(), i.view(-1)),
+       lambda: (hidden(VOCABULARY), tokens()))  # fmt: skip
+simple("attention of torch, causal",
+       lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+       lambda: tuple(leaf(BATCH, HEADS, SEQUENCE, HIDDEN // HEADS) for _ in "qkv"))  # fmt: skip
+simple("attention of torch, causal, dropout",
+       lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                               dropout_p=0.1),
+       lambda: tuple(leaf(BATCH, HEADS, SEQUENCE, HIDDEN // HEADS) for _ in "qkv"))  # fmt: skip
+simple("topk of probabilities", lambda x: torch.topk(torch.softmax(x, -1), 2, dim=-1)[0],
+       lambda: (leaf(SEQUENCE * BATCH * 16, 128, dtype=torch.float32),))  # fmt: skip
+simple("cumulative sum", lambda x: torch.cumsum(x, dim=0),
+       lambda: (leaf(SEQUENCE * BATCH, HIDDEN, dtype=torch.float32),))  # fmt: skip
+simple("rows by index", lambda x, i: x.index_select(0, i),
+       lambda: (leaf(SEQUENCE * BATCH, HIDDEN),
+                torch.randint(0, SEQUENCE * BATCH, (2 * SEQUENCE * BATCH,), device="cuda"))
+       )  # fmt: skip
+simple("rows added by scatter",
+       lambda x, i: torch.zeros(SEQUENCE * BATCH, HIDDEN, device="cuda", dtype=x.dtype)
+       .scatter_add(0, i, x),
+       lambda: (leaf(2 * SEQUENCE * BATCH, HIDDEN),
+                torch.randint(0, SEQUENCE * BATCH, (2 * SEQUENCE * BATCH, 1), device="cuda")
+                .expand(-1, HIDDEN)))  # fmt: skip
+
+
+# -- fused functions of Megatron -------------------------------------------------------------------
+def fusion(name: str, path: str, make: Callable[[], tuple[Any, ...]]) -> None:
+    """``path``: module below megatron.core.fusions and function."""
+
+    def build() -> Step:
+        module, _, function = path.rpartition(".")
+        found = __import__(f"megatron.core.fusions.{module}", fromlist=[function])
+        return on(getattr(found, function), *make())
+
+    row(name)(build)
+
+
+fusion("bias and gelu", "fused_bias_gelu.bias_gelu_impl", lambda: (hidden(FFN), leaf(FFN)))
+fusion("bias and swiglu", "fused_bias_swiglu.bias_swiglu_impl",
+       lambda: (hidden(2 * FFN), leaf(2 * FFN)))  # fmt: skip
+fusion("swiglu", "fused_bias_swiglu.bias_swiglu_impl", lambda: (hidden(2 * FFN), None))
+fusion("weighted swiglu", "fused_bias_swiglu.weighted_bias_swiglu_impl",
+       lambda: (leaf(SEQUENCE * BATCH, 2 * FFN), None,
+                leaf(SEQUENCE * BATCH, 1, dtype=torch.float32)))  # fmt: skip
+fusion("geglu", "fused_bias_geglu.bias_geglu_impl", lambda: (hidden(2 * FFN), None))
+fusion("weighted squared relu", "fused_weighted_squared_relu.weighted_squared_relu_impl",
+       lambda: (leaf(SEQUENCE * BATCH, FFN),
+                leaf(SEQUENCE * BATCH, 1, dtype=torch.float32)))  # fmt: skip
+for _p in (0.0, 0.1):
+    for _bias in (True, False):
+        fusion(f"{'bias, ' if _bias else ''}dropout {_p} and residual",
+               "fused_bias_dropout.bias_dropout_add_fused_train",
+               lambda p=_p, bias=_bias: ((hidden(), leaf(HIDDEN) if bias else None), hidden(), p)
+               )  # fmt: skip
+
+
+@row("bias, dropout 0.1 and residual, not fused")
+def _bias_dropout() -> Step:
+    from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_unfused
+
+    return on(bias_dropout_add_unfused(True), (hidden(), leaf(HIDDEN)), hidden(), 0.1)
+
+
+def cross_entropy(function: Callable[..., Any]) -> Step:
+    logits, labels = hidden(VOCABULARY), tokens().t().contiguous()
+    return lambda: function(logits * 1, labels)  # logits are no leaf in a job
+
+
+@row("cross entropy of Megatron")
+def _cross_entropy() -> Step:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    return cross_entropy(vocab_parallel_cross_entropy)
+
+
+@row("cross entropy of Megatron, fused")
+def _fused_cross_entropy() -> Step:
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    return cross_entropy(lambda x, i: fused_vocab_parallel_cross_entropy(x, i, group))
+
+
+# -- layers of Megatron ----------------------------------------------------------------------------
+def config(latent: bool = False, **options: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    made = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
+        "ffn_hidden_size": FFN, "bf16": True, "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False, "bias_activation_fusion": True,
+        "bias_dropout_fusion": True, "masked_softmax_fusion": False, "persist_layer_norm": False,
+        "attention_softmax_in_fp32": True,
+    }  # fmt: skip
+    return (MLATransformerConfig if latent else TransformerConfig)(**{**made, **options})
+
+
+def attention_environment(backend: str) -> None:
+    """What ``--attention-backend`` sets for Transformer Engine."""
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        here = backend == "auto" or backend == name.lower()
+        os.environ[f"NVTE_{name}_ATTN"] = str(int(here))
+
+
+def layer(
+    te: bool = False,
+    latent: bool = False,
+    experts: int | None = None,
+    grouped: bool = False,
+    qk_norm: bool = False,
+    backend: str = "auto",
+    **options: Any,
+) -> Step:
+    """One transformer layer of GPT."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer import build_module
+
+    attention_environment(backend)
+    positions = options.pop("rope", False)
+    made = config(latent, num_moe_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=qk_norm,
+                  **options)  # fmt: skip
+    find = "transformer_engine" if te else "local"
+    spec = getattr(specs, f"get_gpt_layer_{'with_' if te else ''}{find}_spec")(
+        num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=qk_norm,
+        multi_latent_attention=latent,
+    )  # fmt: skip
+    module = build_module(spec, config=made).cuda().bfloat16()
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
+    rope = None
+    if positions:
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+        rope = RotaryEmbedding(HIDDEN // HEADS, 1.0)(SEQUENCE)
+    return on(module, hidden(), mask, rotary_pos_emb=rope)
+
+
+def model(te: bool = False, latent: bool = False, backend: str = "auto", experts: int | None = None,
+          depth: int = 2, tied: bool = False, rope: bool = True, mtp: bool = False,
+          **options: Any) -> Step:  # fmt: skip
+    """A whole GPT with its loss."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    attention_environment(backend)
+    options = {"num_layers": depth, "num_moe_experts": experts, **options}
+    if mtp:
+        options["mtp_num_layers"] = 1
+    made = config(latent, **options)
+    find = "with_transformer_engine" if te else "local"
+    spec = getattr(specs, f"get_gpt_layer_{find}_spec")(
+        num_experts=experts, multi_latent_attention=latent,
+        moe_grouped_gemm=bool(options.get("moe_grouped_gemm")),
+    )  # fmt: skip
+    more = {"mtp_block_spec": specs.get_gpt_mtp_block_spec(made, spec, te)} if mtp else {}
+    module = GPTModel(
+        made, spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope" if rope else "learned_absolute", **more,
+    )  # fmt: skip
+    module = module.cuda().bfloat16()
+    mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
+    ids = tokens()
+    return lambda: module(ids, places(), mask, labels=ids)
+
+
+def _linear_layer(name: str, te: bool, width: int) -> Step:
+    from megatron.core.transformer import TransformerConfig  # noqa: F401 - loads what it needs
+
+    if te:
+        from megatron.core.extensions import transformer_engine as layers
+    else:
+        from megatron.core.tensor_parallel import layers
+    sizes = (HIDDEN, FFN) if width == HIDDEN else (FFN, HIDDEN)
+    options: dict[str, Any] = {"config": config(), "init_method": torch.nn.init.zeros_,
+                               "bias": True, "skip_bias_add": True}  # fmt: skip
+    if "Column" in name:
+        options["gather_output"] = False
+    else:
+        options["input_is_parallel"] = True
+    if te:
+        options["is_expert"] = False
+    return on(getattr(layers, name)(*sizes, **options).cuda().bfloat16(), hidden(width))
+
+
+for _name, _te, _width in (
+    ("ColumnParallelLinear", False, HIDDEN), ("RowParallelLinear", False, FFN),
+    ("TEColumnParallelLinear", True, HIDDEN), ("TERowParallelLinear", True, FFN),
+    ("TELayerNormColumnParallelLinear", True, HIDDEN),
+):  # fmt: skip
+    row(_name, "te" if _te else "core")(
+        lambda name=_name, te=_te, width=_width: _linear_layer(name, te, width)
+    )
+
+
+@row("embedding with positions and dropout")
+def _embedding() -> Step:
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+
+    module = LanguageModelEmbedding(config(hidden_dropout=0.1), VOCABULARY, SEQUENCE)
+    return on(module.cuda().bfloat16(), tokens(), places())
+
+
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+_NORM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+_SWIGLU = {"gated_linear_unit": True, "activation_func": functional.silu,
+           "add_bias_linear": False, "normalization": "RMSNorm"}  # fmt: skip
+# without biases: a bias that a checkpoint returns becomes its result, and runs it again for ever
+_MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], **_SWIGLU}
+_ROUTED: dict[str, Any] = {
+    **_SWIGLU, "moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01,
+}  # fmt: skip
+_EXACT = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+_LATENT = {"latent": True, "q_lora_rank": 512, "kv_lora_rank": 256, "qk_head_dim": 64,
+           "qk_pos_emb_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "layer": {},
+    "layer, dropout 0.1": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "layer, functions not fused": {"bias_activation_fusion": False, "bias_dropout_fusion": False,
+                                   "hidden_dropout": 0.1},
+    "layer, groups of heads": {"num_query_groups": 2},
+    "layer, swiglu and RMSNorm": _SWIGLU,
+    "layer, squared relu": {"activation_func": lambda x: torch.pow(functional.relu(x), 2),
+                            "bias_activation_fusion": False, "add_bias_linear": False},
+    "layer, norms of q and k": {"qk_norm": True},
+    "layer, recompute core attention": {**_CORE, "attention_dropout": 0.1},
+    "layer, recompute MLP": _MLP,
+    "layer, experts with capacity": {**_ROUTED, **_EXACT, "experts": EXPERTS},
+    "layer, experts with capacity and a shared one": {
+        **_ROUTED, **_EXACT, "experts": EXPERTS, "moe_shared_expert_intermediate_size": FFN},
+}  # fmt: skip
+TE_LAYERS: dict[str, dict[str, Any]] = {
+    **{f"layer, {b} attention": {"backend": b} for b in ("flash", "fused", "unfused")},
+    **{f"layer, {b} attention, dropout 0.1": {"backend": b, "attention_dropout": 0.1,
+                                              "hidden_dropout": 0.1}
+       for b in ("flash", "fused", "unfused")},
+    **{f"layer, {b} attention, groups of heads": {"backend": b, "num_query_groups": 2}
+       for b in ("flash", "fused", "unfused")},
+    "layer, unfused, recompute core attention": {"backend": "unfused", **_CORE},
+    "layer, recompute norms": _NORM,
+    "layer, latent attention": _LATENT,
+    "layer, latent attention, unfused": {**_LATENT, "backend": "unfused"},
+    "layer, grouped experts with capacity": {**_ROUTED, **_EXACT, "experts": EXPERTS,
+                                             "grouped": True},
+    "layer, grouped experts, permutation fused": {
+        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_permute_fusion": True},
+    "layer, grouped experts, router fused": {
+        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_router_fusion": True},
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT": {},
+    "GPT, positions learned, weights tied": {"tied": True, "rope": False},
+    "GPT, dropout 0.1": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "rope": False},
+    "GPT, recompute all": _FULL,
+    "GPT, cross entropy fused": {"cross_entropy_loss_fusion": True},
+    "GPT, rope interleaved": {"rotary_interleaved": True, "apply_rope_fusion": False},
+    "GPT, two more tokens predicted": {"mtp": True},
+}
+for _name, _options in {**LAYERS, **TE_LAYERS}.items():
+    if _name not in TE_LAYERS:
+        row(f"local {_name}")(lambda o=_options: layer(**o))
+    row(f"TE {_name}", "te")(lambda o=_options: layer(te=True, **o))
+for _name, _options in MODELS.items():
+    row(f"local {_name}")(lambda o=_options: model(**o))
+    row(f"TE {_name}", "te")(lambda o=_options: model(te=True, **o))
+row("TE GPT, cross entropy of TE", "te")(
+    lambda: model(te=True, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+)
+row("TE GPT, latent attention", "te")(lambda: model(te=True, **_LATENT))
+for _name in ("delayed", "tensorwise", "blockwise"):
+    row(f"TE GPT, FP8 {_name}", "te")(
+        lambda recipe=_name: model(te=True, fp8="hybrid", fp8_recipe=recipe)
+    )
+
+
+def _bert(te: bool, **options: Any) -> Step:
+    from megatron.core.models.bert import bert_layer_specs as specs
+    from megatron.core.models.bert.bert_model import BertModel
+
+    attention_environment("unfused" if te else "auto")
+    spec = (specs.get_bert_layer_with_transformer_engine_spec() if te
+            else specs.bert_layer_local_spec)  # fmt: skip
+    module = BertModel(config(num_layers=2, **options), 2, spec, VOCABULARY, SEQUENCE)
+    module = module.cuda().bfloat16()
+    ids, there = tokens(), torch.ones(BATCH, SEQUENCE, device="cuda", dtype=torch.int64)
+    return on(module, ids, there, tokentype_ids=torch.zeros_like(ids), lm_labels=ids)
+
+
+def _t5(te: bool, **options: Any) -> Step:
+    from megatron.core.models.T5 import t5_spec as specs
+    from megatron.core.models.T5.t5_model import T5Model
+
+    attention_environment("unfused" if te else "auto")
+    find = "transformer_engine" if te else "local"
+    both = [getattr(specs, f"get_t5_{part}_with_{find}_block_spec")(1)
+            for part in ("encoder", "decoder")]  # fmt: skip
+    made = config(num_layers=1, **options)
+    module = T5Model(made, made, *both, VOCABULARY, SEQUENCE).cuda().bfloat16()
+    ids = tokens()
+    seen = torch.zeros(BATCH, SEQUENCE, SEQUENCE, device="cuda").bool()
+    padded = torch.zeros(BATCH, 1, 1, SEQUENCE, device="cuda").bool()
+    causal = torch.triu(torch.ones(BATCH, SEQUENCE, SEQUENCE, device="cuda"), 1).bool()
+    masks = (padded, causal[:, None], (padded, padded)) if te else (
+        seen[:, None], causal[:, None], seen[:, None])  # fmt: skip
+    return on(module, ids, ids, *masks, lm_labels=ids)
+
+
+for _te in (False, True):
+    for _p in (0.0, 0.1):
+        _drop = {"hidden_dropout": _p, "attention_dropout": _p}
+        row(f"{'TE' if _te else 'local'} BERT, dropout {_p}", "te" if _te else "core")(
+            lambda te=_te, o=_drop: _bert(te, **o)
+        )
+        row(f"{'TE' if _te else 'local'} T5, dropout {_p}", "te" if _te else "core")(
+            lambda te=_te, o=_drop: _t5(te, **o)
+        )
+
+
+# -- measuring -------------------------------------------------------------------------------------
+def _pass(step: Step) -> dict[str, int]:
+    """Bytes of one forward and one backward."""
+    cuda = torch.cuda
+    gc.collect()
+    cuda.synchronize()
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    out = step()
+    cuda.synchronize()
+    found = {"forward": cuda.memory_allocated() - before,
+             "forward_peak": cuda.max_memory_allocated() - before}  # fmt: skip
+    grad = torch.ones_like(out)
+    cuda.reset_peak_memory_stats()
+    out.backward(grad)
+    cuda.synchronize()
+    found["backward_peak"] = cuda.max_memory_allocated() - before
+    del out, grad
+    gc.collect()
+    return {**found, "left": cuda.memory_allocated() - before}
+
+
+def _leaves(step: Step) -> list[torch.Tensor]:
+    """Parameters and inputs that ``step`` holds."""
+    found: list[torch.Tensor] = []
+
+    def look(value: Any, depth: int = 0) -> None:
+        if isinstance(value, torch.nn.Module):
+            found.extend(value.parameters())
+        elif isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                look(item, depth)
+        elif isinstance(value, dict):
+            look(list(value.values()), depth)
+        elif callable(value) and depth < 4:
+            for cell in getattr(value, "__closure__", None) or ():
+                look(cell.cell_contents, depth + 1)
+
+    look(step)
+    return found
+
+
+def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    for name, (of, build) in ROWS.items():
+        if not re.search(only, name) or (group is not None and of != group):
+            continue
+        step = None
+        try:
+            step = build()
+            for _ in range(2):
+                for tensor in _leaves(step):
+                    tensor.grad = None
+                results[name] = {"group": of, **_pass(step)}
+        except Exception as error:
+            said = traceback.format_exc().strip().splitlines()
+            results[name] = {"group": of, "failed": repr(error)[:300], "at": said[-8:]}
+        print(name, {k: v for k, v in results[name].items() if k != "at"}, flush=True)
+        del step
+        gc.collect()
+        torch.cuda.empty_cache()
+    return results
+
+
+def start(tier: str) -> dict[str, Any]:
+    """One rank on ``tier``; says on what."""
+    if tier == "meta":
+        from megatron_prism.core.process_changes import ProcessChanges
+        from megatron_prism.runtime import devices, world
+        from megatron_prism.runtime.values import Values
+
+        here = devices.prepare(tier, ProcessChanges())
+        world.start(world.VirtualWorld(size=1, rank=0, local_ranks=[0],
+                                       values=Values("mirror", rank=0),
+                                       device=here.device))  # fmt: skip
+        about: dict[str, Any] = {"stand_ins": list(here.stand_in)}
+    else:
+        import torch.distributed as dist
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29517", rank=0, world_size=1)
+        about = {"device": torch.cuda.get_device_name(0)}
+        try:
+            import transformer_engine
+
+            about["transformer_engine"] = transformer_engine.__version__
+        except ImportError:
+            pass
+    import megatron.core
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    return {**about, "tier": tier, "torch": torch.__version__, "python": sys.version.split()[0],
+            "megatron_core": megatron.core.__version__}  # fmt: skip
+
+
+def compare(gpu: dict[str, Any], meta: dict[str, Any]) -> list[tuple[str, float | None, str]]:
+    """(row, percent off or None, what to say) of every row that the GPU measured."""
+    found: list[tuple[str, float | None, str]] = []
+    for name, real in gpu["rows"].items():
+        ours = meta["rows"].get(name)
+        if "failed" in real or ours is None or "failed" in ours:
+            why = real.get("failed") or (ours or {}).get("failed") or "not measured on meta"
+            found.append((name, None, why))
+            continue
+        most = max(real[key] for key in FIGURES)
+        off = {key: 100 * (ours[key] - real[key]) / most for key in FIGURES}
+        worst = max(off.values(), key=abs)
+        found.append((name, worst, ", ".join(
+            f"{key} {real[key] / 2**20:.1f} -> {ours[key] / 2**20:.1f} MiB" for key in FIGURES
+        )))  # fmt: skip
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("action", choices=("measure", "compare"))
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--tier", choices=("cuda", "meta"), default="cuda")
+    parser.add_argument("--with", dest="group", choices=("core", "te"))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--bound", type=float, default=0.5, help="percent")
+    args = parser.parse_args()
+    if args.action == "measure":
+        head = start(args.tier)
+        found = {"about": head, "rows": measure(args.only, args.group)}
+        if args.files[0].exists():  # rows of another group join it
+            before = json.loads(args.files[0].read_text())
+            found["rows"] = {**before["rows"], **found["rows"]}
+        args.files[0].write_text(json.dumps(found, indent=1) + "\n")
+        bad = [name for name, one in found["rows"].items() if "failed" in one]
+        print(f"{len(found['rows'])} rows, {len(bad)} failed: {', '.join(bad)}")
+        return 0
+    gpu = json.loads(args.files[0].read_text())
+    if len(args.files) > 1:
+        meta = json.loads(args.files[1].read_text())
+    else:
+        start("meta")
+        names = "|".join(f"^{re.escape(name)}$" for name in gpu["rows"])
+        meta = {"rows": measure(names, None)}
+    rows = compare(gpu, meta)
+    for name, off, said in sorted(rows, key=lambda one: -abs(one[1] or 0)):
+        print(f"{'failed ' if off is None else f'{off:+6.2f} %'}  {name}: {said}")
+    held = [off for _, off, _ in rows if off is not None]
+    within = sum(abs(off) <= args.bound for off in held)
+    print(f"{within} of {len(held)} rows within {args.bound} %; {len(rows) - len(held)} failed")
+    return int(within < len(held))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
