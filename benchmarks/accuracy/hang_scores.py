@@ -22,9 +22,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 
-from hang_cases import dumps_of  # noqa: E402
+
 from helpers import random_hangs  # noqa: E402
-from test_graph import healthy  # noqa: E402
+from helpers.programs import healthy  # noqa: E402
+from helpers.random_hangs import dumps_of  # noqa: E402
 
 import megatron_prism as prism  # noqa: E402
 from megatron_prism.core.world import World  # noqa: E402

@@ -46,8 +46,8 @@ def hang(args: argparse.Namespace) -> int:
                                 the dumps that they would leave; -o DIR keeps these, truth=FILE what
                                 was planted.  Faults that only cost time are replayed
 
-    Exit status: 0 nobody waits, 1 a fault, 3 several explanations remain, or the job was perhaps
-    running (never 0).  Dumps are read without executing anything in them.
+    Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is: several explanations remain, or
+    the job was perhaps running.  Dumps are read without executing anything in them.
     """
     if not (args.dumps or args.programs) or args.dumps == "":
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")

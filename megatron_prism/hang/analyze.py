@@ -78,7 +78,7 @@ def diagnose_dumps(found: DumpSet) -> Diagnosis:
         parted = consistency.consistent_dumps(found)
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first(judge.state))
-        return consistency.unless_running(made, found)
+        return consistency.unless_running(made, parted)
 
 
 class _Judge:
@@ -87,6 +87,8 @@ class _Judge:
         self.evidence: list[str] = [*parted.stale.values()][:4] + [*parted.new.values()][:4]
         self.first: Entry | None = None
         self.split = False  # whether a call differs and no majority decides
+        self.among: tuple[int, ...] = ()  # where nobody is named, who may be the culprit
+        self.sure = True  # whether a majority made the very call that differs
         self.doubt = False  # whether who is named may be a victim of something that dumps lack
 
     def verdict(self) -> Diagnosis:
@@ -134,6 +136,7 @@ class _Judge:
         same = [odd for odd in decided if odd.call == decided[0].call]
         if same:
             self.first = same[0].entry
+            self.sure &= all(odd.voted for odd in same)
         self.evidence += map(str, same[:4])
         return [Culprit(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
@@ -265,6 +268,7 @@ class _Judge:
         self.evidence += map(str, odds[:3])
         if odds:
             self.first = odds[0].entry
+            self.among = odds[0].among
         state, cycle = self.state, waits.smallest_cycle(self.state)
         if not odds and not state.missing and (few := self._few(cycle)):
             return self._result(few[0].kind, few, cycle)
@@ -273,13 +277,19 @@ class _Judge:
         if cycle:
             ranks = ", ".join(map(str, cycle))
             self.evidence.append(f"ranks {ranks} wait for each other in a circle")
+            self.among = self.among or tuple(cycle)
+        elif odds:
+            return self._result("mismatch", [])
         elif unknown := sorted(state.unplaced()):
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
         else:
             self.evidence.append(waits.complete_call_lines(state))
-        hard = cycle and not odds and all("behind" not in state.waits(r)[0] for r in cycle)
-        return self._result("deadlock" if hard else "undetermined", [], cycle)
+            calls = waits.complete_calls(state)
+            self.among = tuple(state.groups[calls[0].group].ranks) if len(calls) == 1 else ()
+        hard = cycle and all("behind" not in state.waits(r)[0] for r in cycle)
+        verdict = "mismatch" if odds else "deadlock" if hard else "undetermined"
+        return self._result(verdict, [], cycle)
 
     def _few(self, cycle: list[int]) -> list[Culprit]:
         """Who left out a message, by what siblings did; else who waits where most never come."""
@@ -320,7 +330,7 @@ class _Judge:
         unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
         unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1  # or their links
         confidence = "possible" if unsure else "likely"
-        sure = verdict in signature or verdict == "order" and state.history
+        sure = verdict in signature and self.sure or verdict == "order" and state.history
         if sure and not (state.missing or self.doubt):
             confidence = "certain"
         return Diagnosis(
@@ -334,4 +344,5 @@ class _Judge:
             tuple(self.evidence[:20]),
             chain,
             self.state.lacks(),
+            candidates=tuple(sorted(self.among)),
         )

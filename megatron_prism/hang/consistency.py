@@ -22,8 +22,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.world import format_ranks
+from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import DumpSet
-from megatron_prism.hang.state import JobState
+from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["ConsistentDumps", "consistent_dumps", "unless_running"]
@@ -37,6 +38,10 @@ _ROOTLESS = (
 )  # groups in which Megatron's iterations are joint
 _MIXED = ("PIPELINE", "CONTEXT", "default_pg")  # their counters may count messages too
 _AHEAD = 32
+_PART = 4  # of so many dumps one may be of another moment,
+_MOVED = 6  # or one that was not aborted
+_FEW = 3  # culprits that need nothing in common
+_NODE = 8  # ranks of one host
 _FRESH_NS = 5 * 10**9  # no time-out is as short, and nobody asks for dumps as quickly
 _MOVING = {"host stuck", "device stuck", "order", "skipped call", "extra call"}
 _FEWER = 4  # times fewer ranks are further on than are behind: those few are the odd ones
@@ -53,6 +58,7 @@ class ConsistentDumps:
     stale: Mapping[int, str] = field(default_factory=dict)
     new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
+    moving: bool = False  # whether some are of another moment, and not of aborted communicators
 
 
 def consistent_dumps(found: DumpSet) -> ConsistentDumps:
@@ -68,29 +74,70 @@ def consistent_dumps(found: DumpSet) -> ConsistentDumps:
         rest = _without(found, {*apart, *ahead})
         if not _stale(rest)[0]:  # that few explain it is likelier than that most are old
             apart, state, stale, new = apart | ahead, rest, {}, _stale(rest)[1]
-    if 2 * (len(stale) + len(apart)) >= len(found.dumps):
+    moving = stale.keys() | {r for r in apart if any(not e.done for e in found.dumps[r].entries)}
+    several = max(1, len(found.dumps) // _MOVED)
+    if _PART * len(stale.keys() | apart) > len(found.dumps) or len(moving) > several:
         ranks = format_ranks(sorted({*apart, *stale}))
         text = f"the dumps of ranks {ranks} are of {'another' if apart else 'an earlier'} moment"
         return ConsistentDumps(state, strangers=text)
     if stale:
         state = _without(found, {*apart, *stale})
-    return ConsistentDumps(state, apart | stale, new)
+    return ConsistentDumps(state, apart | stale, new, moving=bool(moving))
 
 
-def unless_running(verdict: Diagnosis, found: DumpSet) -> Diagnosis:
-    """No verdict on who is behind, where all dumps were written right behind their last calls: so
-    they are of a running job, of one moment more or less, or of one that an error ended at once."""
-    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
-            for dump in found.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
-    fresh = ages and min(ages) >= 0 and max(ages) < _FRESH_NS
-    kinds = {culprit.kind for culprit in verdict.culprits}
-    if not fresh or not (kinds & _MOVING or verdict.verdict == "deadlock"):
+def unless_running(verdict: Diagnosis, parted: ConsistentDumps) -> Diagnosis:
+    """No verdict on who is behind where the job may have been running when dumps were written.
+
+    In a job that stands still for one reason, all who wait do so in the end for the culprits.
+    Where others could go on (a call of theirs has everybody), or where the culprits have nothing
+    in common, the dumps are of a running job: its counters are as old as the watchdog's last look
+    (100 ms), and dumps are written up to seconds apart.  So are they where all were written right
+    behind their last calls, or an error ended the job at once.
+    """
+    if verdict.verdict != "deadlock" and not {c.kind for c in verdict.culprits} & _MOVING:
         return verdict
-    text = (f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: perhaps "
-            "the job was running, and each is of another moment, or an error ended it at once; if "
-            "it runs, take dumps when it stands still")  # fmt: skip
-    return replace(verdict, verdict="undetermined", confidence="possible",
+    named, state, moments = {c.rank for c in verdict.culprits}, parted.state, parted.moving
+    if not (text := _may_run(verdict, state, named, moments)):
+        return verdict
+    return replace(verdict, verdict="undetermined", confidence="possible", culprits=(),
+                   candidates=tuple(sorted(named)) or verdict.candidates,
                    evidence=(text, *verdict.evidence))  # fmt: skip
+
+
+def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool) -> str:
+    """Why the job may run; "" if nothing says so."""
+    late = f"those who look late (ranks {format_ranks(sorted(named))})"
+    again = "perhaps the job was running: a second set of dumps, --then DIR, tells"
+    ages = [dump.written_ns - max(e.created_ns for e in dump.entries)
+            for dump in state.dumps.values() if dump.entries and dump.written_ns]  # fmt: skip
+    if ages and min(ages) >= 0 and max(ages) < _FRESH_NS:
+        return f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: {again}"
+    if not named:
+        return ""
+    kinds = {culprit.kind for culprit in verdict.culprits}
+    devices, stuck = kinds == {"device stuck"}, kinds <= {"host stuck", "device stuck"}
+    for call in waits.complete_calls(state):
+        if named.isdisjoint(state.groups[call.group].ranks):
+            return f"everybody is in {call_text(call)}, and none of {late}: {again}"
+    if stuck and (free := waits.waiting_for_others(state, named)):
+        return f"ranks {format_ranks(sorted(free))} wait for none of {late}: {again}"
+    if moments and len(named) > 1:
+        return f"dumps are of several moments, and of {late} there are several: {again}"
+    if devices and len({rank // _NODE for rank in named}) > 1:
+        return f"on several nodes are {late}: {again}"
+    if stuck and len(named) > _FEW and not _related(state, named):
+        return f"nothing in common have {late}: {again}"
+    return ""
+
+
+def _related(state: JobState, ranks: Collection[int]) -> bool:
+    """Whether one cause can hold them up: a group, a place in the pipeline, a node."""
+    groups = (g.ranks for g in state.groups.values() if len(g.ranks) < len(state.dumps))
+    return (
+        len({state.role.get(rank, rank) for rank in ranks}) == 1
+        or len({rank // _NODE for rank in ranks}) == 1
+        or any(set(ranks) <= set(members) for members in groups)
+    )
 
 
 def _named(found: DumpSet) -> DumpSet:

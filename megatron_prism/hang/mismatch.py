@@ -8,7 +8,7 @@ that decide.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from megatron_prism.hang.state import JobState, call_text
 __all__ = ["Mismatch", "find_mismatches"]
 
 
+_HALVES = {"Half", "BFloat16"}  # a job computes in one of them; others have their places
 SIZED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "barrier")
 Calls = dict[int, list[Entry]]
 
@@ -115,6 +116,7 @@ class Mismatch:
     kind  : operation, dtype, shape, splits
     entry : the call as the majority makes it (or one of those who differ)
     ranks : the odd ones; empty if no vote decided, then ``among`` says between whom
+    voted : whether others made this very call; else only calls like it
     """
 
     kind: str
@@ -122,6 +124,7 @@ class Mismatch:
     ranks: tuple[int, ...]
     among: tuple[int, ...]
     text: str
+    voted: bool = True
 
     @property
     def call(self) -> tuple[object, ...]:
@@ -159,6 +162,23 @@ class _Made:
                     self._found[rank][e.desc, e.seq].append(e)
         return self._found[rank].get((desc, seq), [])
 
+    def heard(self, look: Callable[[Entry], object], but: tuple[Entry, Entry]) -> set[object]:
+        """How the job's calls look, without these two."""
+        return {
+            look(e)
+            for dump in self.state.dumps.values()
+            for e in dump.entries
+            if not e.pair and e.op != "coalesced" and e is not but[0] and e is not but[1]
+        }
+
+    def onward(self, rank: int, like: Entry) -> list[Signature]:
+        """What it called from ``like`` on in its group of that description."""
+        found, seq = [], like.seq
+        while entries := self.at(rank, like.desc, seq):
+            found.append(signature(entries))
+            seq += 1
+        return found
+
     def before(self, rank: int, like: Entry) -> list[tuple[str, ...]]:
         """The operations of its last calls before ``like`` in its group of that description."""
         numbers = range(like.seq - _LAST, like.seq)
@@ -177,6 +197,8 @@ def _compare(made: _Made, calls: dict[int, list[Entry]]) -> Mismatch | None:
         votes += Counter(_elsewhere(made, first, set(calls), set(votes)))
         usual, count = votes.most_common(1)[0]
         if [n for _, n in votes.most_common(2)] == [count, count]:
+            if (odd_one := _unheard(made, calls, signatures)) is not None:
+                return odd_one
             texts = {r: _text(e) for r, e in calls.items()}
             one, other, *_ = votes
             kind = _kind(one, other)
@@ -201,6 +223,46 @@ def _elsewhere(
                 before = made.before(rank, like)
                 if any(_fit(before, one) for one in mine):
                     yield found
+
+
+def _unheard(
+    made: _Made, calls: dict[int, list[Entry]], signatures: dict[int, Signature]
+) -> Mismatch | None:
+    """The odd one of two, where one call was replaced: what nobody else in the job calls.
+
+    One of the two left out a call, or made one more, if what follows in the group fits with a shift
+    by one: then both calls may be right, and whether others call the like says nothing.
+    """
+    if len(calls) != 2 or len(set(map(len, calls.values()))) > 1:
+        return None
+    (one, a), (other, b) = ((rank, entries[0]) for rank, entries in calls.items())
+    mine, theirs = made.onward(one, a), made.onward(other, a)
+    replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
+    shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
+    if shifted or a.op != b.op and not replaced:
+        return None
+    looks: tuple[Callable[[Entry], object], ...] = (
+        lambda e: (e.desc, e.op, e.dtypes, e.numbers if e.op in SIZED else ()),
+        lambda e: (e.desc, e.op, e.dtypes),
+        lambda e: set(e.dtypes) <= _HALVES and e.dtypes,
+    )
+    for look in looks:
+        heard = made.heard(look, (a, b))
+        if look(a) and look(b) and (here := look(a) in heard) != (look(b) in heard):
+            (usual, model), (odd, wrong) = (
+                ((one, a), (other, b)) if here else ((other, b), (one, a))
+            )
+            text = (
+                f"rank {odd} calls {_text([wrong])}, as nobody else; rank {usual} {_text([model])}"
+            )
+            kind = _kind(signatures[odd], signatures[usual])
+            return Mismatch(kind, model, (odd,), tuple(calls), text, voted=False)
+    return None
+
+
+def _alike_from(one: list[Signature], other: list[Signature]) -> bool:
+    """Whether what is known of both is the same; not where nothing is known of one."""
+    return bool(one and other) and all(a == b for a, b in zip(one, other, strict=False))
 
 
 def _fit(one: list[tuple[str, ...]], other: list[tuple[str, ...]]) -> bool:
@@ -258,9 +320,21 @@ def _messages(state: JobState) -> Iterator[Mismatch]:
             continue
         votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
         odd = tuple(r for agrees, r in votes if not agrees)
+        if not odd and len(heard := _message_sizes(state, send, mate)) == 1:
+            odd = tuple(r for size, r in ((a, rank), (b, peer)) if size not in heard)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
         yield Mismatch(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
+
+
+def _message_sizes(state: JobState, *but: Entry) -> set[object]:
+    """What all other messages of the job look like."""
+    return {
+        (sum(e.numbers[e.op == "recv"]), e.dtypes[:1])
+        for dump in state.dumps.values()
+        for e in dump.entries
+        if e.pair and all(e is not other for other in but)
+    }
 
 
 def _unbatched(

@@ -175,6 +175,14 @@ class JobState:
         """Description -> collectives that ``rank`` has issued."""
         return self._counts[rank]
 
+    def progress(self, rank: int) -> dict[tuple[str, bool], int]:
+        """(description, whether messages) -> calls or messages issued, by its counters."""
+        found = {(desc, False): count for desc, count in self.counts(rank).items()}
+        for name, status in self.dumps[rank].status.items():
+            if name in self.pairs and name in self.groups:
+                found[self.groups[name].desc, True] = status.enqueued
+        return found
+
     def opened(self, rank: int) -> frozenset[tuple[str, bool, int]]:
         """Its outstanding calls, comparable between siblings."""
         if rank not in self._opened:

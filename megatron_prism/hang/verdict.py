@@ -59,13 +59,14 @@ class Diagnosis:
     watchdog: str = ""  # which fires first, and what it prints
     tried: tuple[str, ...] = ()  # what the programs, and the culprit's real code, say to it
     confirmed: bool | None = None  # by them; None: not tried, or it says nothing
+    candidates: tuple[int, ...] = ()  # where nobody is named: among whom the culprit is, if known
 
     @property
     def exit_code(self) -> int:
-        """0 no fault, 1 a fault, 3 several explanations remain."""
+        """0 no fault, 1 a culprit is named, 3 nobody is: several explanations remain."""
         if self.verdict == "healthy":
             return 0
-        return 3 if self.verdict == "undetermined" else 1
+        return 1 if self.culprits else 3
 
     def to_json(self) -> dict[str, object]:
         """``prism.diagnosis/1``."""
@@ -100,15 +101,13 @@ class Diagnosis:
         if self.verdict == "healthy":
             return "HEALTHY: nobody waits for anybody"
         where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
-        if not self.culprits and self.verdict == "mismatch":
-            ranks = format_ranks([v.rank for v in self.victims])
-            return f"MISMATCH at {where}, among ranks {ranks}: who is wrong is undetermined"
         if not self.culprits:
-            return f"{self.verdict.upper()} at {where}; {len(self.victims)} ranks wait"
+            among = f", among ranks {format_ranks(self.candidates)}" if self.candidates else ""
+            tail = f"{len(self.victims)} ranks wait, nobody is named"
+            return f"{self.verdict.upper()} at {where}{among}; {tail}"
         ranks = format_ranks([c.rank for c in self.culprits])
         several = "ranks" if len(self.culprits) > 1 else "rank"
         several = f"possibly {several}" if self.confidence == "possible" else several
         kinds = ", ".join(dict.fromkeys(c.kind for c in self.culprits))
         tail = f"{len(self.victims)} victims"
-        head = "HANG, OR A RUNNING JOB," if self.verdict == "undetermined" else "HANG"
-        return f"{head} at {where}: {several} {ranks} ({kinds}); {tail}"
+        return f"HANG at {where}: {several} {ranks} ({kinds}); {tail}"

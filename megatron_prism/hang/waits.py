@@ -28,8 +28,10 @@ __all__ = [
     "lone_waiters",
     "never_started",
     "complete_call_lines",
+    "complete_calls",
     "is_behind_replicas",
     "why_hosts_wait",
+    "waiting_for_others",
     "ranks_without_message",
     "waiting_ranks",
     "waiting_for_dead",
@@ -302,8 +304,25 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
         if head is None or not head.pair or why != "has not posted its side":
             continue
         for peer in others:
-            if peer in state.dumps and state.outstanding[peer] and _passed(state, peer, head.desc):
+            if (
+                peer in state.dumps
+                and state.outstanding[peer]
+                and (_passed(state, peer, head.desc) or _fewer_messages(state, peer, head.desc))
+            ):
                 yield peer, head
+
+
+def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
+    """Whether by their counters siblings that made no more collectives than ``rank`` posted more
+    messages of that group, and more of them than made no more messages and as many collectives."""
+    mine, calls = state.progress(rank).get((desc, True), -1), state.counts(rank)
+    more = fewer = 0
+    for other in state.siblings[state.role.get(rank, 0)]:
+        theirs, made = state.progress(other).get((desc, True), -1), state.counts(other)
+        common = calls.keys() & made.keys()
+        more += theirs > mine >= 0 and all(made[k] <= calls[k] for k in common)
+        fewer += other != rank and theirs <= mine and all(made[k] >= calls[k] for k in common)
+    return more > fewer
 
 
 def _passed(state: JobState, rank: int, desc: str) -> bool:
@@ -344,23 +363,27 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
                 yield rank, joint[0], last
 
 
+def complete_calls(state: JobState) -> list[Entry]:
+    """Collectives at which all members stand and that did not end: a device, or the network; or the
+    job runs, since counters are some 100 ms old."""
+    calls = {e.launch: e for rank in sorted(state.outstanding)
+             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
+    return list(calls.values())
+
+
 def is_complete_but_held(state: JobState) -> bool:
-    """Whether some collective has everybody and nobody leaves it: a device, or the network.
+    """Whether some collective has everybody and nobody leaves it.
 
     Who issues calls in another order leaves a circle of waits, or somebody who has not come.
     """
-    for rank in state.outstanding:
-        head = state.head(rank)
-        if head is not None and not head.pair and not state.waits(rank)[1]:
-            return all(r in state.dumps for r in state.groups[head.group].ranks)
-    return False
+    calls = complete_calls(state)[:1]
+    return any(r in state.dumps for e in calls for r in state.groups[e.group].ranks)
 
 
 def complete_call_lines(state: JobState) -> str:
     """What is said where calls have everybody and nobody leaves them: whose they are."""
-    calls = {e.launch: e for rank in sorted(state.outstanding)
-             if (e := state.head(rank)) and not e.pair and not state.waits(rank)[1]}  # fmt: skip
-    ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls.values()]
+    calls = complete_calls(state)
+    ranks = [format_ranks(sorted(state.groups[e.group].ranks)) for e in calls]
     more = ", …" if len(ranks) > 4 else ""
     whose = f" (of ranks {'; '.join(ranks[:4])}{more})" if ranks else ""
     return f"every member{whose} entered the call and none left it: a device, the network or NCCL"
@@ -368,43 +391,77 @@ def complete_call_lines(state: JobState) -> str:
 
 def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], str, str] | None:
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
-    else those of a circle who wait where most members never come."""
-    past, found = dict(skipped_messages(state)), minority_waiters(state, cycle)
+    else of a circle the few who wait where most members never come, or who left out the call in
+    which most members wait."""
+    past = dict(skipped_messages(state))
     if len(past) == 1:
         ((rank, entry),) = past.items()
         text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
         return entry, [rank], "skipped call", text
-    if found is None:
-        return None
-    text = f"waits in {call_text(found[0])}, to which most of its members never come"
-    return *found, "extra call", text
-
-
-def minority_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int]] | None:
-    """In a circle: a call in which less than half of its members wait, while all others wait for
-    them in the end; None if there is none, or no single one."""
-    found = []
+    shares: dict[float, list[tuple[Entry, list[int], bool]]] = defaultdict(list)
     heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]
-    for head in {(e.group, e.seq): e for e in heads}.values():
+    for head in {e.launch: e for e in heads}.values():
         members = state.groups[head.group].ranks
-        ranks = [r for r in members if state.arrived(r, head)]
-        stand = [r for r in ranks if (h := state.head(r)) and (h.group, h.seq, h.pair) ==
-                 (head.group, head.seq, False)]  # fmt: skip
-        if stand == ranks and 2 * len(ranks) < len(members):
-            found.append((head, ranks))
-    if len(found) != 1 or not _all_wait_for(state, set(found[0][1])):
+        came = [r for r in members if state.arrived(r, head)]
+        if all((h := state.head(r)) is not None and h.launch == head.launch for r in came):
+            absent = [r for r in members if r not in came]
+            few, alone = (came, True) if len(came) < len(absent) else (absent, False)
+            if alone or all(_went_on(state, r, head, few) for r in few):
+                shares[len(few) / len(members)].append((head, few, alone))
+    share = min(shares, default=1.0)
+    if share == 0.5 or len(shares.get(share, ())) != 1:
         return None
-    return found[0]
+    ((entry, ranks, alone),) = shares[share]
+    if not _all_wait_for(state, ranks):
+        return None
+    if alone:
+        text = f"waits in {call_text(entry)}, to which most of its members never come"
+        return entry, ranks, "extra call", text
+    text = f"left out {call_text(entry)}, in which all other members wait, and went on"
+    return entry, ranks, "skipped call", text
 
 
-def _all_wait_for(state: JobState, ranks: set[int]) -> bool:
-    reached = set(ranks)
-    while True:
-        more = {r for r in state.outstanding if r not in reached and not
-                reached.isdisjoint(state.waits(r)[1])}  # fmt: skip
-        if not more:
-            return all(r in reached for r, calls in state.outstanding.items() if calls)
+def _went_on(state: JobState, rank: int, entry: Entry, few: Collection[int]) -> bool:
+    """Whether ``rank``, which lacks ``entry``, is further on than siblings that made it, and not on
+    its way to it; who has no such sibling may be."""
+    others = [r for r in state.siblings[state.role.get(rank, 0)] if r not in few]
+    made = [r for r in others if state.counts(r).get(entry.desc, -1) >= entry.seq]
+    mine = state.progress(rank)
+    return not others or any(
+        any(n > state.progress(r).get(name, n) for name, n in mine.items()) for r in made
+    )
+
+
+def _all_wait_for(state: JobState, ranks: Collection[int]) -> bool:
+    """Whether whoever waits does so in the end for one of ``ranks``."""
+    return not _not_behind(state, ranks)
+
+
+def waiting_for_others(state: JobState, ranks: Collection[int]) -> list[int]:
+    """Who waits, and in the end neither for one of ``ranks``, nor in a call with one of them, nor
+    for a rank of which no dump tells what it does."""
+    calls = [e for e in complete_calls(state) if set(ranks) & set(state.groups[e.group].ranks)]
+    with_them = {r for e in calls for r in state.groups[e.group].ranks}
+    others = {r for rank in state.outstanding for r in state.waits(rank)[1]
+              if not state.outstanding.get(r)}  # fmt: skip
+    # what is issued in one batch ends together, so a message that is answered says nothing
+    others |= {r for r in state.outstanding if (e := state.head(r)) and e.pair
+               and not state.waits(r)[1]}  # fmt: skip
+    return _not_behind(state, {*ranks, *with_them, *others})
+
+
+def _not_behind(state: JobState, ranks: Collection[int]) -> list[int]:
+    """Who waits, and in the end for none of ``ranks``."""
+    back: dict[int, list[int]] = defaultdict(list)
+    for rank in state.outstanding:
+        for other in state.waits(rank)[1]:
+            back[other].append(rank)
+    reached, queue = set(ranks), [*ranks]
+    while queue:
+        more = set(back[queue.pop()]) - reached
         reached |= more
+        queue += more
+    return [r for r, calls in state.outstanding.items() if calls and r not in reached]
 
 
 def waiting_ranks(

@@ -1,0 +1,64 @@
+"""Who goes on past a call that all others make is named; a job that runs names nobody."""
+
+import dataclasses
+
+import pytest
+from helpers import random_hangs
+from helpers.dump_values import Dump, verdict
+from helpers.programs import healthy
+
+from megatron_prism.core.ops import Op
+from megatron_prism.core.world import World
+from megatron_prism.graph import stall
+from megatron_prism.hang import analyze
+
+WORLD = World(16, tp=2, pp=2)
+ALL = "default_pg"
+
+
+def saving(*skips):
+    """Two iterations with a save between them, which some ranks leave out."""
+    base = healthy(WORLD)
+    programs = []
+    for rank in range(WORLD.size):
+        ops = [op for op in base.of(rank) if op.name != "wait"]
+        ops = [dataclasses.replace(op, handle=-1) for op in ops]
+        save = [Op("all_gather", ALL, "uint8", 8, 128), Op("host_wait", note="device")]
+        programs.append([*ops, *(save if rank not in skips else ()), *ops])
+    return programs
+
+
+@pytest.mark.parametrize("active", [True, False], ids=["outstanding only", "history"])
+@pytest.mark.parametrize("skips", [(5,), (11,), (8, 9, 10, 11, 12, 13, 14, 15)])
+def test_who_skips_a_call_and_goes_on_is_named(skips, active):
+    from megatron_prism.core.program import Program, Programs
+
+    ops = saving(*skips)
+    programs = Programs.one_per_rank([Program.from_ops(r, o) for r, o in enumerate(ops)], WORLD)
+    state = stall.run_until_stalled(programs)
+    assert not state.finished
+    found = analyze.diagnose_dumps(random_hangs.dumps_of(state, active_only=active))
+    even = 2 * len(skips) == WORLD.size
+    assert random_hangs.named(found) == (set() if even else set(skips)), found
+    assert found.exit_code == (3 if even else 1)
+
+
+def test_a_call_that_everybody_is_in_elsewhere_says_that_the_job_runs():
+    """Counters are as old as the watchdog's last look: rank 1 has not come yet, others end."""
+    dumps = {r: Dump({"tp": (r - r % 2, r - r % 2 + 1)}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True)
+        dump.call("tp", count=rank != 1)
+    named, found = verdict(dumps)
+    assert (named, found.exit_code, found.candidates) == (set(), 3, (1,))
+    assert "perhaps the job was running" in found.evidence[0]
+
+
+def test_ranks_of_several_nodes_that_saw_a_call_end_late_are_of_a_running_job():
+    dumps = {r: Dump({"tp": tuple(range(r - r % 4, r - r % 4 + 4))}) for r in range(32)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True)
+        dump.call("tp", done=rank % 4 > 0)
+    named, found = verdict(dumps)
+    assert (named, found.exit_code) == (set(), 3)
+    assert found.candidates == tuple(range(0, 32, 4))
