@@ -34,6 +34,9 @@ def hang(args: argparse.Namespace) -> int:
     """Who made the job hang?  Culprits, not victims, with what speaks for it.
 
     prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
+    prism hang --dumps DIR --then DIR2
+                                also: from dumps of the same job some seconds later; who moved is
+                                alive, and where nobody did the job stands still
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote
@@ -51,6 +54,9 @@ def hang(args: argparse.Namespace) -> int:
     """
     if not (args.dumps or args.programs) or args.dumps == "":
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
+    if args.dumps is None and args.then is not None:
+        raise UsageError("--then is a second set of dumps, and there is no first",
+                         fix="prism hang --dumps DIR --then DIR2")  # fmt: skip
     if args.dumps is None and (args.job or args.recipe):
         raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
                          fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
@@ -58,7 +64,7 @@ def hang(args: argparse.Namespace) -> int:
         raise UsageError("--confirm runs real code to the place where dumps say that it stood",
                          fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
     outputs = (args.markdown, args.html, args.trace)
-    inputs = [path for path in (args.programs, args.dumps, args.job) if path]
+    inputs = [path for path in (args.programs, args.dumps, args.then, args.job) if path]
     check_outputs([path for path in outputs if path], args.force, inputs)
     if args.dumps is not None:
         found, planted = _of_dumps(args), None
@@ -117,7 +123,8 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     if overrides and "recipe" not in settings:
         raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
     dumps = read(args.dumps)
-    found = judge.diagnose_dumps(dumps)
+    later = None if args.then is None else read(args.then)
+    found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
     if not settings:
         return found
     with tempfile.TemporaryDirectory() as place:

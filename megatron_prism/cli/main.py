@@ -142,6 +142,7 @@ COMMANDS = {
             (("programs",), {**PROGRAMS[1], "nargs": "?"}),
             SETTINGS,
             (("--dumps",), {"metavar": "DIR", "help": "folder of Flight Recorder dumps"}),
+            (("--then",), {"metavar": "DIR2", "help": "dumps of the same job some seconds later"}),
             (("--programs",), {"dest": "job", "metavar": "PATH", "help": "of the dumps' job"}),
             (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
             (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),

@@ -72,13 +72,19 @@ def message(rank: int, entry: Entry) -> str:
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
 
 
-def diagnose_dumps(found: DumpSet) -> Diagnosis:
-    """The verdict from dumps alone."""
+def diagnose_dumps(found: DumpSet, then: DumpSet | None = None) -> Diagnosis:
+    """The verdict from dumps alone.
+
+    then : dumps of the same job, written some seconds later: what moved between the two is alive,
+           and where nothing moved the job stands still, whatever the first set looks like
+    """
     with no_collector():  # there are millions of entries, and no cycles
-        parted = consistency.consistent_dumps(found)
+        parted = consistency.consistent_dumps(found if then is None else then)
         judge = _Judge(parted)
         made = replace(judge.verdict(), watchdog=first(judge.state))
-        return consistency.unless_running(made, parted)
+        if then is None:
+            return consistency.unless_running(made, parted)
+        return consistency.unless_moved(made, found, then)
 
 
 class _Judge:

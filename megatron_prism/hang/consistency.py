@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import waits
-from megatron_prism.hang.dumps import DumpSet
+from megatron_prism.hang.dumps import Dump, DumpSet
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = ["ConsistentDumps", "consistent_dumps", "unless_running"]
+__all__ = ["ConsistentDumps", "consistent_dumps", "unless_moved", "unless_running"]
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
@@ -102,6 +102,34 @@ def unless_running(verdict: Diagnosis, parted: ConsistentDumps) -> Diagnosis:
     return replace(verdict, verdict="undetermined", confidence="possible", culprits=(),
                    candidates=tuple(sorted(named)) or verdict.candidates,
                    evidence=(text, *verdict.evidence))  # fmt: skip
+
+
+def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnosis:
+    """The verdict on the second of two sets of dumps, by what moved between them.
+
+    Who made a call or saw one end is alive and no culprit; a job all of whose ranks did so runs.
+    """
+    both = sorted(before.dumps.keys() & after.dumps.keys())
+    moved = [rank for rank in both if _stand(before.dumps[rank]) != _stand(after.dumps[rank])]
+    if not both:
+        text = "no rank left a dump in both sets: what moved is not known"
+    else:
+        text = f"{len(moved)} of {len(both)} ranks made calls, or saw one end, in between"
+    evidence = (text, *verdict.evidence)
+    if both and len(moved) == len(both):
+        return Diagnosis("healthy", evidence=evidence, missing=verdict.missing)
+    left = tuple(culprit for culprit in verdict.culprits if culprit.rank not in moved)
+    if not moved and both:
+        return replace(verdict, evidence=evidence)
+    candidates = tuple(c.rank for c in left) or verdict.candidates
+    return replace(verdict, verdict="undetermined", culprits=(), candidates=candidates,
+                   confidence="possible", evidence=evidence)  # fmt: skip
+
+
+def _stand(dump: Dump) -> tuple[object, ...]:
+    """Where a rank stands: its counters, its last record, and what of its calls ended."""
+    last = dump.entries[-1].record if dump.entries else -1
+    return dict(dump.status), last, [e.launch for e in dump.entries if not e.done]
 
 
 def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool) -> str:

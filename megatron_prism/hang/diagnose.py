@@ -40,7 +40,10 @@ class PlantedDiagnosis:
 
 
 def diagnose(
-    dumps: str | os.PathLike[str] | DumpSet | None = None, *, programs: Programs | None = None
+    dumps: str | os.PathLike[str] | DumpSet | None = None,
+    *,
+    programs: Programs | None = None,
+    then: str | os.PathLike[str] | DumpSet | None = None,
 ) -> Diagnosis:
     """Find who made a job hang.
 
@@ -49,6 +52,7 @@ def diagnose(
         programs: of the job.  With dumps: the verdict also says where in its program every rank
             stood, and whether the programs stop there too.  Without: whether the programs would
             hang.
+        then: dumps of the same job, written some seconds later: who moved is alive.
 
     Raises:
         UsageError: neither dumps nor programs.
@@ -59,7 +63,9 @@ def diagnose(
             raise UsageError("name dumps or programs", fix="diagnose('dumps/')")
         return from_programs.diagnose_graph(world_graph.build(programs))
     found = dumps if isinstance(dumps, DumpSet) else read(dumps)
-    verdict = hang.diagnose_dumps(found)
+    later = then if isinstance(then, DumpSet) or then is None else read(then)
+    verdict = hang.diagnose_dumps(found, later)
+    found = later or found
     return verdict if programs is None else judged(found, verdict, programs)[0]
 
 

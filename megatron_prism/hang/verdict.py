@@ -99,7 +99,8 @@ class Diagnosis:
     def headline(self) -> str:
         """The verdict in one line."""
         if self.verdict == "healthy":
-            return "HEALTHY: nobody waits for anybody"
+            moved = self.evidence[0] if self.evidence else "nobody waits for anybody"
+            return f"HEALTHY: {moved}"
         where = f"{self.op} #{self.seq} of {self.group}" if self.group else "no known call"
         if not self.culprits:
             among = f", among ranks {format_ranks(self.candidates)}" if self.candidates else ""

@@ -11,6 +11,7 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.world import World
 from megatron_prism.graph import stall
 from megatron_prism.hang import analyze
+from megatron_prism.hang.dumps import DumpSet, of_value
 
 WORLD = World(16, tp=2, pp=2)
 ALL = "default_pg"
@@ -62,3 +63,31 @@ def test_ranks_of_several_nodes_that_saw_a_call_end_late_are_of_a_running_job():
     named, found = verdict(dumps)
     assert (named, found.exit_code) == (set(), 3)
     assert found.candidates == tuple(range(0, 32, 4))
+
+
+def pairs(late, calls):
+    """Four pairs after so many calls; the first of them waits for ``late``."""
+    dumps = {r: Dump({"tp": (r - r % 2, r - r % 2 + 1)}) for r in range(8)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True, count=calls)
+        dump.call("tp", count=rank != late, done=rank > 1)
+    return DumpSet({r: of_value(dump.value(), r) for r, dump in dumps.items()})
+
+
+@pytest.mark.parametrize(
+    ("later", "exit_code", "named", "candidates"),
+    [((1, 3), 1, {1}, ()), ((1, 5), 0, set(), ()), ((0, 4), 0, set(), ())],
+    ids=["nothing moved", "all moved", "another is late"],
+)
+def test_a_second_set_tells_whether_the_job_runs(later, exit_code, named, candidates):
+    found = analyze.diagnose_dumps(pairs(1, 3), pairs(*later))
+    assert (random_hangs.named(found), found.exit_code) == (named, exit_code), found
+    assert found.candidates == candidates
+    assert "ranks made calls, or saw one end, in between" in found.evidence[0]
+
+
+def test_where_only_some_moved_nobody_is_named():
+    before, after = pairs(1, 3), pairs(1, 3)
+    mixed = DumpSet({r: (pairs(1, 5) if r > 5 else after).dumps[r] for r in range(8)})
+    found = analyze.diagnose_dumps(before, mixed)
+    assert (found.culprits, found.candidates, found.exit_code) == ((), (1,), 3)
