@@ -46,6 +46,7 @@ class ExportSettings(TypedDict, total=False):
     stacks: bool
     timing: bool
     version: str
+    last: int
 
 
 _TALK = IS_COLLECTIVE | IS_PAIR
@@ -123,15 +124,17 @@ def dump_of(
     stacks: bool = True,
     timing: bool = False,
     version: str = "2.10",
+    last: int = 0,
 ) -> dict[str, object]:
     """The dump of ``rank`` as torch would pickle it.
 
     active_only : only what is outstanding (Megatron's default);  stacks : one frame, the op's site
     timing      : what has started is known to have (TORCH_NCCL_ENABLE_TIMING)
+    last        : about as many calls, and all that is outstanding, as of a short ring; 0 is all
     """
     names = _numbers(state) if names is None else names
     writer = _Writer(state, rank, names, timing)
-    entries = writer.entries()
+    entries = writer.entries(last)
     if active_only:
         entries = [e for e in entries if not e["retired"]]
     if not stacks:
@@ -147,6 +150,7 @@ def dump_of(
     }
 
 
+_STEP = 64  # ops; ranks of one program that stand near each other share what is counted before
 _KEYS = [
     "record_id",
     "pg_id",
@@ -200,24 +204,70 @@ class _Writer:
         self.named = {c["desc"]: (number, c["desc"]) for number, c in self.config.items()}
         self.fault = state.faults.get(rank)
 
-    def entries(self) -> list[Row]:
+    def entries(self, last: int = 0) -> list[Row]:
         found: list[Row] = []
+        first, record = self._skip(last) if last else (0, 0)
         names = self.program.ops["name"]
         launched: set[int] = set()
         batches = self.program.ops["batch"]
         inside: dict[int, list[int]] = {}
         for index in np.flatnonzero(_TALK[names] & (batches >= 0)).tolist():
             inside.setdefault(int(batches[index]), []).append(index)
-        for index in range(self.state.issued[self.rank]):
+        for index in range(first, self.state.issued[self.rank]):
             if _TALK[names[index]]:
                 key = (int(self.state.programs.program_of[self.rank]), index)
                 op = self.state.said.get(key) or self.program[index]
                 self.state.said[key] = op
                 if op.group in self.ids:
-                    found.append(self._entry(op, index, len(found), launched))
+                    found.append(self._entry(op, index, record + len(found), launched))
                     if op.batch >= 0 and inside[op.batch][-1] == index:
                         found.append(self._closing(found[-1], inside[op.batch]))
         return found
+
+    def _skip(self, last: int) -> tuple[int, int]:
+        """(the first op that is written, how many records are before it), what came before it
+        counted: once for all ranks that run the same program."""
+        state, end = self.state, self.state.issued[self.rank]
+        names, batches = self.program.ops["name"][:end], self.program.ops["batch"]
+        talks = np.flatnonzero(_TALK[names])
+        done = np.frombuffer(bytes(state.done[self.rank][:end]), bool)
+        held = talks[~done[talks]]
+        kept = [end, *talks[-last:][:1].tolist(), *held[:1].tolist()]
+        if self.fault is not None and self.fault.blind is not None:
+            kept.append(self.fault.blind)
+        first = min(kept) // _STEP * _STEP
+        while 0 < first < end and batches[first] >= 0 and batches[first] == batches[first - 1]:
+            first -= 1
+        key = ("skipped", int(state.programs.program_of[self.rank]), first)
+        if key not in state.said:
+            state.said[key] = self._counted(first)
+        collectives, messages, completed, record = state.said[key]
+        self.collectives, self.messages = Counter(collectives), Counter(messages)
+        for name, seq in completed.items():
+            status = self.status[str(self.ids[name])]
+            status["last_enqueued_collective"] = status["last_completed_collective"] = seq
+            status["last_started_collective"] = seq if self.timing else -1
+        return first, record
+
+    def _counted(self, first: int) -> tuple[Counter[str], Counter[str], dict[str, int], int]:
+        """(collectives, messages, last number of either, records) of the ops before ``first``."""
+        collectives, messages, completed = Counter[str](), Counter[str](), dict[str, int]()
+        launched, record = set[int](), 0
+        ops = self.program.ops[:first]
+        rows = ops[_TALK[ops["name"]]]
+        columns = (rows["name"], rows["group"], rows["batch"])
+        for name, group, batch in zip(*(c.tolist() for c in columns), strict=True):
+            desc = self.program.strings[group]
+            if desc not in self.ids:
+                continue
+            counts = messages if IS_PAIR[name] else collectives
+            record += 1
+            if batch < 0 or batch not in launched:
+                counts[desc] += 1
+                record += batch >= 0  # the record that closes it
+                launched.add(batch)
+            completed[desc] = counts[desc]
+        return collectives, messages, completed, record
 
     def _closing(self, last: Row, indices: list[int]) -> Row:
         """The record of a batch as a whole (ProcessGroupNCCL::endCoalescing)."""

@@ -37,6 +37,7 @@ __all__ = ["first_watchdog", "diagnose_graph", "diagnose_stall"]
 
 
 _SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
+_RECORDED = 128  # calls of each rank that are judged, besides all that is outstanding
 _MOST = 2048  # nodes from which a shortest ring is looked for
 
 
@@ -217,6 +218,7 @@ def diagnose_stall(
     if state.finished:
         return Diagnosis("healthy")
     dumps = {}
+    how.setdefault("last", _RECORDED)
     for rank, value in export.dumps_of(state, **how):
         dumps[rank] = of_value(value, rank)
         if told is not None:
