@@ -61,6 +61,7 @@ def test_options_of_commands():
         "check": ["--json"],
         "hang": [
             "--dumps",
+            "--then",
             "--programs",
             "--recipe",
             "--confirm",
