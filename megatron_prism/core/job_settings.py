@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-__all__ = ["KEYS", "OLDER", "as_text", "differences", "short"]
+__all__ = ["KEYS", "OLDER", "as_text", "differences", "short", "values"]
 
 KEYS = ("arguments", "settings")  # of a source: of a stock job, of a recipe
 OLDER = "of another release of ours, which did not keep its arguments: capture again"
@@ -33,6 +33,12 @@ def _read(text: str) -> tuple[dict[str, str], dict[str, str]] | None:
         return (dict(parts["given"]), dict(parts["others"])) if parts is not None else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def values(text: str) -> dict[str, str]:
+    """Every setting in a line; none of a digest or of words of a person."""
+    parts = _read(text)
+    return {} if parts is None else {**parts[1], **parts[0]}
 
 
 def differences(key: str, there: str | None, here: str) -> list[str]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
+from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run
-from megatron_prism.memory import allocator, nccl_buffers
+from megatron_prism.memory import allocator, estimates, nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
@@ -131,7 +132,11 @@ class Reporter(TrainingListener):
     def _memory(self) -> Json:
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
-            return self._modelled(self.tier.live)
+            found = self._modelled(self.tier.live)
+            unknown = estimates.estimates(job_arguments.of_running_job())
+            found["estimated"] = [asdict(estimate) for estimate in unknown]
+            found["provenance"] = estimates.described(found["provenance"], unknown)
+            return found
         if self.tier.name == "cuda":
             import torch
 
@@ -235,6 +240,10 @@ class Reporter(TrainingListener):
             at = ", ".join(f"{k} {v}" for k, v in memory.get("at", {}).items())
             peak = format_bytes(memory["allocated_peak"])
             lines.append(f"  memory    {peak} allocated at the peak{' in ' + at if at else ''}")
+            lines += [
+                f"            estimated: {one['low']:+g} to {one['high']:+g} %, {one['what']}"
+                for one in memory.get("estimated", ())
+            ]
             if nccl := memory.get("nccl"):
                 used = format_bytes(memory["device_used"] - memory["nccl_reserve"])
                 lines.append(

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 import msgspec
 
-from megatron_prism.core import foreign
+from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Programs
-from megatron_prism.memory import allocator, nccl_buffers
+from megatron_prism.memory import allocator, estimates, nccl_buffers
 from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse
 
 if TYPE_CHECKING:
@@ -102,8 +102,11 @@ class Baseline:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Level -> what its bytes are made of."""
-        return {**PROVENANCE, "peak_device": self.device}
+        """Level -> what its bytes are made of, and what of it is estimated."""
+        text = next((self.job[key] for key in job_settings.KEYS if key in self.job), None)
+        unknown = estimates.estimates(text)
+        allocated = estimates.described(PROVENANCE["peak_allocated"], unknown)
+        return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
     def to_json(self) -> dict[str, object]:
         """What ``prism memory explain --json`` prints: whole bytes, by class."""
@@ -241,7 +244,8 @@ def _figures(one: ClassMemory) -> ClassMemoryFigures:
 def save(baseline: Baseline, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write it, whole or not at all; UsageError if the place is taken."""
     value = {"schema": SCHEMA, **asdict(baseline)}
-    value["provenance"] = {**PROVENANCE, "peak_device": value.pop("device")}
+    del value["device"]
+    value["provenance"] = baseline.provenance
     return write_whole(path, json.dumps(value, indent=1, sort_keys=True) + "\n", force=force)
 
 

@@ -1,0 +1,38 @@
+"""What is not known of a job's memory is said by name."""
+
+import pytest
+
+from megatron_prism.core import job_settings
+from megatron_prism.memory.baseline import Baseline
+from megatron_prism.memory.estimates import described, estimates
+
+DENSE = {"--num-layers": "4", "--attention-backend": "unfused"}
+ROUTED = {**DENSE, "--num-experts": "8"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (DENSE, []),
+        ({"model.num_experts": "8"}, ["routing"]),
+        (ROUTED, ["routing"]),
+        ({**ROUTED, "--moe-pad-expert-input-to-capacity": ""}, []),
+        ({**DENSE, "--cross-entropy-loss-fusion": ""}, ["--cross-entropy-loss-fusion"]),
+        ({**DENSE, "--cross-entropy-loss-fusion": "", "--cross-entropy-fusion-impl": "te"}, []),
+        ({**DENSE, "--sft": ""}, ["unfused attention"]),
+    ],
+)
+def test_what_is_estimated_of_a_job(settings, words):
+    found = estimates(job_settings.as_text(settings))
+    assert [one.what.startswith(word) for one, word in zip(found, words, strict=True)] == [
+        True
+    ] * len(words)
+    assert all(one.low < one.high for one in found)
+
+
+def test_a_baseline_says_what_of_it_is_estimated():
+    made = Baseline({"arguments": job_settings.as_text(ROUTED)}, {})
+    assert made.provenance["peak_allocated"].startswith("estimated, -15 to +10 % (routing")
+    exact = Baseline({"arguments": job_settings.as_text(DENSE)}, {})
+    assert exact.provenance["peak_allocated"].startswith("modelled")
+    assert described("as it is", estimates(None)) == "as it is"
