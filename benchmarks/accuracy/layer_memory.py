@@ -216,11 +216,13 @@ def config(latent: bool = False, **options: Any) -> Any:
     return (MLATransformerConfig if latent else TransformerConfig)(**{**made, **options})
 
 
-def attention_environment(backend: str) -> None:
-    """What ``--attention-backend`` sets for Transformer Engine."""
-    for name in ("FLASH", "FUSED", "UNFUSED"):
-        here = backend == "auto" or backend == name.lower()
-        os.environ[f"NVTE_{name}_ATTN"] = str(int(here))
+def attention_backend(name: str) -> Any:
+    """Megatron's name of it; sets what ``--attention-backend`` sets for Transformer Engine."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ[f"NVTE_{kind}_ATTN"] = str(int(name in ("auto", kind.lower())))
+    return AttnBackend[name]
 
 
 def layer(
@@ -236,7 +238,7 @@ def layer(
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import build_module
 
-    attention_environment(backend)
+    options["attention_backend"] = attention_backend(backend)
     positions = options.pop("rope", False)
     made = config(latent, num_moe_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=qk_norm,
                   **options)  # fmt: skip
@@ -262,7 +264,7 @@ def model(te: bool = False, latent: bool = False, backend: str = "auto", experts
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    attention_environment(backend)
+    options["attention_backend"] = attention_backend(backend)
     options = {"num_layers": depth, "num_moe_experts": experts, **options}
     if mtp:
         options["mtp_num_layers"] = 1
@@ -401,7 +403,7 @@ def _bert(te: bool, **options: Any) -> Step:
     from megatron.core.models.bert import bert_layer_specs as specs
     from megatron.core.models.bert.bert_model import BertModel
 
-    attention_environment("unfused" if te else "auto")
+    options["attention_backend"] = attention_backend("unfused" if te else "auto")
     spec = (specs.get_bert_layer_with_transformer_engine_spec() if te
             else specs.bert_layer_local_spec)  # fmt: skip
     module = BertModel(config(num_layers=2, **options), 2, spec, VOCABULARY, SEQUENCE)
@@ -414,7 +416,7 @@ def _t5(te: bool, **options: Any) -> Step:
     from megatron.core.models.T5 import t5_spec as specs
     from megatron.core.models.T5.t5_model import T5Model
 
-    attention_environment("unfused" if te else "auto")
+    options["attention_backend"] = attention_backend("unfused" if te else "auto")
     find = "transformer_engine" if te else "local"
     both = [getattr(specs, f"get_t5_{part}_with_{find}_block_spec")(1)
             for part in ("encoder", "decoder")]  # fmt: skip
