@@ -1,6 +1,6 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Ten packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
+Eleven packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     ranks that cannot be told apart, matching calls, the world graph, stalled jobs
@@ -11,6 +11,7 @@ Ten packages; each imports only those above it (``tests/test_layers.py`` is the 
     report/    a result as text, HTML page or trace; no analysis
     runtime/   torch without Megatron: process group, recorder/, pacing/, devices/, te/
     emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, calibration
+    sweep/     the layouts of a job: enumerate, prune, evaluate, rank
     cli/       the commands of ``prism``, one file each
 
 Only runtime and emulate import torch.  Beside the packages: ``_attach.py`` is how ``import torch``
@@ -46,6 +47,7 @@ _HOMES = {  # public name -> module:attribute
     "predict": "predict.predict:predict",
     "price": "replay.priced_graph:price",
     "replay": "replay.priced_graph:replay",
+    "sweep": "sweep.sweep:sweep",
 }
 __all__ = [*_HOMES, "__version__"]
 

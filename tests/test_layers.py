@@ -22,10 +22,11 @@ MAY_IMPORT = {
     "memory": "graph core",
     "predict": "replay graph core",
     "hang": "replay graph core",
-    "report": "predict replay memory hang graph core",
+    "report": "sweep predict replay memory hang graph core",
     "runtime": "core",
     "emulate": "runtime hang replay predict memory graph core",
-    "cli": "emulate report predict hang memory replay graph runtime core",
+    "sweep": "emulate predict memory replay graph core",
+    "cli": "sweep emulate report predict hang memory replay graph runtime core",
 }
 # The command line, and whoever is loaded into programs of others, start without torch: what needs
 # it is imported where it is used.
@@ -46,10 +47,11 @@ PACKAGES = {
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*"],
     "rich": ["cli/*", "report/*", "emulate/*"],
+    "ray": ["sweep/engine.py"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
-              "runtime/*", "emulate/*", "cli/*"],
+              "runtime/*", "emulate/*", "sweep/*", "cli/*"],
 }  # fmt: skip
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 

@@ -34,6 +34,7 @@ from megatron_prism.cli.predict import predict
 from megatron_prism.cli.programs import calibrate, capture, check, classes, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.schedule import schedule
+from megatron_prism.cli.sweep import sweep
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import unwinding
@@ -181,6 +182,26 @@ COMMANDS = {
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
             (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "sweep": Command(
+        sweep,
+        (
+            (("recipe",), {"metavar": "RECIPE"}),
+            SETTINGS,
+            OUT,
+            (
+                ("--explain",),
+                {
+                    "nargs": 2,
+                    "metavar": ("A", "B"),
+                    "help": "why A beats B: places in the table, or axes",
+                },
+            ),
+            (("--csv",), {"metavar": "FILE", "type": Path, "help": "every point, one a line"}),
+            (("--address",), {"metavar": "ADDRESS", "help": "of a Ray cluster; local: Ray here"}),
             FORCE,
             JSON,
         ),

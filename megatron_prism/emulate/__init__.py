@@ -8,6 +8,7 @@ pace.py  nvlink_keepalive.py          virtual ranks that take their time
 fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
 device_memory.py                      memory by phase, NCCL's memory held in reserve
 recipe_job.py  recipe_rank.py  recipe_model.py  a recipe's job without a script
+recipe_server.py  recipe_flags.py     many recipes from one process; a recipe as a command line
 schedule*.py                          schedules from Megatron's scheduler, without a model
 calibrate*.py                         what calls cost on this machine
 """

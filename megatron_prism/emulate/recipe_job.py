@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_prism.core.slices import SliceStore
     from megatron_prism.emulate.signatures import Json, Summary
 
-__all__ = ["body", "capture", "emulate", "ranks_of", "run_ranks", "source_of"]
+__all__ = ["body", "capture", "die_with_parent", "emulate", "ranks_of", "run_ranks", "source_of"]
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -324,7 +324,7 @@ def _start(
         stderr=stderr,
         pass_fds=(write,),
         env=environment,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     os.close(write)
     assert process.stdin is not None
@@ -333,7 +333,7 @@ def _start(
     return _Worker(rank, process, read, stderr, tasks[rank])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         import ctypes

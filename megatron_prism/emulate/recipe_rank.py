@@ -74,6 +74,7 @@ class RankJob:
             self.optimizer = recipe_model.optimizer(recipe, self.config, self.model)
         self._hook_up()
         self.batches = self._batches()
+        self.num_microbatches = recipe.num_microbatches  # of the next iteration
         self.peaks: list[PeakSummary] = []
         self.losses: list[float] = []
         self.iteration_s: list[float] = []
@@ -145,7 +146,7 @@ class RankJob:
                 forward_step_func=self._forward_step,
                 data_iterator=data,
                 model=chunks if len(chunks) > 1 else chunks[0],
-                num_microbatches=self.recipe.num_microbatches,
+                num_microbatches=self.num_microbatches,
                 seq_length=self.recipe.model.seq_length,
                 micro_batch_size=t.micro_batch_size,
                 forward_only=False,
@@ -319,9 +320,22 @@ def main(fd: int) -> int:
     def emit(kind: str, **fields: object) -> None:
         out.write(json.dumps({"kind": kind, **fields}) + "\n")
 
+    return attempt(emit, recipe, rank, slices, watch)
+
+
+def attempt(
+    emit: Emit,
+    recipe: Recipe,
+    rank: int,
+    slices: SliceStore | None,
+    watch: Watch | None,
+    short_start: bool = False,
+) -> int:
+    """``run``, of which the last event is the result, an error or a crash; the exit status."""
     try:
         # never closed: the process ends behind this, and all that it changed with it
-        emit("result", result=run(Session(), recipe, rank, emit, slices, watch))
+        summary = run(Session(), recipe, rank, emit, slices, watch, short_start)
+        emit("result", result=summary)
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
@@ -338,12 +352,14 @@ def run(
     emit: Emit,
     slices: SliceStore | None = None,
     watch: Watch | None = None,
+    short_start: bool = False,
 ) -> Summary:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
     What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
     SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
-    ``witness.Watch``) every call is held against the programs of the world.
+    ``witness.Watch``) every call is held against the programs of the world.  ``short_start``: the
+    first iterations have as few microbatches as the schedule takes, and only the last one all.
     """
     start = time.perf_counter()
     _collect_no_garbage(session)
@@ -379,8 +395,13 @@ def run(
     before = None
     recorder = _recorder(rank, tier, job, session) if slices is not None else None
     for iteration in range(recipe.train.iterations):
+        last = iteration == recipe.train.iterations - 1
+        job.num_microbatches = recipe.num_microbatches
+        if short_start and not last:
+            # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
+            job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
         before = world.tally.copy()
-        if recorder is not None and iteration == recipe.train.iterations - 1:
+        if recorder is not None and last:
             world.listen(*world.listeners, recorder)
             monitor.listen(recorder, *monitor.listeners)
             job.recorder = recorder

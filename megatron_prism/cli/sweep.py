@@ -1,0 +1,76 @@
+"""``prism sweep``: the layouts of a job, ranked, before it is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_prism.cli import arguments
+from megatron_prism.cli.output import check_outputs, console, print_json
+from megatron_prism.core import units
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import rendered, write_whole
+
+if TYPE_CHECKING:
+    from megatron_prism.sweep.sweep import Sweep
+
+__all__ = ["sweep"]
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Rank the layouts of a recipe's job: time, memory, and the command line to start each with.
+
+    prism sweep RECIPE tp=1,2,4,8 pp=auto vpp=1,2,5 micro_batch_size=1,2 recompute=none,full -o DIR
+
+    An axis is tp, pp, vpp, cp, ep, etp, dp, world_size, micro_batch_size, global_batch_size,
+    recompute, Megatron's name of one of them, or any key of a recipe (train.fp8=none,mxfp8).  auto
+    tries all that divide.  Points fall by Megatron's own checks, by a lower bound of their memory,
+    and by the memory of their stages; each is listed with its reason.
+
+    machine=h200            the machine, as prism replay takes it
+    limit=80GiB             device memory; default: the machine's
+    objective=time          or tokens_per_gpu, p95, cost (with price=, of a GPU for an hour)
+    workers=2               local processes
+
+    The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
+    status 1: no point can run.
+    """
+    from megatron_prism.sweep.sweep import sweep as run
+
+    how, axes = _words(args.settings)
+    if args.out is None:
+        raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
+    check_outputs([] if args.csv is None else [args.csv], args.force)
+    talk = console(stderr=True)
+    made = run(args.recipe, axes, args.out, address=args.address,
+               told=lambda text: talk.print(f"prism: {text}"), **how)  # fmt: skip
+    _print(made, args)
+    if args.csv is not None:
+        write_whole(args.csv, made.to_csv(), force=args.force)
+        talk.print(f"wrote {args.csv}")
+    return 0 if made.rows else 1
+
+
+def _print(made: Sweep, args: argparse.Namespace) -> None:
+    if args.explain:
+        both = (made.find(args.explain[0]), made.find(args.explain[1]))
+        print(rendered("report.sweep:render_pair", both, str), end="")
+    elif args.json:
+        print_json(made.to_json())
+    else:
+        print(made.to_text(), end="")
+
+
+def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(arguments of ``sweep``, axes)."""
+    keys: dict[str, arguments.Reader] = {
+        "machine": arguments.name,
+        "limit": units.parse_bytes,
+        "objective": arguments.name,
+        "price": arguments.number("price=2.5"),
+        "workers": arguments.count(1, os.cpu_count() or 1 << 10, "workers=2"),
+    }
+    mine = [word for word in words if word.partition("=")[0].lstrip("-") in keys]
+    return arguments.read(mine, keys, "sweep"), [word for word in words if word not in mine]

@@ -1,0 +1,233 @@
+"""Capture many ranks of many recipes from one process that has imported torch once.
+
+``CaptureServer`` starts ``python -m megatron_prism.emulate.recipe_server``.  That process prepares
+tier meta, then forks for every request; the child runs ``recipe_rank`` as a worker of
+``prism capture`` does, so slices are the same, without two seconds of imports for each.  Megatron
+itself is imported in the child: its patches are of one rank.  This module imports torch only in the
+server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_prism.core.errors import NotTrainedError, PrismError
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.emulate.recipe_job import die_with_parent
+
+if TYPE_CHECKING:
+    from megatron_prism.core.slices import SliceStore
+
+__all__ = ["CaptureServer"]
+
+
+class CaptureServer:
+    """A process that captures ranks on request, one after the other."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PRISM_ARGS": ""}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        read, write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_prism.emulate.recipe_server", str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(write,),
+            env=environment,
+            preexec_fn=die_with_parent,
+        )
+        os.close(write)
+        self._answers = os.fdopen(read, encoding="utf-8")
+
+    def __enter__(self) -> CaptureServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and what it runs."""
+        self._process.kill()
+        self._process.wait()
+        self._answers.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def capture(self, recipe: Recipe, rank: int, slices: SliceStore) -> None:
+        """Put the slice of ``rank`` into ``slices``.
+
+        The first iteration, which only makes what the optimizer keeps, has as few microbatches as
+        the schedule allows.  Raises the PrismError that the rank ended with, NotTrainedError for
+        a crash.
+        """
+        answer = self._ask("capture", (recipe, rank, slices))
+        if answer["kind"] == "error":
+            error = PrismError(answer["message"], fix=answer["fix"])
+            error.exit_code = answer["exit_code"]
+            raise error
+        if answer["kind"] == "crash":
+            raise NotTrainedError(f"rank {rank}: {answer['message']}")
+
+    def check(self, recipes: Sequence[Recipe], command_lines: Sequence[Sequence[str]]) -> list[str]:
+        """What Megatron says against each recipe, "" where it accepts it.
+
+        Its TransformerConfig is built of every recipe; where ``megatron.training`` is installed,
+        its command line is parsed and validated, too (training/arguments.py validate_args).
+        """
+        answer = self._ask("check", (list(recipes), [list(words) for words in command_lines]))
+        if answer["kind"] != "checked":
+            raise NotTrainedError(f"Megatron's argument checks: {answer['message']}")
+        found: list[str] = answer["refusals"]
+        return found
+
+    def _ask(self, what: str, content: object) -> dict[str, Any]:
+        lost = {"kind": "crash", "message": "its process was killed"}
+        try:
+            assert self._process.stdin is not None
+            pickle.dump((what, content), self._process.stdin)
+            self._process.stdin.flush()
+            line = self._answers.readline()
+        except BrokenPipeError:
+            return lost
+        answer: dict[str, Any] = json.loads(line) if line.endswith("\n") else lost
+        return answer
+
+
+# -- in the server --------------------------------------------------------------------------------
+def _serve(requests: IO[bytes], answers: int) -> None:
+    """Answer every request with one line of JSON, until there are no more."""
+    from megatron_prism.emulate import recipe_rank  # noqa: F401 - what children share
+    from megatron_prism.emulate.session import Session
+    from megatron_prism.runtime import devices
+    from megatron_prism.runtime.recorder import recorder  # noqa: F401
+
+    devices.prepare("meta", Session().changes, history=True)
+    while True:
+        try:
+            what, content = pickle.load(requests)
+        except EOFError:
+            return
+        os.write(answers, (json.dumps(_in_child(what, content)) + "\n").encode())
+
+
+def _in_child(what: str, content: Any) -> dict[str, Any]:
+    """The answer of a fork of this process, which Megatron may change as it likes."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            os.close(read)
+            die_with_parent()
+            with os.fdopen(write, "w", encoding="utf-8") as out:
+                out.write(json.dumps(_ANSWERS[what](*content)))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read, encoding="utf-8") as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    if status or not text:
+        return {"kind": "crash", "message": f"its process ended with status {status}"}
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> dict[str, Any]:
+    from megatron_prism.emulate import recipe_rank
+
+    events: list[dict[str, Any]] = []
+
+    def emit(kind: str, **fields: object) -> None:
+        if kind not in ("step", "phase"):
+            events.append({"kind": kind, **fields})
+
+    recipe_rank.attempt(emit, recipe, rank, slices, None, short_start=True)
+    last = events[-1]
+    return last if last["kind"] != "result" else {"kind": "captured"}
+
+
+def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> dict[str, Any]:
+    from importlib.util import find_spec
+
+    from megatron_prism.emulate import recipe_model, recipe_rank
+    from megatron_prism.emulate.session import Session
+    from megatron_prism.runtime import devices
+
+    tier = devices.prepare("meta", Session().changes)
+    if recipes:
+        recipe_rank.start_world(recipe_rank.run_of(recipes[0], 0, tier), recipes[0], Session())
+    training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
+    refusals = []
+    for recipe, words in zip(recipes, command_lines, strict=True):
+        said = _refusal(lambda recipe=recipe: recipe_model.transformer_config(recipe))
+        if not said and training:
+            said = _refusal(lambda r=recipe, w=words: _validate(w, r.world.size))
+        refusals.append(said)
+    return {"kind": "checked", "refusals": refusals}
+
+
+def _validate(words: list[str], world_size: int) -> None:
+    """Megatron's own parser and checks, as its start-up runs them."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
+    sys.argv = ["pretrain_gpt.py", *words]
+    validate_args(parse_args())
+
+
+def _refusal(run: Any) -> str:
+    """What ``run()`` refuses, "" if nothing."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            run()
+    except PrismError as error:
+        return error.message
+    except SystemExit:  # argparse
+        return said.getvalue().strip().rpartition("error: ")[2] or "its parser refuses it"
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    """Megatron's words; an assertion without any is named by its own line."""
+    import traceback
+
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    if text:
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{last.filename.rpartition('megatron/')[2]}:{last.lineno}"
+    return f"{type(error).__name__}: {last.line} ({place})"
+
+
+_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {"capture": _capture, "check": _check}
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, int(sys.argv[1]))

@@ -1,0 +1,155 @@
+"""A sweep as text and as CSV: every point in its place, or why it fell."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from megatron_prism.core.units import format_bytes
+from megatron_prism.sweep.rank import Row, breakdown, explain
+from megatron_prism.sweep.space import text as axis_text
+from megatron_prism.sweep.sweep import Sweep
+
+__all__ = ["render_csv", "render_pair", "render_text"]
+
+_SHOWN = 25  # rows of the table on a terminal
+_REASONS = 20
+
+
+def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Aligned lines; the first row is the head."""
+    rows = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _seconds(ns: float) -> str:
+    return f"{ns / 1e9:.3f}"
+
+
+def _share(part: float | None) -> str:
+    return "unknown" if part is None else f"{part:.1%}"
+
+
+def render_text(sweep: Sweep) -> str:
+    """The ranked table, the command line of the first, and why the others fell."""
+    lines = [f"{sweep.recipe} on {sweep.machine}: {len(sweep.rows) + len(sweep.dropped)} points, "
+             f"{len(sweep.rows)} run, by {sweep.objective}"]  # fmt: skip
+    if sweep.rows:
+        lines += [
+            "",
+            *_columns([_head(sweep), *(_cells(sweep, row) for row in sweep.rows[:_SHOWN])]),
+        ]
+        if len(sweep.rows) > _SHOWN:
+            lines.append(f"… and {len(sweep.rows) - _SHOWN} more: --csv FILE or --json has all")
+        if sum(row.rank == 1 for row in sweep.rows) > 1:
+            lines.append("= the interval of its time overlaps that of others: they count as equal")
+        lines += ["", f"start the first: {command(sweep, sweep.rows[0])}"]
+    lines += ["", *_fell(sweep)] if sweep.dropped else []
+    return "\n".join(lines) + "\n"
+
+
+def _head(sweep: Sweep) -> list[str]:
+    more = [name for name in ("p95", "cost") if _has(sweep, name)]
+    return ["rank", *sweep.axes, "s/iteration", "interval", "tokens/s/GPU", "MFU", "bubble",
+            "exposed", "memory", "headroom", *more]  # fmt: skip
+
+
+def _has(sweep: Sweep, name: str) -> bool:
+    if name == "p95":
+        return any(row.result["p95_ns"] is not None for row in sweep.rows)
+    return any(row.cost is not None for row in sweep.rows)
+
+
+def _cells(sweep: Sweep, row: Row) -> list[str]:
+    one, memory = row.result, row.result["memory"]
+    cells = [
+        f"{row.rank}{'=' if row.equal else ''}",
+        *(axis_text(one["axes"][axis]) for axis in sweep.axes),
+        _seconds(one["iteration_ns"]),
+        f"{_seconds(one['low_ns'])}-{_seconds(one['high_ns'])}",
+        "unknown" if one["tokens_per_gpu"] is None else f"{one['tokens_per_gpu']:,.1f}",
+        _share(one["mfu"]), _share(one["bubble"]), _share(one["exposed"]),
+        format_bytes(memory["bytes"]),
+        "unknown" if sweep.limit is None else format_bytes(sweep.limit - memory["bytes"]),
+    ]  # fmt: skip
+    if _has(sweep, "p95"):
+        cells.append("unknown" if one["p95_ns"] is None else _seconds(one["p95_ns"]))
+    if _has(sweep, "cost"):
+        cells.append("unknown" if row.cost is None else f"{row.cost:,.2f}")
+    return cells
+
+
+def command(sweep: Sweep, row: Row) -> str:
+    """What starts a point's job."""
+    return "pretrain_gpt.py " + shlex.join(sweep.commands[row.result["key"]])
+
+
+def _fell(sweep: Sweep) -> list[str]:
+    """How many points each filter dropped; reasons that differ in numbers alone share a line."""
+    by = Counter(point.by for point in sweep.dropped)
+    lines = [f"{count} dropped: {name}" for name, count in by.items()]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for point in sweep.dropped:
+        key = (point.by, re.sub(r"\d[\d,.]*", "#", point.reason))
+        alike.setdefault(key, []).append(f"{point.name}: {point.reason}")
+    order = sorted(alike.items(), key=lambda item: -len(item[1]))
+    table = [("points", "by", "for example")]
+    table += [(str(len(all_)), name, all_[0]) for (name, _), all_ in order[:_REASONS]]
+    width = max(len(row[1]) for row in table)
+    lines += ["", *(f"{n:>6}  {name:<{width}}  {said}" for n, name, said in table)]
+    if len(order) > _REASONS:
+        lines.append(f"… and {len(order) - _REASONS} more reasons: --csv FILE or --json has all")
+    return lines
+
+
+_NUMBERS = ("iteration_ns", "low_ns", "high_ns", "p95_ns", "tokens_per_gpu", "mfu", "bubble",
+            "exposed", "computing")  # fmt: skip
+
+
+def render_csv(sweep: Sweep) -> str:
+    """Ranked points in order, then those that fell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    last = ("memory_bytes", "memory_level", "cost", "provenance", "command", "dropped_by", "reason")
+    writer.writerow(["rank", "equal", *sweep.axes, *_NUMBERS, *last])
+    for row in sweep.rows:
+        one = row.result
+        axes = [axis_text(one["axes"][axis]) for axis in sweep.axes]
+        numbers = ["" if one[name] is None else one[name] for name in _NUMBERS]
+        cost = "" if row.cost is None else row.cost
+        writer.writerow([row.rank, int(row.equal), *axes, *numbers, one["memory"]["bytes"],
+                         one["memory"]["level"], cost, one["provenance"], command(sweep, row), "",
+                         ""])  # fmt: skip
+    for point in sweep.dropped:
+        axes = [axis_text(point.axes[axis]) for axis in sweep.axes]
+        empty = [""] * (len(_NUMBERS) + 5)
+        writer.writerow(["", "", *axes, *empty, point.by, point.reason])
+    return out.getvalue()
+
+
+def render_pair(both: tuple[Row, Row]) -> str:
+    """Two points side by side: where the time of a mean rank goes."""
+    one, other = both
+    a, b = one.result, other.result
+    total = (sum(breakdown(a).values()), sum(breakdown(b).values()))
+    rows: list[Sequence[str]] = [("mean rank, s", "A", "B", "A - B")]
+    rows += [
+        (what, _seconds(x), _seconds(y), f"{(x - y) / 1e9:+.3f}") for what, x, y in explain(a, b)
+    ]
+    rows.append(("iteration", *map(_seconds, total), f"{(total[0] - total[1]) / 1e9:+.3f}"))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"A: {one.name}", f"B: {other.name}", ""]
+    lines += [f"{row[0]:<{width}}  {row[1]:>9}  {row[2]:>9}  {row[3]:>9}" for row in rows]
+    sizes = [f"{format_bytes(x['memory']['bytes'])} on {x['memory']['stage']}" for x in (a, b)]
+    lines += ["", f"memory  A {sizes[0]}, B {sizes[1]}"]
+    if a["low_ns"] <= b["high_ns"] and b["low_ns"] <= a["high_ns"]:
+        lines.append("the intervals of their times overlap: which is faster is not certain")
+    return "\n".join(lines) + "\n"

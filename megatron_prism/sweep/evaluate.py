@@ -1,0 +1,258 @@
+"""Times and memory of points, from slices that are captured once and used again.
+
+Points whose slices differ only in data-parallel size or number of microbatches are a family.  Of a
+family one member is captured, with as few microbatches as repeat twice in its steady state; the
+others follow by replay's what-ifs.  Slices lie in ``DIR/slices/FAMILY/dpN-mM``; a later sweep into
+the same folder uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.program import Programs, load
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.units import format_bytes
+from megatron_prism.emulate.capture import of_recipe
+from megatron_prism.emulate.recipe_job import source_of
+from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.memory import nccl_buffers
+from megatron_prism.memory.peaks import analyse, peak
+from megatron_prism.predict import predict
+from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.whatif import with_data_parallel, with_microbatches
+from megatron_prism.sweep.space import SweepPoint
+
+__all__ = ["FITS_NOT", "SweepSettings", "evaluate", "family_of"]
+
+FITS_NOT, FAILED = "out of memory", "failed"
+_SAMPLES = 400  # iterations drawn for p95
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepSettings:
+    """How points are evaluated, the same for all of a sweep.
+
+    folder  : of the sweep
+    machine : name or file of it
+    limit   : bytes of device memory; None: nothing falls by it
+    device  : calibration of context, libraries and NCCL buffers; None: reserved bytes count
+    tail    : whether p95 is wanted
+    """
+
+    folder: Path
+    machine: str
+    limit: int | None
+    device: str | None
+    tail: bool = False
+
+
+def family_of(recipe: Recipe) -> str:
+    """The same for recipes that differ in replicas and batch alone."""
+    source = source_of(_resized(recipe, 1, _fewest(recipe)))
+    kept = {key: value for key, value in source.items() if key not in of_recipe(recipe)}
+    kept["settings"] = re.sub(r'"(train.global_batch_size|parallel.world_size)": "[^"]*",? ?', "",
+                              kept["settings"])  # fmt: skip
+    return hashlib.sha1(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fewest(recipe: Recipe) -> int:
+    """Microbatches of which two periods are equal on every stage, if there are as many at all.
+
+    The first stage warms up longest: (pp - 1) 1F1B, 2 (pp - 1) + (vpp - 1) pp chunks interleaved
+    (core/pipeline_parallel/schedules.py get_pp_rank_microbatches @0.16.1).
+    """
+    pp, vpp = recipe.parallel.pp, recipe.parallel.vpp
+    if pp == 1:
+        return 5
+    if not vpp:
+        return pp + 3
+    return pp * (3 if pp == 2 else 4)
+
+
+def _resized(recipe: Recipe, dp: int, microbatches: int) -> Recipe:
+    """The same layout with other replicas and microbatches."""
+    parallel, train = recipe.parallel, recipe.train
+    world = recipe.world.size // recipe.world.dp * dp
+    batch = train.micro_batch_size * dp * microbatches
+    return dataclasses.replace(
+        recipe,
+        parallel=dataclasses.replace(parallel, world_size=world),
+        train=dataclasses.replace(train, global_batch_size=batch),
+    )
+
+
+class _OutOfMemory(Exception):
+    """A stage allocates more than there is."""
+
+
+def evaluate(
+    points: Sequence[SweepPoint], settings: SweepSettings, server: CaptureServer
+) -> list[dict[str, Any]]:
+    """The results of one family's points, in their order: figures, or ``by`` and ``reason``."""
+    return [_one(point, settings, server) for point in points]
+
+
+def _one(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> dict[str, Any]:
+    assert point.recipe is not None
+    head = {"key": point.key, "axes": dict(point.axes)}
+    try:
+        programs, base = _programs(point.recipe, settings, server)
+        memory = _memory(programs, point.recipe, base, settings)
+        over = settings.limit is not None and memory["bytes"] > settings.limit
+        if over:
+            raise _OutOfMemory(_too_much(memory["bytes"], settings.limit or 0, memory["stage"]))
+        return {**head, **_times(programs, settings), "memory": memory}
+    except _OutOfMemory as error:
+        return {**head, "by": FITS_NOT, "reason": str(error)}
+    except PrismError as error:
+        return {**head, "by": FAILED, "reason": error.message}
+
+
+def _too_much(num_bytes: int, limit: int, stage: str) -> str:
+    return f"{stage} needs {format_bytes(num_bytes)}, limit {format_bytes(limit)}"
+
+
+# -- slices ---------------------------------------------------------------------------------------
+def _programs(
+    recipe: Recipe, settings: SweepSettings, server: CaptureServer
+) -> tuple[Programs, Recipe]:
+    """The point's programs and what was captured for them: stored already, or captured now."""
+    family = settings.folder / "slices" / family_of(recipe)
+    base = _base(recipe, family)
+    exact = _resized(recipe, recipe.world.dp, recipe.num_microbatches)
+    limit = settings.limit if base.world.dp == recipe.world.dp else None  # states shrink with dp
+    try:
+        return _changed(_captured(base, family, limit, server), recipe), base
+    except ProgramError:  # no steady state that repeats, or calls that do not say how they scale
+        if exact == base:
+            raise
+        return _captured(exact, family, settings.limit, server), exact
+
+
+def _base(recipe: Recipe, family: Path) -> Recipe:
+    """The member of the family to capture: one that is complete already, else of this dp."""
+    dp, wanted = recipe.world.dp, recipe.num_microbatches
+    few = min(wanted, _fewest(recipe))
+    there = sorted(
+        (int(found[2]), int(found[1]))
+        for path in family.glob("dp*-m*/whole")
+        if (found := re.fullmatch(r"dp(\d+)-m(\d+)", path.parent.name))
+    )
+    for microbatches, size in sorted(there, key=lambda pair: (pair[1] != dp, pair)):
+        if microbatches in (wanted, few):
+            return _resized(recipe, size, microbatches)
+    return _resized(recipe, dp, few)
+
+
+def _captured(base: Recipe, family: Path, limit: int | None, server: CaptureServer) -> Programs:
+    """The slices of ``base``, those that are missing captured first.
+
+    The first stage comes first: it has most microbatches in flight, so where it does not fit the
+    others need no capture.  A ``whole`` file says that no stage is missing.
+    """
+    folder = family / f"dp{base.world.dp}-m{base.num_microbatches}"
+    store = SliceStore(folder, base.world, source_of(base))
+    whole = folder / "whole"
+    if not whole.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob(".*"):  # of a writer that was killed
+            path.unlink(missing_ok=True)
+        there = set(store.ranks())
+        for stage in base.world.stages:
+            rank = base.world.rank_at(pp=stage)
+            if rank not in there:
+                server.capture(base, rank, store)
+            if limit is not None:
+                _check_fits(store.path(rank), stage, limit)
+        whole.touch()
+    return assemble(folder)
+
+
+def _check_fits(path: Path, stage: int, limit: int) -> None:
+    top = peak(load(path).programs[0])
+    if top is not None and top.num_bytes > limit:
+        raise _OutOfMemory(_too_much(top.num_bytes, limit, f"stage {stage}"))
+
+
+def _changed(programs: Programs, recipe: Recipe) -> Programs:
+    """Programs with the replicas and microbatches of ``recipe``; ProgramError if they cannot."""
+    return with_data_parallel(with_microbatches(programs, recipe.num_microbatches), recipe.world.dp)
+
+
+# -- figures --------------------------------------------------------------------------------------
+def _memory(
+    programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSettings
+) -> dict[str, Any]:
+    """The stage that needs most: of the two that allocate most, the one with more device bytes.
+
+    Slices of another data-parallel size have another part of the optimizer's state, in proportion.
+    """
+    used = sorted(set(programs.program_of.tolist()),
+                  key=lambda i: -int(programs.programs[i].live_bytes().max(initial=0)))  # fmt: skip
+    device = nccl_buffers.read(settings.device) if settings.device is not None else None
+    found = []
+    for index in used[:2]:
+        program = programs.programs[index]
+        alone = dataclasses.replace(
+            programs, programs=(program,), program_of=np.zeros_like(programs.program_of)
+        )
+        one = analyse(alone)[0]
+        more = 0
+        if recipe.train.use_distributed_optimizer and base.world.dp != recipe.world.dp:
+            state = one.peak.by_kind["optim"]
+            more = state * base.world.dp // recipe.world.dp - state
+        nccl = device.nccl(nccl_buffers.used_by(programs, index)) if device is not None else None
+        beyond = (nccl + device.process
+                  if device is not None and nccl is not None and device.process is not None
+                  else None)  # fmt: skip
+        reserved = one.reserved + more
+        found.append({
+            "stage": f"stage {programs.world.coordinates(program.rank).pp}",
+            "bytes": reserved if beyond is None else reserved + beyond,
+            "level": "reserved" if beyond is None else "device",
+            "allocated": one.peak.num_bytes + more,
+            "reserved": reserved,
+            "at": one.peak.op.label,
+            "by_kind": {kind: size + more * (kind == "optim")
+                        for kind, size in one.peak.by_kind.items() if size},
+        })  # fmt: skip
+    return max(found, key=lambda one: one["bytes"])
+
+
+def _times(programs: Programs, settings: SweepSettings) -> dict[str, Any]:
+    """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
+    timeline = price(programs, machine=settings.machine).timeline
+    every: Any = timeline.to_json()
+    world = programs.world
+    tokens = every["tokens_per_s"]["value"]
+    found = {key: every[key] for key in
+             ("iteration_ns", "low_ns", "high_ns", "computing", "exposed", "bubble")}  # fmt: skip
+    found |= {
+        "tokens_per_gpu": None if tokens is None else tokens / world.size,
+        "mfu": every["mfu"]["value"],
+        "gpus": world.size,
+        "p95_ns": None,
+        "stages": [
+            {key: one[key] for key in
+             ("name", "count", "compute", "exposed", "waiting", "idle", "critical")}
+            for one in every["classes"]
+        ],
+        "path": [{key: part[key] for key in ("phase", "what", "group", "ns")}
+                 for part in every["path"][:12]],
+        "provenance": programs.source.get("what-if", "as captured"),
+    }  # fmt: skip
+    if settings.tail:
+        drawn = predict(programs, machine=settings.machine, samples=_SAMPLES, seed=0)
+        found["p95_ns"] = next((q.ns for q in drawn.quantiles if q.level == 0.95), None)
+    return found

@@ -1,0 +1,206 @@
+"""The points of a sweep: every combination of the values of its axes, each with its recipe.
+
+In : a recipe and axes (``tp=1,2,4,8``).  Out: Points; those that are no layout at all carry the
+reason why.  An axis has a short name, Megatron's name, or is any key of a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.emulate.recipe_flags import option_of
+
+__all__ = ["AXES", "MOST", "SweepPoint", "parse_axes", "points", "sizes", "text"]
+
+AXES = {  # short name -> key of a recipe
+    "world_size": "parallel.world_size",
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "vpp": "parallel.vpp",
+    "cp": "parallel.cp",
+    "ep": "parallel.ep",
+    "etp": "parallel.etp",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "recompute": "train.recompute_granularity",
+    "dp": "",  # world_size = dp x tp x cp x pp
+}
+MOST = 20_000  # points that are enumerated; more are sampled
+_WORDS = {"none": None, "null": None, "true": True, "false": False}
+_NODE = 8  # GPUs: tp beyond a node is nothing that auto tries
+Value = int | float | str | bool | None
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One combination.
+
+    axes   : short name -> value
+    recipe : of it; None: it is no layout
+    reason : why it is none, or why it was dropped later; "" while it is in the race
+    by     : which filter dropped it
+    """
+
+    axes: Mapping[str, Value]
+    recipe: Recipe | None
+    reason: str = ""
+    by: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{axis}={text(value)}" for axis, value in self.axes.items())
+
+    @property
+    def key(self) -> str:
+        """Of its result among stored ones: a digest of the whole recipe."""
+        content = dataclasses.asdict(self.recipe) if self.recipe else dict(self.axes)
+        return hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def dropped(self, by: str, reason: str) -> SweepPoint:
+        return dataclasses.replace(self, by=by, reason=reason)
+
+
+def text(value: Value) -> str:
+    """As ``parse_axes`` reads it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_axes(words: Sequence[str], recipe: Recipe) -> dict[str, tuple[Value, ...]]:
+    """``tp=1,2,4`` and ``pp=auto`` as values, in the order given.
+
+    UsageError for a name that is no axis: it names the closest one and Megatron's argument.
+    """
+    found: dict[str, tuple[Value, ...]] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        axis = _axis(name.lstrip("-").replace("-", "_"), text if equals else "")
+        if not equals or not text:
+            raise UsageError(f"axis {axis} has no values", fix=f"{axis}=1,2,4 or {axis}=auto")
+        if axis in found:
+            raise UsageError(f"axis {axis} is given twice", fix=f"{axis}=A,B in one word")
+        found[axis] = _auto(axis, recipe) if text == "auto" else _values(axis, text)
+    if "dp" in found and "world_size" in found:
+        raise UsageError("dp and world_size say the same thing", fix="leave one of them out")
+    return found
+
+
+def _axis(name: str, text: str) -> str:
+    """The short name of an axis, or a key of the recipe."""
+    long = recipes.RENAMED.get(name, name)
+    for axis, key in AXES.items():
+        if name == axis or long == key and key or option_of(key)[2:].replace("-", "_") == name:
+            return axis
+    keys = recipes.keys()
+    if name in keys:
+        return name
+    leaf = [key for key in keys if key.rpartition(".")[2] == name]
+    if leaf and not leaf[0].startswith("prism."):
+        return leaf[0]
+    known = {**{axis: axis for axis in AXES}, **recipes.RENAMED}
+    known |= {key.rpartition(".")[2]: key for key in keys if not key.startswith("prism.")}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if not close:
+        raise UsageError(f"a sweep has no axis {name}", fix=f"its axes are {', '.join(AXES)}")
+    meant = close[0]
+    key = AXES.get(meant) or recipes.RENAMED.get(meant) or known[meant]
+    option = f", Megatron's {option_of(key)}" if "." in key else ""
+    fix = f"did you mean {meant}={text or '…'}{option}?"
+    raise UsageError(f"a sweep has no axis {name}", fix=fix)
+
+
+def _values(axis: str, text: str) -> tuple[Value, ...]:
+    values: list[Value] = []
+    for part in text.split(","):
+        one: Value = _WORDS.get(part.lower(), part)
+        if isinstance(one, str):
+            try:
+                one = int(one)
+            except ValueError:
+                if axis in AXES and axis != "recompute":
+                    raise UsageError(f"{axis}={part} is no number", fix=f"{axis}=1,2,4") from None
+        if one not in values or isinstance(one, bool):
+            values.append(one)
+    if axis == "recompute" and (bad := set(values) - {None, "selective", "full"}):
+        fix = "recompute=none,selective,full"
+        raise UsageError(f"recompute={bad.pop()} is none of Megatron's", fix=fix)
+    return tuple(values)
+
+
+def _auto(axis: str, recipe: Recipe) -> tuple[Value, ...]:
+    """All that divide: what is no layout together with the others falls later."""
+    m, world = recipe.model, recipe.parallel.world_size
+    powers = [1 << n for n in range(11)]
+    found: dict[str, list[Value]] = {
+        "tp": [n for n in powers if n <= _NODE and m.num_attention_heads % n == 0],
+        "pp": [n for n in range(1, m.num_layers + 1) if m.num_layers % n == world % n == 0],
+        "vpp": [n for n in range(1, m.num_layers + 1) if m.num_layers % n == 0],
+        "cp": [n for n in powers if n <= _NODE and m.seq_length % (2 * n) == 0],
+        "ep": [n for n in range(1, (m.num_experts or 1) + 1) if (m.num_experts or 1) % n == 0],
+        "micro_batch_size": [n for n in powers[:4] if recipe.train.global_batch_size % n == 0],
+        "recompute": [None, "selective", "full"],
+    }
+    if axis not in found:
+        raise UsageError(f"{axis}=auto: nothing says which to try", fix=f"{axis}=1,2,4")
+    return tuple(found[axis])
+
+
+def points(recipe: Recipe, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
+    """Every combination once, in the order of the axes."""
+    found: dict[str, SweepPoint] = {}
+    for values in itertools.product(*axes.values()):
+        point = point_of(recipe, dict(zip(axes, values, strict=True)))
+        found.setdefault(point.key, point)
+    return list(found.values())
+
+
+def point_of(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
+    """The point of one combination: the recipe with these values, or why there is none."""
+    sections = {name: copy.copy(getattr(recipe, name)) for name in ("model", "parallel", "train")}
+    prism = dataclasses.replace(recipe.prism, ranks=None, tier="meta", out=None)
+    parallel, train = sections["parallel"], sections["train"]
+    for axis, value in axes.items():
+        key = AXES.get(axis, axis)
+        section, _, name = key.partition(".")
+        if section in sections:
+            setattr(sections[section], name, value)
+    if "dp" in axes:
+        parallel.world_size = axes["dp"] * parallel.tp * parallel.pp * parallel.cp
+    if parallel.vpp == 1:
+        parallel.vpp = None
+    if "tp" in axes and "parallel.sequence_parallel" not in axes:
+        # as the recipe where it has tensor parallelism, else as Megatron's guides advise
+        asked = recipe.parallel.sequence_parallel or recipe.parallel.tp == 1
+        parallel.sequence_parallel = asked and parallel.tp > 1
+    if train.recompute_granularity != "full":
+        train.recompute_method = train.recompute_num_layers = None
+    else:
+        train.recompute_method = train.recompute_method or "uniform"
+        train.recompute_num_layers = train.recompute_num_layers or 1
+    train.iterations = 2
+    try:
+        made = Recipe(sections["model"], parallel, train, prism, recipe.hardware, recipe.name)
+    except (PrismError, TypeError) as error:
+        said = error.message if isinstance(error, PrismError) else str(error)
+        return SweepPoint(axes, None, said, "no layout")
+    return SweepPoint(axes, made)
+
+
+def sizes(axes: Mapping[str, Sequence[Any]]) -> int:
+    """How many combinations there are."""
+    total = 1
+    for values in axes.values():
+        total *= len(values)
+    return total

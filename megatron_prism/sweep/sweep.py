@@ -1,0 +1,246 @@
+"""``sweep``: enumerate the layouts of a job, drop what cannot run, time the others, rank them.
+
+Everything that is found lies in a folder, so the same call goes on after an interruption, and
+another sweep into the folder uses its slices:
+
+    slices/FAMILY/dpN-mM/   captured ranks
+    results/RUN/KEY.json    figures of a point, by machine and limits
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.files import check_writable, rendered
+from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.emulate.capture import versions
+from megatron_prism.emulate.recipe_flags import megatron_flags
+from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.replay.costs.machine import machine as read_machine
+from megatron_prism.sweep import engine, prune, space
+from megatron_prism.sweep.evaluate import FAILED, SweepSettings, family_of
+from megatron_prism.sweep.rank import OBJECTIVES, Row, ranked
+from megatron_prism.sweep.space import SweepPoint, Value
+
+__all__ = ["Sweep", "sweep"]
+
+# bytes that the device says it has (torch.cuda.mem_get_info's total)
+CAPACITY = {"h100": 79 << 30, "h200": 139 << 30, "b200": 178 << 30}
+# measured context, libraries and NCCL are of this machine
+_DEVICES = {"h200": "h200"}
+Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every point of a sweep, ranked or with the reason why it fell.
+
+    rows    : evaluated points, best first
+    dropped : the others, in the order of the axes
+    commands: flags of pretrain_gpt.py, by key of a point
+    """
+
+    recipe: str
+    objective: str
+    machine: str
+    limit: int | None
+    axes: Mapping[str, Sequence[Value]]
+    rows: tuple[Row, ...]
+    dropped: tuple[SweepPoint, ...]
+    commands: Mapping[str, Sequence[str]]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``prism sweep --json`` prints; times in ns, memory in bytes."""
+        return {
+            "schema": "prism.sweep/1",
+            "recipe": self.recipe,
+            "objective": self.objective,
+            "machine": self.machine,
+            "limit": self.limit,
+            "axes": {axis: list(values) for axis, values in self.axes.items()},
+            "points": [
+                {"rank": row.rank, "equal": row.equal, **row.result, "cost": row.cost,
+                 "command": " ".join(self.commands[row.result["key"]])}
+                for row in self.rows
+            ],
+            "dropped": [
+                {"axes": dict(p.axes), "by": p.by, "reason": p.reason} for p in self.dropped
+            ],
+        }  # fmt: skip
+
+    def to_text(self) -> str:
+        """The tables that ``prism sweep`` prints."""
+        return rendered("report.sweep:render_text", self, str)
+
+    def to_csv(self) -> str:
+        """One line per point, also of those that fell, with its command line."""
+        return rendered("report.sweep:render_csv", self, str)
+
+    def find(self, name: str) -> Row:
+        """The row of a place in the order (``1``) or of axes (``tp=8 pp=4``); UsageError if none,
+        or several."""
+        if name.isdecimal() and 1 <= int(name) <= len(self.rows):
+            return self.rows[int(name) - 1]
+        words = set(name.replace(",", " ").split())
+        found = [row for row in self.rows if words and words <= set(row.name.split())]
+        if len(found) != 1:
+            raise UsageError(
+                f"{name} names {len(found)} of the ranked points",
+                fix=f"a place from 1 to {len(self.rows)}, or axes: '{self.rows[0].name}'"
+                if self.rows
+                else "no point is ranked",
+            )
+        return found[0]
+
+
+def sweep(
+    recipe: Recipe | str | os.PathLike[str],
+    axes: Axes,
+    out: str | os.PathLike[str],
+    *,
+    machine: str = "h200",
+    limit: int | None = None,
+    objective: str = "",
+    price: float | None = None,
+    workers: int | None = None,
+    address: str | None = None,
+    told: Callable[[str], None] | None = None,
+) -> Sweep:
+    """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
+
+    Args:
+        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        axes: axis -> values (``{"tp": [1, 2], "pp": "auto"}``), or words (``["tp=1,2"]``).
+        out: folder of slices and results.
+        machine: name of a shipped one, or a JSON file like it.
+        limit: bytes of device memory; None: what ``machine`` has, if that is known.
+        objective: time, tokens_per_gpu, p95 or cost; "": time, or tokens_per_gpu where batch or
+            world differ between points.
+        price: of a GPU for an hour.
+        workers: local processes; default 2.
+        address: of a Ray cluster, or "local" for Ray on this machine.
+        told: called with a line of text about what is being done.
+
+    Raises:
+        UsageError: no such axis, objective or machine.
+    """
+    recipe, folder, told = recipes.given(recipe), Path(out), told or (lambda text: None)
+    words = axes if not isinstance(axes, Mapping) else [_word(*item) for item in axes.items()]
+    values = space.parse_axes(list(words), recipe)
+    if not values:
+        raise UsageError("a sweep needs axes", fix="tp=1,2,4,8 pp=auto")
+    if (size := space.sizes(values)) > space.MOST:
+        raise UsageError(
+            f"{size:,} combinations are more than {space.MOST:,}",
+            fix="fewer values, or several sweeps into the same folder",
+        )
+    objective = objective or _natural(values)
+    if objective not in OBJECTIVES:
+        raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
+    if objective == "cost" and price is None:
+        raise UsageError("objective=cost needs a price", fix="price=2.5, of a GPU for an hour")
+    title = read_machine(machine).name
+    limit = limit if limit is not None else CAPACITY.get(machine)
+    check_writable(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = SweepSettings(
+        folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
+    )
+
+    points = space.points(recipe, values)
+    told(f"{len(points)} points")
+    points = _pruned(points, settings, told)
+    results = folder.absolute() / "results" / _run_name(settings)
+    left = [point for point in points if not point.by]
+    families = _families([p for p in left if not _is_there(results / f"{p.key}.json")])
+    waiting = sum(map(len, families))
+    told(f"{len(left)} to evaluate, {len(left) - waiting} of them are there already; "
+         f"{len(families)} distinct programs")  # fmt: skip
+    engine.run(families, settings, results, workers=workers or 2, address=address,
+               told=lambda done: told(f"{done} of {waiting} evaluated"))  # fmt: skip
+    found = {point.key: json.loads((results / f"{point.key}.json").read_text()) for point in left}
+    good = [one for one in found.values() if "by" not in one]
+    dropped = [
+        point.dropped(found[point.key]["by"], found[point.key]["reason"])
+        if not point.by else point
+        for point in points
+        if point.by or "by" in found[point.key]
+    ]  # fmt: skip
+    commands = {p.key: megatron_flags(p.recipe) for p in left if p.recipe is not None}
+    rows = tuple(ranked(good, objective, price))
+    return Sweep(recipe.name, objective, title, limit, values, rows, tuple(dropped), commands)
+
+
+def _word(axis: str, values: Sequence[Value] | str) -> str:
+    text = values if isinstance(values, str) else ",".join(space.text(value) for value in values)
+    return f"{axis}={text}"
+
+
+def _natural(axes: Mapping[str, Sequence[Value]]) -> str:
+    other = {"global_batch_size", "world_size", "dp"} & {a for a, v in axes.items() if len(v) > 1}
+    return "tokens_per_gpu" if other else "time"
+
+
+def _pruned(
+    points: list[SweepPoint], settings: SweepSettings, told: Callable[[str], None]
+) -> list[SweepPoint]:
+    """The points, most of the impossible ones with their reasons; Megatron is asked last, since it
+    must be started for that."""
+    if settings.limit is not None:
+        points = prune.too_large(points, settings.limit)
+    store = settings.folder / "megatron_checks.json"
+    release = f"megatron-core {megatron_release()}"
+    try:
+        known = json.loads(store.read_text())
+    except (OSError, ValueError):
+        known = {}
+    known = known.get(release, {})
+    if any(not p.by and p.key not in known for p in points):
+        told("asking Megatron")
+        with CaptureServer() as server:
+            asked = prune.refused_by_megatron([p for p in points if p.key not in known], server)
+        known |= {p.key: p.reason for p in asked if p.by in ("", prune.MEGATRON)}
+        store.write_text(json.dumps({release: known}, indent=1))
+    return [
+        p.dropped(prune.MEGATRON, known[p.key]) if not p.by and known.get(p.key) else p
+        for p in points
+    ]
+
+
+def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
+    """Points that share slices, together and in their order."""
+    found: dict[str, list[SweepPoint]] = {}
+    for point in points:
+        if point.recipe is not None:
+            found.setdefault(family_of(point.recipe), []).append(point)
+    return list(found.values())
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a point has a result; one that failed or is damaged is removed, to be made again."""
+    try:
+        good: bool = json.loads(path.read_text())["by"] != FAILED
+    except KeyError:
+        good = True
+    except (OSError, ValueError):
+        good = False
+    if not good:
+        path.unlink(missing_ok=True)
+    return good
+
+
+def _run_name(settings: SweepSettings) -> str:
+    """Of results that may be compared: everything beside the points that decides them."""
+    content = dataclasses.asdict(settings) | {"folder": "", "megatron": megatron_release()}
+    content |= versions() | {"costs": dataclasses.asdict(read_machine(settings.machine))}
+    digest = hashlib.sha1(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    return digest[:12]

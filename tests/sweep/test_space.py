@@ -1,0 +1,71 @@
+"""Axes, points, and what falls before anything runs."""
+
+import pytest
+
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.errors import UsageError
+from megatron_prism.sweep import prune, space
+from megatron_prism.sweep.evaluate import family_of
+
+LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")
+
+
+def points(*words):
+    return space.points(LLAMA, space.parse_axes(words, LLAMA))
+
+
+def test_axes_have_short_names_megatrons_names_and_keys_of_a_recipe():
+    found = space.parse_axes(
+        ["tp=1,2", "--pipeline-model-parallel-size=4", "train.lr=1", "recompute=none,full"], LLAMA
+    )
+    assert found == {"tp": (1, 2), "pp": (4,), "train.lr": (1,), "recompute": (None, "full")}
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("tpp=1,2", "--tensor-model-parallel-size"),
+        ("micro_batch_sze=1", "--micro-batch-size"),
+        ("context_paralel_size=2", "--context-parallel-size"),
+        ("zzzz=1", "micro_batch_size"),
+        ("tp", "tp=1,2,4"),
+        ("tp=two", "tp=1,2,4"),
+        ("recompute=some", "recompute=none,selective,full"),
+    ],
+)
+def test_a_typo_names_megatrons_argument(word, says):
+    with pytest.raises(UsageError) as error:
+        space.parse_axes([word], LLAMA)
+    assert says in (error.value.fix or "")
+
+
+def test_the_same_layout_is_one_point():
+    assert len(points("tp=8", "vpp=none,1,5")) == 2
+
+
+def test_a_point_that_is_no_layout_says_why():
+    one, other = points("tp=8", "pp=3,4")
+    assert one.by == "no layout"
+    assert "does not divide 1024" in one.reason
+    assert not other.by
+    assert other.recipe.parallel.sequence_parallel
+
+
+def test_auto_tries_what_divides():
+    found = space.parse_axes(["tp=auto", "pp=auto"], LLAMA)
+    assert found["tp"] == (1, 2, 4, 8)
+    assert found["pp"] == (1, 2, 4, 8, 16)
+
+
+def test_a_family_differs_in_replicas_and_batch_alone():
+    same = points("tp=8", "pp=4", "vpp=5", "world_size=512,1024", "global_batch_size=512,1024")
+    assert len({family_of(point.recipe) for point in same}) == 1
+    other = points("tp=8", "pp=4", "vpp=5", "micro_batch_size=1,2")
+    assert len({family_of(point.recipe) for point in other}) == 2
+
+
+def test_the_memory_bound_drops_what_cannot_fit():
+    small, large = prune.too_large(points("tp=8", "pp=1,8", "vpp=1"), 60 << 30)
+    assert small.by == prune.MEMORY
+    assert "limit 60 GiB" in small.reason
+    assert not large.by
