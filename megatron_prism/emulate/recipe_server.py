@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureServer"]
 
+Answer = dict[str, Any]  # a line of JSON
+
 
 class CaptureServer:
     """A process that captures ranks on request, one after the other."""
@@ -102,7 +104,7 @@ class CaptureServer:
         found: list[str] = answer["refusals"]
         return found
 
-    def _ask(self, what: str, content: object) -> dict[str, Any]:
+    def _ask(self, what: str, content: object) -> Answer:
         lost = {"kind": "crash", "message": "its process was killed"}
         try:
             assert self._process.stdin is not None
@@ -111,7 +113,7 @@ class CaptureServer:
             line = self._answers.readline()
         except BrokenPipeError:
             return lost
-        answer: dict[str, Any] = json.loads(line) if line.endswith("\n") else lost
+        answer: Answer = json.loads(line) if line.endswith("\n") else lost
         return answer
 
 
@@ -132,7 +134,7 @@ def _serve(requests: IO[bytes], answers: int) -> None:
         os.write(answers, (json.dumps(_in_child(what, content)) + "\n").encode())
 
 
-def _in_child(what: str, content: Any) -> dict[str, Any]:
+def _in_child(what: str, content: Any) -> Answer:
     """The answer of a fork of this process, which Megatron may change as it likes."""
     read, write = os.pipe()
     child = os.fork()
@@ -152,14 +154,14 @@ def _in_child(what: str, content: Any) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     if status or not text:
         return {"kind": "crash", "message": f"its process ended with status {status}"}
-    found: dict[str, Any] = json.loads(text)
+    found: Answer = json.loads(text)
     return found
 
 
-def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> dict[str, Any]:
+def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> Answer:
     from megatron_prism.emulate import recipe_rank
 
-    events: list[dict[str, Any]] = []
+    events: list[Answer] = []
 
     def emit(kind: str, **fields: object) -> None:
         if kind not in ("step", "phase"):
@@ -170,7 +172,7 @@ def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> dict[str, Any]:
     return last if last["kind"] != "result" else {"kind": "captured"}
 
 
-def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> dict[str, Any]:
+def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> Answer:
     from importlib.util import find_spec
 
     from megatron_prism.emulate import recipe_model, recipe_rank
@@ -199,7 +201,7 @@ def _validate(words: list[str], world_size: int) -> None:
     validate_args(parse_args())
 
 
-def _refusal(run: Any) -> str:
+def _refusal(run: Callable[[], object]) -> str:
     """What ``run()`` refuses, "" if nothing."""
     said = io.StringIO()
     try:
@@ -226,7 +228,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {last.line} ({place})"
 
 
-_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {"capture": _capture, "check": _check}
+_ANSWERS: dict[str, Callable[..., Answer]] = {"capture": _capture, "check": _check}
 
 
 if __name__ == "__main__":

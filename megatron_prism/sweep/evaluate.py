@@ -36,6 +36,7 @@ from megatron_prism.sweep.space import SweepPoint
 __all__ = ["FITS_NOT", "SweepSettings", "evaluate", "family_of"]
 
 FITS_NOT, FAILED = "out of memory", "failed"
+Figures = dict[str, Any]  # of a point, as JSON
 _SAMPLES = 400  # iterations drawn for p95
 
 
@@ -98,12 +99,12 @@ class _OutOfMemory(Exception):
 
 def evaluate(
     points: Sequence[SweepPoint], settings: SweepSettings, server: CaptureServer
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     """The results of one family's points, in their order: figures, or ``by`` and ``reason``."""
     return [_one(point, settings, server) for point in points]
 
 
-def _one(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> dict[str, Any]:
+def _one(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> Figures:
     assert point.recipe is not None
     head = {"key": point.key, "axes": dict(point.axes)}
     try:
@@ -191,9 +192,7 @@ def _changed(programs: Programs, recipe: Recipe) -> Programs:
 
 
 # -- figures --------------------------------------------------------------------------------------
-def _memory(
-    programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSettings
-) -> dict[str, Any]:
+def _memory(programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSettings) -> Figures:
     """The stage that needs most: of the two that allocate most, the one with more device bytes.
 
     Slices of another data-parallel size have another part of the optimizer's state, in proportion.
@@ -230,7 +229,7 @@ def _memory(
     return max(found, key=lambda one: one["bytes"])
 
 
-def _times(programs: Programs, settings: SweepSettings) -> dict[str, Any]:
+def _times(programs: Programs, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
     timeline = price(programs, machine=settings.machine).timeline
     every: Any = timeline.to_json()
