@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -185,9 +186,9 @@ def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> Answer:
     training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
     refusals = []
     for recipe, words in zip(recipes, command_lines, strict=True):
-        said = _refusal(lambda recipe=recipe: recipe_model.transformer_config(recipe))
+        said = _refusal(partial(recipe_model.transformer_config, recipe))
         if not said and training:
-            said = _refusal(lambda r=recipe, w=words: _validate(w, r.world.size))
+            said = _refusal(partial(_validate, words, recipe.world.size))
         refusals.append(said)
     return {"kind": "checked", "refusals": refusals}
 
