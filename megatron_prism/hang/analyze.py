@@ -16,6 +16,7 @@ A culprit is never also a victim.  Who is late because he waits for someone else
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -56,7 +57,16 @@ def first(state: JobState) -> str:
     due, rank, entry = min(waits, key=lambda wait: wait[:2])
     after = (due - begin) / 1e9
     return (f"rank {rank}, {after:.1f} s after the first call that waits was issued: "
-            + message(rank, entry))  # fmt: skip
+            + message(rank, entry) + _audit(state))  # fmt: skip
+
+
+def _audit(state: JobState) -> str:
+    """Which groups have another time-out than most, by the calls in the dumps."""
+    limits = {e.desc: e.timeout_ms for dump in state.dumps.values() for e in dump.entries
+              if e.timeout_ms > 0}  # fmt: skip
+    usual = Counter(limits.values()).most_common(1)[0][0]
+    odd = [f"{desc} has {ms / 1e3:,.0f} s" for desc, ms in sorted(limits.items()) if ms != usual]
+    return f" ({'; '.join(odd)}; the others {usual / 1e3:,.0f} s)" if odd else ""
 
 
 def message(rank: int, entry: Entry) -> str:

@@ -91,3 +91,13 @@ def test_where_only_some_moved_nobody_is_named():
     mixed = DumpSet({r: (pairs(1, 5) if r > 5 else after).dumps[r] for r in range(8)})
     found = analyze.diagnose_dumps(before, mixed)
     assert (found.culprits, found.candidates, found.exit_code) == ((), (1,), 3)
+
+
+def test_a_group_with_another_time_out_is_named():
+    """new_group does not inherit the time-out of init_process_group."""
+    dumps = {r: Dump({"tp": (0, 1), "dp": (0, 1)}) for r in range(2)}
+    for rank, dump in dumps.items():
+        dump.call("tp", done=True, timeout_ms=3_600_000)
+        dump.call("dp", count=rank, timeout_ms=600_000, time_created_ns=1_760_000_000 * 10**9)
+    watchdog = verdict(dumps)[1].watchdog
+    assert watchdog.endswith("(DATA_PARALLEL_GROUP has 600 s; the others 3,600 s)"), watchdog
