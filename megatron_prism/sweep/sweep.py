@@ -168,6 +168,8 @@ def sweep(
     engine.run(families, settings, results, workers=workers or 2, address=address,
                told=lambda done: told(f"{done} of {waiting} evaluated"))  # fmt: skip
     found = {point.key: json.loads((results / f"{point.key}.json").read_text()) for point in left}
+    for point in left:  # a sweep over other axes may have evaluated it
+        found[point.key]["axes"] = dict(point.axes)
     good = [one for one in found.values() if "by" not in one]
     dropped = [
         point.dropped(found[point.key]["by"], found[point.key]["reason"])

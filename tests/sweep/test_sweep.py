@@ -74,6 +74,12 @@ def test_another_batch_uses_the_slices_and_says_what_a_capture_says(
     assert "microbatches instead of" in more.rows[0].result["provenance"]
 
 
+def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, folder, first):
+    other = prism.sweep(recipe, ["pp=2"], folder, limit=8 << 30)
+    assert other.rows[0].name == "pp=2"
+    assert "pp" in other.to_text()
+
+
 def test_a_torn_result_is_evaluated_again(recipe, folder, first):
     (path, *_) = sorted((folder / "results").rglob("*.json"))
     whole = path.read_text()
