@@ -58,7 +58,6 @@ class ConsistentDumps:
     stale: Mapping[int, str] = field(default_factory=dict)
     new: Mapping[int, str] = field(default_factory=dict)
     strangers: str = ""
-    moving: bool = False  # whether some are of another moment, and not of aborted communicators
 
 
 def consistent_dumps(found: DumpSet) -> ConsistentDumps:
@@ -82,7 +81,7 @@ def consistent_dumps(found: DumpSet) -> ConsistentDumps:
         return ConsistentDumps(state, strangers=text)
     if stale:
         state = _without(found, {*apart, *stale})
-    return ConsistentDumps(state, apart | stale, new, moving=bool(moving))
+    return ConsistentDumps(state, apart | stale, new)
 
 
 def unless_running(verdict: Diagnosis, parted: ConsistentDumps) -> Diagnosis:
@@ -96,7 +95,7 @@ def unless_running(verdict: Diagnosis, parted: ConsistentDumps) -> Diagnosis:
     """
     if verdict.verdict != "deadlock" and not {c.kind for c in verdict.culprits} & _MOVING:
         return verdict
-    named, state, moments = {c.rank for c in verdict.culprits}, parted.state, parted.moving
+    named, state, moments = {c.rank for c in verdict.culprits}, parted.state, bool(parted.stale)
     if not (text := _may_run(verdict, state, named, moments)):
         return verdict
     return replace(verdict, verdict="undetermined", confidence="possible", culprits=(),
