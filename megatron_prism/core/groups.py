@@ -17,7 +17,8 @@ import numpy as np
 from megatron_prism.core.errors import ProgramError, WorldError
 from megatron_prism.core.world import FAMILIES, World, family
 
-__all__ = ["Membership", "WORLD_GROUP", "named_group", "of_family", "of_lists", "subgroups"]
+__all__ = ["Membership", "WORLD_GROUP", "named_group", "of_family", "of_lists",
+           "short_names", "subgroups"]  # fmt: skip
 
 
 WORLD_GROUP = "default_pg"  # torch's description of the group of all ranks
@@ -153,6 +154,11 @@ def of_lists(name: str, groups: Sequence[Sequence[int]], size: int) -> Membershi
         )
     start = np.concatenate(([0], np.cumsum(counts)))
     return Membership(name, members.astype(np.int32), start, size)
+
+
+def short_names() -> tuple[str, ...]:
+    """What people may write for a group: tp, pp, dp, world."""
+    return tuple(_SHORT)
 
 
 def named_group(text: str, desc: str) -> bool:

@@ -6,9 +6,8 @@ one of the flags there is no guard, and the calls do not know of it.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,10 @@ from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
+from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.emulate.fault_injector import Injector
 from megatron_prism.emulate.options import HangOptions
-from megatron_prism.hang.fault_plan import CallLabel, Fault
+from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.runtime.call_check import (
     CallCheck,
     LocalCallCheck,
@@ -28,9 +28,7 @@ from megatron_prism.runtime.call_check import (
     gloo_does,
     nccl_lets_through,
 )
-from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.recorder.fields import details
-from megatron_prism.runtime.recorder.owners import CallSites
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program
@@ -244,12 +242,11 @@ def make_guard(options: Any, tier: Any, store: Any, monitor: Any) -> CallGuard:
     return guard
 
 
-class CallGuard(CallListener, TrainingListener):
+class CallGuard(LabelledCalls):
     """Makes the calls of one rank, and follows in which train step and phase they are made."""
 
-    hands_on = True
-
     def __init__(self, options: Any, asked: HangOptions, tier: Any, store: Any) -> None:
+        super().__init__()
         self.rank, self.asked, self.local = options.rank, asked, options.ranks
         seeds = [(f, f.ranks(options.world, asked.seed)) for f in asked.faults]
         mine = [f for f, ranks in seeds if self.rank in ranks]
@@ -269,10 +266,8 @@ class CallGuard(CallListener, TrainingListener):
         self.neighbours = None
         if asked.strict and store is not None:
             self.neighbours = LocalCallCheck(store, self.rank, self._fail)
-        self.iteration, self._inside, self._own_faults = 0, False, bool(mine)
+        self._inside, self._own_faults = False, bool(mine)
         self._skip = False  # whether the next iteration is not a steady one
-        self._labels: dict[str, Any] = {}
-        self._sites = CallSites()
         self._checked_faulty = False
         self._other: list[str] = []  # that the programs are of other arguments
         self._compared = 0  # calls, with the programs of the world
@@ -309,15 +304,6 @@ class CallGuard(CallListener, TrainingListener):
             sys.stderr.write(f"prism: warning: {self._other[0]}\n")
 
     # -- training ---------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def scope(self, **labels: Any) -> Iterator[None]:
-        """Label what runs inside: phase, microbatch, chunk."""
-        before, self._labels = self._labels, {**self._labels, **labels}
-        try:
-            yield
-        finally:
-            self._labels = before
-
     def iteration_started(
         self, number: int, wanted: int, model: Any = None, optimizer: Any = None
     ) -> None:
@@ -336,7 +322,7 @@ class CallGuard(CallListener, TrainingListener):
                 self._begun.append(number)
                 self.call_check.begin(peers, peers.order() if self.asked.check_order else None)
         self.iteration = number
-        self.injector.begin(model, lambda: self._call("forward", "", ""))
+        self.injector.begin(model, lambda: self.label("forward", "", ""))
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:
         """An evaluation follows, which programs need not have: nothing is compared until the next
@@ -411,35 +397,22 @@ class CallGuard(CallListener, TrainingListener):
         if self._inside or self.iteration == 0 and self.neighbours is None:
             self.injector.sequence[group.desc, op in ("send", "recv")] += 1
             self.injector.groups.setdefault(group.desc, group)
-            return self._through(group, op, answer, args, kwargs)
-        site = self._sites.find(sys._getframe(2), foreign=True)
+            return self.through(group, op, answer, args, kwargs)
+        site = self.sites.find(sys._getframe(2), foreign=True)
 
         def make(op: str, answer: Callable[..., Any]) -> Callable[..., Any]:
             def call(group: Any, *args: Any, **kwargs: Any) -> Any:
                 self._check(group, op, args, kwargs, site)
                 before, self._inside = self._inside, self._inside or op != name
                 try:
-                    return self._through(group, op, answer, args, kwargs)
+                    return self.through(group, op, answer, args, kwargs)
                 finally:
                     self._inside = before
 
             return call
 
-        name, call = op, self._call(op, group.desc, site)
+        name, call = op, self.label(op, group.desc, site)
         return self.injector.record(group, op, make, answer, args, kwargs, call)
-
-    def _call(self, op: str, group: str, site: str) -> CallLabel:
-        labels = self._labels
-        return CallLabel(op, group, self.iteration, labels.get("microbatch", -1),
-                    labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
-
-    def _through(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
-        caller = group.world.after(self)
-        if caller is None:
-            return answer(group, *args, **kwargs)
-        return caller.record(group, op, answer, args, kwargs)
 
     def _check(self, group: Any, op: str, args: Sequence[Any], kwargs: Any, site: str) -> None:
         if self.call_check is None and self.neighbours is None:

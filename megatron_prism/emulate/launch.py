@@ -26,8 +26,10 @@ from megatron_prism.emulate.session import Session
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.capture import StockCapture
+    from megatron_prism.emulate.debugger import Debugger
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.session import Run
+    from megatron_prism.emulate.value_watch import ValueWatch
     from megatron_prism.runtime.world import VirtualWorld
 
 __all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
@@ -189,13 +191,44 @@ def _add_listeners(run: Run, session: Session) -> None:
         monitor.held = lambda: held.held
     run.recording = _recording(options)
     observers = () if run.recording is None else (run.recording,)
-    run.calls = (*guards, *observers)
+    debugger = _debugger(options)
+    run.calls = (*debugger, *guards, *observers)
     memory = () if run.memory is None else (run.memory,)
-    run.training += (*guards, *memory, *_capture(run, session))
+    watch = _watch(run, session)
+    run.training += (*debugger, *guards, *memory, *_capture(run, session), *watch)
     if options.record is not None:
         run.training += (run.recording,)
     told = (run.recording, run.pace)
     run.on_arguments += [one.is_of for one in told if one is not None]
+
+
+def _debugger(options: flags.Options) -> tuple[Debugger, ...]:
+    """Who stops this rank at a call, if asked and if it is the rank that is meant."""
+    if options.stop is None:
+        return ()
+    from megatron_prism.emulate import debugger
+
+    breakpoint = debugger.Breakpoint.parse(options.stop)
+    rank = int(breakpoint.select.pop("rank", options.ranks[0]))
+    if rank not in options.ranks:
+        raise UsageError(f"--prism-break {options.stop!r}: rank {rank} has no process here",
+                         fix=f"--prism-ranks {rank}")  # fmt: skip
+    if rank != options.rank:
+        return ()
+    at = debugger.debugger_at(options.debugger)
+    world, tier = options.world, options.tier
+    return (debugger.Debugger(breakpoint, at, rank, world, options.values, tier),)
+
+
+def _watch(run: Run, session: Session) -> tuple[ValueWatch, ...]:
+    """Who looks at the result of every operator, if asked."""
+    if run.options.watch is None:
+        return ()
+    from megatron_prism.emulate.value_watch import ValueWatch
+
+    watch = ValueWatch(run.options.watch, run.tier.name, run.options.debugger)
+    session.changes.on_undo(watch.stop)
+    return (watch,)
 
 
 def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
@@ -292,6 +325,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
             backend="nccl" if device.type == "cuda" else "gloo",
             tally=run.tally,
             listeners=run.calls,
+            patient=bool(options.stop or options.watch),
         )
     )
     if run.pace is not None:

@@ -364,6 +364,23 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
     **HANG_FLAGS,
+    "--prism-break": {
+        "default": None,
+        "metavar": "CALL",
+        "help": "stop this rank at a call, in a debugger: '1B2 all_reduce group=tp nth=3', '2F0', "
+        "'@mappings.py:31 after' (as prism show prints calls; rank=R where several are local)",
+    },
+    "--prism-debugger": {
+        "default": None,
+        "metavar": "WHICH",
+        "help": "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches",
+    },
+    "--prism-watch": {
+        "default": None,
+        "metavar": "VALUE",
+        "help": "stop at the first operator whose result has nan, inf, or norm>X: which module, "
+        "phase, microbatch and line",
+    },
 }
 
 
@@ -390,6 +407,9 @@ class Options:
     hang: HangOptions | None = None
     memory: Path | None = None
     reserve_nccl: str | None = None
+    stop: str | None = None
+    debugger: str | None = None
+    watch: str | None = None
 
     @property
     def rank(self) -> int:
@@ -490,6 +510,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
     world = target_world(args, env, launched, k)
     ranks = local_ranks(args, world, env, launched, k)
     hang = hang_options(args, env, world, ranks)
+    if args.prism_debugger and not (args.prism_break or args.prism_watch):
+        raise UsageError("--prism-debugger without a place to stop",
+                         fix="--prism-break CALL, or --prism-watch nan")  # fmt: skip
     slow = [args.prism_slow or "", slow_factors(hang, world, ranks)]
     return Options(
         world=world,
@@ -507,6 +530,9 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         hang=hang,
         memory=Path(args.prism_memory_snapshot) if args.prism_memory_snapshot else None,
         reserve_nccl=args.prism_reserve_nccl,
+        stop=args.prism_break,
+        debugger=args.prism_debugger,
+        watch=args.prism_watch,
     )
 
 

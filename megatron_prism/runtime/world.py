@@ -135,6 +135,7 @@ class VirtualWorld:
     backend     : backend of real groups, ``nccl`` or ``gloo``
     tally       : counts every call
     listeners   : who follows the calls, the outermost first (a guard before a recorder or pacer)
+    patient     : real groups wait for a local rank that stands in a debugger
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class VirtualWorld:
         backend: str = "gloo",
         tally: TrafficCounter | None = None,
         listeners: Sequence[CallListener] = (),
+        patient: bool = False,
     ) -> None:
         self.size, self.rank = size, rank
         self.local_ranks = tuple(sorted(local_ranks))
@@ -156,6 +158,7 @@ class VirtualWorld:
         self.shapes_only = device.type == "meta"
         self.store = store
         self.backend = backend
+        self.timeout = timedelta(days=30) if patient else _TIMEOUT
         self.tally = TrafficCounter() if tally is None else tally
         self.listen(*listeners)
         self.changes = ProcessChanges()  # while this world is up
@@ -262,12 +265,12 @@ class VirtualWorld:
         pg = dist.ProcessGroup(store, index, len(local))
         if nccl:
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _TIMEOUT
+            options._timeout = self.timeout
             kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
             backend: Any = dist.ProcessGroupNCCL(store, index, len(local), options)
         else:
             kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
-            backend = dist.ProcessGroupGloo(store, index, len(local), timeout=_TIMEOUT)
+            backend = dist.ProcessGroupGloo(store, index, len(local), timeout=self.timeout)
         backend._set_sequence_number_for_group()
         pg._set_default_backend(kind)
         pg._register_backend(device, kind, backend)

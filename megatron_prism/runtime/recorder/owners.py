@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["AllocationOwners", "CallSites"]
 
 _MARKS = ("/megatron/core/", "/megatron/training/", "/transformer_engine/")
-_OURS = ("/torch/", "/megatron_prism/tiers/", "/megatron_prism/slicer/", "/megatron_prism/virtual/")
+_OURS = ("/torch/", "/megatron_prism/runtime/", "/megatron_prism/emulate/")
 
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -126,9 +126,17 @@ class AllocationOwners:
         if self._stack:
             self._stack.pop()
 
+    def module(self) -> str:
+        """The module whose forward runs, "" in none."""
+        return self._stack[-1] if self._stack else ""
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        """Its name in the model, "" if it is no part of it."""
+        return self._names.get(id(module), "")
+
     def note(self) -> str:
         """Of a storage that comes to be now."""
-        module = self._stack[-1] if self._stack else ""
+        module = self.module()
         site = self.sites.find(sys._getframe(1), foreign=True)
         found = self._notes.get((module, site))
         if found is None:

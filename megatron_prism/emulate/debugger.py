@@ -1,0 +1,415 @@
+"""Stop a rank at one of its calls, in pdb or debugpy.
+
+Virtual peers never time out, so a rank can stand at a call for as long as one likes.
+``Breakpoint`` is the call, as ``prism show`` and ``prism hang`` print calls; ``Debugger`` follows
+the calls of the rank and opens the prompt in the frame that makes the call; ``Prompt`` is what is
+in scope there as ``prism``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import difflib
+import pdb
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.groups import short_names
+from megatron_prism.core.ops import PHASES, label
+from megatron_prism.core.units import format_bytes
+from megatron_prism.core.world import World, format_ranks
+from megatron_prism.emulate.call_labels import LabelledCalls
+from megatron_prism.hang.fault_plan import CallLabel, Fault, FaultMatcher
+from megatron_prism.runtime.process_group import arguments
+from megatron_prism.runtime.recorder.owners import AllocationOwners
+
+__all__ = ["Breakpoint", "Debugger", "Prompt", "debugger_at"]
+
+
+_FIX = "--prism-break '1B2 all_reduce group=tp nth=3', as prism show prints calls"
+_CALLS = tuple(row.name for row in TABLE)
+_KEYS = ("group", "nth", "iter", "rank", "site", "op", "phase", "mb", "chunk")
+_PHASE_OF = {letter: phase for phase, letter in PHASES.items()}
+_KEPT = 10  # calls before the one where it stands
+_LISTED = 16  # members of a group
+_SKIPPED = ["megatron_prism.*", "torch.*", "contextlib"]  # frames in which pdb never stops
+
+
+@dataclass(frozen=True)
+class Breakpoint:
+    """A call at which to stop.
+
+    text   : as it was written
+    select : conditions, as those of a fault (``hang.fault_plan``)
+    after  : stop when the call has been answered, not before it is made
+    """
+
+    text: str
+    select: dict[str, str]
+    after: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Breakpoint:
+        """``[LABEL] [OP] [GROUP] [@file:line] [key=value …] [after]``, in any order.
+
+        LABEL is ``<microbatch><phase><chunk>`` (``1B2``, ``2F``, ``O``); keys are those of a
+        fault's selector.  Raises UsageError that names what was meant.
+        """
+        select: dict[str, str] = {}
+        after = False
+        for word in text.replace(",", " ").split():
+            step = re.fullmatch(r"(\d*)([FBWOG-])(\d*)", word)
+            key, equals, value = word.partition("=")
+            key = {"iteration": "iter", "microbatch": "mb"}.get(key, key)
+            if step:
+                select |= {k: v for k, v in (("mb", step[1]), ("chunk", step[3])) if v}
+                select["phase"] = _PHASE_OF[step[2]]
+            elif word in _CALLS:
+                select["op"] = word
+            elif word in ("after", "before"):
+                after = word == "after"
+            elif word.startswith("@"):
+                select["site"] = re.escape(word[1:]) + r"(?!\d)"
+            elif equals and key in _KEYS and value:
+                select[key] = value
+            elif re.fullmatch(r"[A-Z][A-Z_0-9]{4,}|default_pg", word):
+                select["group"] = word
+            else:
+                raise UsageError(f"--prism-break {text!r}: {word!r} is not understood",
+                                 fix=_meant(word) or _FIX)  # fmt: skip
+        for key in ("nth", "iter", "mb", "chunk", "rank"):
+            if not select.get(key, "0").isdigit():
+                raise UsageError(f"--prism-break {text!r}: {key}={select[key]} is no number",
+                                 fix=f"{key}=1")  # fmt: skip
+        if select.get("op", _CALLS[0]) not in _CALLS:
+            raise UsageError(f"--prism-break {text!r}: there is no call {select['op']}",
+                             fix=_meant(select["op"]) or _FIX)  # fmt: skip
+        group = select.get("group", "tp")
+        if group.islower() and group not in short_names():
+            raise UsageError(f"--prism-break {text!r}: there is no group {group}",
+                             fix=f"group= one of {', '.join(short_names())}")  # fmt: skip
+        try:
+            re.compile(select.get("site", ""))
+        except re.error as error:
+            raise UsageError(f"--prism-break {text!r}: site is no pattern: {error}",
+                             fix="@mappings.py:31") from None  # fmt: skip
+        return Breakpoint(text, select, after)
+
+
+def _meant(word: str) -> str:
+    """The word of a selector that is closest to ``word``, as a question; "" if none is close."""
+    name = word.partition("=")[0]
+    known = (*_CALLS, *(f"{key}=" for key in _KEYS), *(f"group={name}" for name in short_names()))
+    close = difflib.get_close_matches(word if "=" in word else name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def debugger_at(text: str | None) -> tuple[str, int] | None:
+    """(host, port) of ``debugpy:[host:]port``; None is pdb, which needs a terminal.
+
+    Raises UsageError for another debugger, and for pdb where nobody could type.
+    """
+    remote = re.fullmatch(r"debugpy:(?:([\w.-]+):)?(\d{1,5})", text or "")
+    if remote:
+        try:
+            import debugpy  # noqa: F401
+        except ImportError:
+            raise UsageError("--prism-debugger debugpy needs the package debugpy",
+                             fix="pip install debugpy") from None  # fmt: skip
+        return remote[1] or "localhost", int(remote[2])
+    if text not in (None, "pdb"):
+        raise UsageError(f"--prism-debugger {text}: pdb or debugpy:PORT",
+                         fix="--prism-debugger debugpy:5678")  # fmt: skip
+    if not (sys.stdin and sys.stdin.isatty()):
+        raise UsageError("--prism-break opens pdb, and this process has no terminal to type in",
+                         fix="--prism-debugger debugpy:5678, and attach an editor")  # fmt: skip
+    return None
+
+
+@dataclass
+class _Seen:
+    """A call that was made, for the list of the last ones."""
+
+    call: CallLabel
+    number: int
+    shapes: str
+    norm: float | None = None
+
+    def __str__(self) -> str:
+        norm = "" if self.norm is None else f"  norm {self.norm:.6g}"
+        return f"{_line(self.call, self.number)}  {self.shapes}{norm}"
+
+
+def _line(call: CallLabel, number: int) -> str:
+    step = label(call.phase, call.microbatch, call.chunk)
+    return f"{step} {call.op} #{number} of {call.group} at {call.site or 'an unknown line'}"
+
+
+class Debugger(LabelledCalls):
+    """Follows the calls of one rank and stops at ``breakpoint``.
+
+    at : (host, port) for debugpy to listen on, or None for pdb
+    """
+
+    def __init__(
+        self, breakpoint: Breakpoint, at: tuple[str, int] | None, rank: int, world: World,
+        values: str, tier: str,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.breakpoint, self.rank, self.world, self.values = breakpoint, rank, world, values
+        self.real = tier != "meta"
+        self.seen: deque[_Seen] = deque(maxlen=_KEPT)
+        self.models: Any = ()
+        self.optimizer: object = None
+        self._at, self._listening = at, False
+        self._aim(breakpoint)
+        self._next = False  # stop at the next call, whichever it is
+        self._reached = self._inside = False
+        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._kinds: dict[str, None] = {}
+
+    def _aim(self, breakpoint: Breakpoint) -> None:
+        self._matcher = FaultMatcher(Fault("break", breakpoint.select))
+        self._after = breakpoint.after
+
+    def until(self, text: str) -> None:
+        """Stop next at ``text``."""
+        self._aim(Breakpoint.parse(text))
+
+    def next_call(self) -> None:
+        """Stop at the next call."""
+        self._next = True
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        self.iteration, self.models, self.optimizer = number, model, optimizer
+
+    def record(
+        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Make the call; before or behind the one that was chosen, stop."""
+        pair = op in ("send", "recv")
+        self._numbers[group.desc, pair] += 1
+        if self._inside or not self.iteration:
+            return self.through(group, op, answer, args, kwargs)
+        site = self.sites.find(sys._getframe(2), foreign=True)
+        call, number = self.label(op, group.desc, site), self._numbers[group.desc, pair]
+        self._kinds[f"{label(call.phase, call.microbatch, call.chunk)} {op} {group.desc}"] = None
+        chosen = self._matcher.hit(call) or self._next
+        ins, outs = arguments(op, args)
+        made = _Seen(call, number, _shapes(ins or outs))
+        if chosen and not self._after:
+            self._stop(Prompt(self, group, made, ins, outs, None))
+        work = self.through(group, op, answer, args, kwargs)
+        if self.real:
+            made.norm = _norm(outs or ins)
+        self.seen.append(made)
+        if chosen and self._after:
+            if work is not None:
+                work.wait()
+            made.norm = _norm(outs or ins) if self.real else None
+            self._stop(Prompt(self, group, made, ins, outs, work))
+        return work
+
+    def finished(self) -> None:
+        """UsageError if the call never came."""
+        vars(builtins).pop("prism", None)
+        if not self._reached:
+            near = difflib.get_close_matches(self.breakpoint.text, list(self._kinds), 3, 0.3)
+            raise UsageError(
+                f"--prism-break {self.breakpoint.text!r} was never reached: {self._matcher.seen} "
+                f"calls of rank {self.rank} fit, whichever nth= says, in {self.iteration} "
+                "iterations",
+                fix="calls of this rank are: " + "; ".join(near or list(self._kinds)[:3]),
+            )
+
+    def _stop(self, prompt: Prompt) -> None:
+        """Open the prompt in the frame of the job that makes the call."""
+        self._reached, self._next, self._inside = True, False, True
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(
+            ("megatron_prism.", "torch.")
+        ):
+            frame = frame.f_back
+        when = "behind" if self._after else "before"
+        sys.stderr.write(f"prism: rank {self.rank}, iteration {self.iteration}, stops {when} "
+                         f"{prompt.line}; prism says what is in scope\n")  # fmt: skip
+        sys.stderr.flush()
+        builtins.prism = prompt  # type: ignore[attr-defined] # in scope of every frame, until the end
+        try:
+            if self._at is None:
+                _Pdb(prompt).stop(frame or sys._getframe())
+            else:
+                self._remote(self._at)
+        finally:
+            self._inside = False
+
+    def _remote(self, at: tuple[str, int]) -> None:
+        import debugpy
+
+        if not self._listening:
+            self._listening = True
+            debugpy.listen(at)
+            sys.stderr.write(f"prism: waiting for a debugger to attach to {at[0]}:{at[1]}\n")
+            sys.stderr.flush()
+            debugpy.wait_for_client()
+        debugpy.breakpoint()
+        return  # the prompt is here: the frame that makes the call is above, ``prism`` is in scope
+
+
+class _Pdb(pdb.Pdb):
+    """pdb at a frame that has called us: it may be stepped on from there."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(nosigint=True, skip=_SKIPPED)
+        self.prompt = "(prism) "
+        self._mine = prompt
+
+    def stop(self, frame: FrameType) -> None:
+        """Ask until the user goes on; ``q`` ends the job."""
+        self.reset()
+        back: FrameType | None = frame
+        while back is not None:
+            back.f_trace = self.trace_dispatch
+            self.botframe = back
+            back = back.f_back
+        self.set_step()
+        self.interaction(frame, None)
+        if self.stoplineno != -1 or self.breaks:  # n, s, r, until
+            sys.settrace(self.trace_dispatch)
+        else:
+            self.set_continue()
+
+    def do_quit(self, arg: str) -> None:
+        """End the job."""
+        sys.settrace(None)
+        raise PrismError("the job was ended at its breakpoint", fix="c goes on, q ends the job")
+
+    do_q = do_exit = do_EOF = do_quit
+
+    def default(self, line: str) -> Any:
+        super().default(line)
+        if self._mine._goes_on:
+            self._mine._goes_on = False
+            return self.do_continue("")
+        return None
+
+
+class Prompt:
+    """What is in scope at a breakpoint, as ``prism``.
+
+    call    : op, group, phase, microbatch, chunk, site, iteration
+    inputs  : tensors that the call sends;  outputs : those that it fills
+    work    : its handle, behind the call
+    """
+
+    def __init__(
+        self, debugger: Debugger, group: Any, made: _Seen, inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor], work: Any,
+    ) -> None:  # fmt: skip
+        self._debugger, self._made, self.group = debugger, made, group
+        self.call, self.inputs, self.outputs, self.work = made.call, inputs, outputs, work
+        self._goes_on = False
+
+    @property
+    def line(self) -> str:
+        """The call in a line."""
+        return _line(self._made.call, self._made.number)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.line}\n"
+            "prism.where()        the call, its group, what the peers deliver\n"
+            "prism.calls()        the last calls, with shapes and norms\n"
+            "prism.memory()       bytes alive by module\n"
+            "prism.inputs, prism.outputs, prism.call, prism.group, prism.work\n"
+            "prism.step()         go on to the next call\n"
+            "prism.until('2F0')   go on to that call\n"
+            "c goes on, q ends the job, n and s step through Megatron's code"
+        )
+
+    def where(self) -> None:
+        """Print what this call is in the program, who its peers are and what they would deliver."""
+        ranks, me = list(self.group.ranks), self._debugger.rank
+        local = [r for r in ranks if r == me] if not self.group.all_local else ranks
+        shown = format_ranks(sorted(ranks)) if len(ranks) <= _LISTED else (
+            f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}")  # fmt: skip
+        print(f"{self.line}, iteration {self.call.iteration}")
+        print(f"  rank {me} is member {ranks.index(me)} of {len(ranks)}: {shown}")
+        virtual = len(ranks) - len(local)
+        policy = {"mirror": "hold what this rank holds (mirror)",
+                  "noise": "hold noise of the same scale"}  # fmt: skip
+        what = policy.get(self._debugger.values, f"answer by {self._debugger.values}")
+        print(f"  {virtual} of them virtual: they {what}" if virtual else "  all of them are real")
+        print(f"  sends {_shapes(self.inputs) or 'nothing'}, fills {_shapes(self.outputs) or '-'}")
+
+    def calls(self, count: int = _KEPT) -> None:
+        """Print the last ``count`` calls, oldest first."""
+        for seen in list(self._debugger.seen)[-count:]:
+            print(f"  {seen}")
+
+    def memory(self, depth: int = 4) -> None:
+        """Print bytes alive by module (``depth`` parts of its name), largest first."""
+        for name, size in _alive(self._debugger.models, self._debugger.optimizer, depth):
+            print(f"  {format_bytes(size):>12}  {name}")
+
+    def step(self) -> None:
+        """Go on to the next call."""
+        self._debugger.next_call()
+        self._goes_on = True
+
+    def until(self, text: str) -> None:
+        """Go on to the call that ``text`` selects."""
+        with _said():
+            self._debugger.until(text)
+            self._goes_on = True
+
+
+@contextlib.contextmanager
+def _said() -> Any:
+    """A wrong selector at the prompt is a line, not a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        print(error)
+
+
+def _alive(models: Any, optimizer: object, depth: int) -> list[tuple[str, int]]:
+    """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
+    import gc
+
+    owners = AllocationOwners(models or (), optimizer).standing()
+    found: Counter[str] = Counter()
+    known: set[int] = set()
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):
+            storage = one.untyped_storage()
+            key = storage._cdata
+            if key not in known:
+                known.add(key)
+                note = owners.get(key, "other:activations and temporaries")
+                kind, _, module = note.partition(":")
+                found[f"{kind} {'.'.join(module.split('.')[:depth])}"] += storage.nbytes()
+    return found.most_common()
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    words = ["x".join(map(str, t.shape)) + f" {str(t.dtype)[6:]}" for t in tensors[:4]]
+    return ", ".join(words) + (f", +{len(tensors) - 4}" if len(tensors) > 4 else "")
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float | None:
+    """Of the first tensor of fractions; None if there is none."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32))
+    return None
