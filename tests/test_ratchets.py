@@ -87,8 +87,10 @@ def test_options_of_commands():
 
 def test_flags_on_the_jobs_own_command_line():
     assert sorted(FLAGS) == [
+        "--prism-break",
         "--prism-capture",
         "--prism-check-order",
+        "--prism-debugger",
         "--prism-emulate",
         "--prism-fault",
         "--prism-fault-dry-run",
@@ -107,6 +109,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-slow",
         "--prism-tier",
         "--prism-values",
+        "--prism-watch",
         "--prism-world",
         "--prism-world-size",
     ]

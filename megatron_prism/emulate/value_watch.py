@@ -66,8 +66,10 @@ class ValueWatch(LabelledCalls):
         """Remember whose backward it is that begins with this output."""
         name = self._owners.name_of(module)
         for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _, name=name: self._backward(name))
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if node is not None and "prism" not in node.metadata:  # the innermost module's, once
+                node.metadata["prism"] = name
+                node.register_prehook(lambda _, name=name: self._backward(name))
 
     def _backward(self, name: str) -> None:
         self._module = name
