@@ -60,6 +60,7 @@ setup(
         "dev": [*TEST, "ruff>=0.6", "mypy>=2", "types-PyYAML"],
         "docs": ["mkdocs-material>=9.5"],
         "sweep": ["ray>=2.9"],  # prism sweep --address
+        "debug": ["debugpy>=1.8"],
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={

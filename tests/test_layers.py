@@ -50,6 +50,7 @@ PACKAGES = {
     "ray": ["sweep/engine.py"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
+    "debugpy": ["emulate/debugger.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
               "runtime/*", "emulate/*", "sweep/*", "cli/*"],
 }  # fmt: skip

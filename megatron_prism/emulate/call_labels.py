@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from megatron_prism.hang.fault_plan import CallLabel
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
 from megatron_prism.runtime.recorder.owners import CallSites
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
+    from megatron_prism.runtime.process_group import PrismGroup
 
 __all__ = ["LabelledCalls"]
 
@@ -39,8 +45,8 @@ class LabelledCalls(CallListener, TrainingListener):
                          labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
 
     def through(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Make the call, by the listener after this one."""
         caller = group.world.after(self)
         if caller is None:

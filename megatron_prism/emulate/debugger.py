@@ -15,10 +15,10 @@ import pdb
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +32,13 @@ from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.hang.fault_plan import CallLabel, Fault, FaultMatcher
 from megatron_prism.runtime.process_group import arguments
 from megatron_prism.runtime.recorder.owners import AllocationOwners
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
+    from megatron_prism.runtime.process_group import PrismGroup
+    from megatron_prism.runtime.recorder.owners import Models
 
 __all__ = ["Breakpoint", "Debugger", "Prompt", "debugger_at"]
 
@@ -169,7 +176,7 @@ class Debugger(LabelledCalls):
         self.breakpoint, self.rank, self.world, self.values = breakpoint, rank, world, values
         self.real = tier != "meta"
         self.seen: deque[_Seen] = deque(maxlen=_KEPT)
-        self.models: Any = ()
+        self.models: Models = ()
         self.optimizer: object = None
         self._at, self._listening = at, False
         self._aim(breakpoint)
@@ -190,12 +197,12 @@ class Debugger(LabelledCalls):
         """Stop at the next call."""
         self._next = True
 
-    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+    def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
         self.iteration, self.models, self.optimizer = number, model, optimizer
 
     def record(
-        self, group: Any, op: str, answer: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
         """Make the call; before or behind the one that was chosen, stop."""
         pair = op in ("send", "recv")
         self._numbers[group.desc, pair] += 1
@@ -296,12 +303,12 @@ class _Pdb(pdb.Pdb):
 
     do_q = do_exit = do_EOF = do_quit
 
-    def default(self, line: str) -> Any:
+    def default(self, line: str) -> bool:  # type: ignore[override] # True: no further prompt
         super().default(line)
         if self._mine._goes_on:
             self._mine._goes_on = False
-            return self.do_continue("")
-        return None
+            return bool(self.do_continue(""))
+        return False
 
 
 class Prompt:
@@ -313,8 +320,8 @@ class Prompt:
     """
 
     def __init__(
-        self, debugger: Debugger, group: Any, made: _Seen, inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor], work: Any,
+        self, debugger: Debugger, group: PrismGroup, made: _Seen, inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor], work: dist.Work | None,
     ) -> None:  # fmt: skip
         self._debugger, self._made, self.group = debugger, made, group
         self.call, self.inputs, self.outputs, self.work = made.call, inputs, outputs, work
@@ -375,7 +382,7 @@ class Prompt:
 
 
 @contextlib.contextmanager
-def _said() -> Any:
+def _said() -> Iterator[None]:
     """A wrong selector at the prompt is a line, not a traceback."""
     try:
         yield
@@ -383,7 +390,7 @@ def _said() -> Any:
         print(error)
 
 
-def _alive(models: Any, optimizer: object, depth: int) -> list[tuple[str, int]]:
+def _alive(models: Models, optimizer: object, depth: int) -> list[tuple[str, int]]:
     """(kind and module, bytes) of every storage that a tensor holds, the largest first."""
     import gc
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pdb
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +20,12 @@ from megatron_prism.core.errors import PrismError, UnsupportedError, UsageError
 from megatron_prism.core.ops import label
 from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.runtime.recorder.owners import AllocationOwners
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.utils.hooks import RemovableHandle
+
+    from megatron_prism.runtime.recorder.owners import Models
 
 __all__ = ["ValueWatch"]
 
@@ -50,9 +56,9 @@ class ValueWatch(LabelledCalls):
         self._mode = _Mode(self)
         self._looks = self._entered = False
         self._module = ""
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
 
-    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+    def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
         self.iteration = number
         if not self._entered:
             self._entered = self._looks = True
@@ -98,7 +104,7 @@ class ValueWatch(LabelledCalls):
             return bool(torch.isinf(tensor).any())
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) > self.limit
 
-    def found(self, operator: Any, inputs: list[torch.Tensor], result: torch.Tensor) -> None:
+    def found(self, operator: OpOverload, inputs: list[torch.Tensor], result: torch.Tensor) -> None:
         """Say where it is, and stop: at a prompt, or the job."""
         labels = self._labels
         step = label(labels.get("phase", ""), labels.get("microbatch", -1), labels.get("chunk", -1))
