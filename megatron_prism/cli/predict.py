@@ -130,6 +130,9 @@ def show(result: Prediction) -> None:
     out, spread = console(), result.variability
     out.print(result.graph)
     out.print(f"  without variation  {ms(result.steady)}  (as prism replay has it)")
+    if result.steady_high > result.steady_low:
+        between = f"{ms(result.steady_low)} to {ms(result.steady_high)}"
+        out.print(f"                     {between}, nine times in ten: prism replay says why")
     out.print(
         f"  drawn              {result.samples:,} iterations, seed {result.seed}; the slowest"
     )
@@ -141,7 +144,7 @@ def show(result: Prediction) -> None:
         if one.ns is not None:
             between = f"{ms(one.low)} to {ms(one.high)}"
         rows.append((f"p{100 * one.level:g}", ms(one.ns), over, between))
-    print_table(("iteration", "", "over that", "95 % interval"), rows)
+    print_table(("iteration", "", "over that", "95 % interval of the draws"), rows)
     p95 = next((one.ns for one in result.quantiles if one.level == 0.95), None)
     if p95 is not None:
         out.print("\nwhat moves p95")

@@ -30,6 +30,7 @@ from megatron_prism.predict.variability import (
 )
 from megatron_prism.predict.variability import read_variability as shipped
 from megatron_prism.predict.whatifs import FACTORS, Study, busiest, p95, study, with_slow
+from megatron_prism.replay.interval import interval
 from megatron_prism.replay.priced_graph import (
     CalibrationLike,
     MachineLike,
@@ -57,7 +58,8 @@ Progress = Callable[[str, float], object]  # what is done, and which part of it,
 class Prediction:
     """The distribution of the iteration time.
 
-    steady    : ns without any variation, as ``replay`` has it
+    steady    : ns without any variation, as ``replay`` has it, and where that may lie on the job's
+                machine (``replay.interval``): all quantiles move with it
     replicas  : independent copies of the model
     samples   : iterations of the whole world that were drawn
     quantiles : of an iteration
@@ -74,6 +76,8 @@ class Prediction:
     """
 
     steady: int
+    steady_low: int
+    steady_high: int
     replicas: int
     samples: int
     seed: int
@@ -254,8 +258,11 @@ def _distribution(
         index: p95(with_slow(sampler, spread, each[:tried], {0: {index: (1, slow_by)}}, more))
         for index in chosen
     }
+    between = interval(priced.timeline)
     return Prediction(
         steady=priced.timeline.iteration_ns,
+        steady_low=between.low_ns,
+        steady_high=between.high_ns,
         replicas=sampler.replicas,
         samples=count,
         seed=sampler.seed,
