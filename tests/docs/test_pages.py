@@ -1,5 +1,6 @@
 """The commands on the pages that a newcomer follows run, and print what the pages show."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,19 @@ def runner(tmp_path_factory):
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_shows_what_its_commands_print(page, runner, tmp_path):
     doc_blocks.check((ROOT / page).read_text(encoding="utf-8"), runner, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PRISM_MEGATRON" not in os.environ, reason="PRISM_MEGATRON: a checkout")
+def test_the_readme_runs_a_stock_script(runner, tmp_path):
+    found = doc_blocks.steps((ROOT / "README.md").read_text(encoding="utf-8"), skipped=True)
+    (step,) = (step for step in found if "pretrain_gpt.py" in step.command)
+    command = step.command[step.command.index("\n.venv/bin/python") :]
+    (tmp_path / "Megatron-LM").symlink_to(os.environ["PRISM_MEGATRON"])
+    command = command.replace(".venv/bin/python", sys.executable)
+    printed = runner.run(doc_blocks.Step(command, None), tmp_path)
+    line = doc_blocks.differences(["…", *step.shown], printed.splitlines())
+    assert line is None, f"{line}\n{printed}"
 
 
 def test_shown_lines_are_compared():

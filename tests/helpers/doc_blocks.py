@@ -32,11 +32,11 @@ class Step:
     shown: list[str] | None
 
 
-def steps(page: str) -> list[Step]:
-    """The commands of a page, in order."""
+def steps(page: str, skipped: bool = False) -> list[Step]:
+    """The commands of a page, in order; ``skipped``: those that are not run here too."""
     found = []
     for block in FENCE.finditer(page):
-        if block["skip"]:
+        if block["skip"] and not skipped:
             continue
         if block["kind"] == "console":
             for part in re.split(r"^\$ ", block["body"], flags=re.MULTILINE)[1:]:
@@ -128,7 +128,8 @@ def check(page: str, runner: Runner, folder: Path) -> int:
 def main() -> None:
     """Compare a log with what a page shows."""
     page, word, log = sys.argv[1:]
-    (step,) = (s for s in steps(Path(page).read_text(encoding="utf-8")) if word in s.command)
+    found = steps(Path(page).read_text(encoding="utf-8"), skipped=True)
+    step = next(step for step in found if word in step.command)
     printed = Path(log).read_text(encoding="utf-8").splitlines()
     line = differences(step.shown or [], printed)
     if line is not None:
