@@ -177,26 +177,31 @@ def _no_restarts(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "maybe_wrap_for_inprocess_restart", make)
 
 
-def _no_megatron_fsdp(module: ModuleType, context: PatchContext) -> None:
-    """It gathers where every rank's shard begins and ends; shards that do not add up stop it."""
+def _unchecked_pieces(module: ModuleType, context: PatchContext) -> None:
+    """Ranks tell each other how large their pieces of a parameter are; mirrored ones say our size,
+    and such pieces do not add up.  Megatron leaves the check out under torch's fake groups, too."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not context.all_local():
-                raise UnsupportedError(
-                    "--use-megatron-fsdp compares the shards of all ranks with each other, "
-                    "and virtual ranks have none of their own",
-                    fix="leave it out: --use-distributed-optimizer shards the optimizer alone",
-                )
-            return original(*args, **kwargs)
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(dtensor: object) -> None:
+            if context.all_local():
+                original(dtensor)
 
         return call
 
-    owner = module.FullyShardedDataParallel
-    if isinstance(owner, type):
-        context.replace(owner, "__init__", make)
-    else:  # 0.20 makes one of two classes
-        context.replace(module, "FullyShardedDataParallel", make)
+    context.replace(module, "validate_uneven_dtensor", make)
+
+
+def _own_random_state(module: ModuleType, context: PatchContext) -> None:
+    """Ranks take over the random state of their group's first; a virtual one sends none."""
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(state: object) -> None:
+            if state is not None:
+                original(state)
+
+        return call
+
+    context.replace(module, "_load_rng_state_dict", make)
 
 
 def _own_words(module: ModuleType, context: PatchContext) -> None:
@@ -219,12 +224,20 @@ def _own_words(module: ModuleType, context: PatchContext) -> None:
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        "no-megatron-fsdp",
+        "own-random-state",
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-        "Megatron-FSDP's shards of virtual ranks are those of the local one",
-        "core/distributed/fsdp/mcore_fsdp_adapter.py:58 @0.16.1; :63 @0.19.0",
-        _no_megatron_fsdp,
-        targets=("FullyShardedDataParallel", "FullyShardedDataParallel.__init__ <0.20"),
+        "a virtual rank has no random state to hand on",
+        "core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
+        _own_random_state,
+        targets=("_load_rng_state_dict",),
+    ),
+    Patch(
+        "unchecked-pieces",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
+        "pieces of virtual ranks are as large as the local one's",
+        "core/distributed/fsdp/src/megatron_fsdp/uneven_dtensor.py:142 @0.19.0",
+        _unchecked_pieces,
+        targets=("validate_uneven_dtensor",),
     ),
     Patch(
         "own-words",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, vocabulary
 from megatron_prism.runtime.devices import cuda, kernels, stand_ins
@@ -441,6 +443,30 @@ def _always_finite(module: ModuleType, context: PatchContext) -> None:
     )
 
 
+def _materialised(module: ModuleType, context: PatchContext) -> None:
+    """Megatron-FSDP takes parameters on meta for those that nobody has initialised yet; on tier
+    meta they are what they will ever be."""
+    is_meta = torch.Tensor.is_meta
+    package = module.__name__.rpartition(".")[0]
+
+    def asked(tensor: torch.Tensor) -> bool:
+        by_fsdp = sys._getframe(1).f_globals.get("__name__", "").startswith(package)
+        return not by_fsdp and is_meta.__get__(tensor)
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            changes = ProcessChanges()
+            changes.set(torch.Tensor, "is_meta", property(asked))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                changes.undo()
+
+        return call
+
+    context.replace(module.ParamAndGradBuffer, "__init__", make)
+
+
 def _no_realtime_tests(module: ModuleType, context: PatchContext) -> None:
     """``--test-mode`` asserts that norms of all ranks are equal; the calls stay."""
 
@@ -549,6 +575,14 @@ PATCHES_META: tuple[Patch, ...] = (
         "core/optimizer/optimizer.py:496 @0.16.1; :713 @0.19.0",
         _always_finite,
         targets=("MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",),
+    ),
+    Patch(
+        "materialised",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+        "Megatron-FSDP initialises parameters on meta, or fails",
+        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2880 @0.19.0",
+        _materialised,
+        targets=("ParamAndGradBuffer.__init__",),
     ),
     Patch(
         "no-realtime-tests",

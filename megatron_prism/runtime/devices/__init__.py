@@ -132,6 +132,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         # it looks at values
         changes.set(torch.distributions.Distribution, "_validate_args", False)
         _keep_parameters(changes)
+        live.follow_resizes(changes)
         live.__enter__()
         changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda.set_memory_source(live)

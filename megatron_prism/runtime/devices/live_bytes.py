@@ -4,8 +4,7 @@ A TorchDispatchMode sees every storage that an operator creates; a weak finalize
 are exact *allocated* bytes of tensors, before the allocator's rounding and segments.  ``scope``
 labels what runs now; the peak remembers the labels.  Only tensors of ``device`` count.
 
-It does not see memory that no tensor holds (context, NCCL), nor ``resize_`` of a
-storage after its creation unless an operator returns the tensor again.
+It does not see memory that no tensor holds (context, NCCL).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.ops import EMPTIED, WAITED
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import shapes
 
 if TYPE_CHECKING:
@@ -245,6 +245,28 @@ class LiveBytes(TorchDispatchMode):
             self._tell(number, size - known)
         if self.now > self._seen:
             self._mark()
+
+    def follow_resizes(self, changes: ProcessChanges) -> None:
+        """Count what FSDP does: it gives a buffer's storage back, and takes it anew, by resizing.
+
+        What is taken anew is another request to the allocator.
+        """
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            before = self._alive.get(storage._cdata)
+            answer = original(storage, size)
+            if before is not None and before[0] != size:
+                self._free(before[2])
+                self._count += 1
+                self._alive[storage._cdata] = (size, self._count - 1, before[2])
+                self.now += size
+                self._tell(self._count - 1, size)
+                if self.now > self._seen:
+                    self._mark()
+            return answer
+
+        changes.set(torch.UntypedStorage, "resize_", resize_)
 
     def _tell(self, number: int, change: int) -> None:
         if not change:  # to the history 0 bytes mean something else
