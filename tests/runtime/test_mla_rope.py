@@ -112,33 +112,6 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
         module.maybe_wrap_for_inprocess_restart(3)
 
 
-def test_megatron_fsdp_is_refused_unless_all_ranks_are_local(monkeypatch):
-    from types import SimpleNamespace
-
-    from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate import patch
-    from megatron_prism.emulate.monitor import TrainingMonitor
-    from megatron_prism.emulate.patches import training as seams_training
-
-    class Sharded:
-        made = 0
-
-        def __init__(self):
-            Sharded.made += 1
-
-    sizes = [2, 1]
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: sizes[0])
-    module = SimpleNamespace(FullyShardedDataParallel=Sharded)
-    here = patch.PatchContext(lambda: None, TrainingMonitor(), False, (0,), 0)
-    seams_training._no_megatron_fsdp(module, here)
-    with pytest.raises(UnsupportedError, match="--use-megatron-fsdp compares"):
-        Sharded()
-    assert Sharded.made == 0
-    del sizes[0]
-    Sharded()
-    assert Sharded.made == 1
-
-
 def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     """Megatron's build_module makes a new exception of each, once per level."""
     from types import SimpleNamespace

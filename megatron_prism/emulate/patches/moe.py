@@ -72,8 +72,9 @@ _MTP_HEADS: tuple[Patch, ...] = tuple(
 
 
 def _no_flex(module: ModuleType, context: PatchContext) -> None:
-    """Their kernels write into the memory of the other ranks, which are not there."""
-    names = {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
+    """Their kernels write into the memory of the other ranks, which are not there; on shapes
+    nothing is written, and DeepEP and HybridEP have stand-ins."""
+    names = {} if context.meta else {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
         make = refused(
             f"--moe-token-dispatcher-type flex talks to the other ranks through {name}, "

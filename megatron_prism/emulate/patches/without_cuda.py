@@ -19,7 +19,7 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, vocabulary
-from megatron_prism.runtime.devices import cuda, kernels, stand_ins
+from megatron_prism.runtime.devices import cuda, fused_dispatch, kernels, stand_ins
 from megatron_prism.runtime.te.moe import counts
 
 __all__ = ["FUSED_ATTENTION", "every_patch", "patches_for"]
@@ -420,6 +420,36 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
     context.replace(module.MoEAllGatherTokenDispatcher, "dispatch_postprocess", make)
 
 
+def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
+    for name in ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine"):
+        context.set(module, name, getattr(fused_dispatch, name))
+    context.set(module, "set_deepep_num_sms", lambda number: None)
+
+
+def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
+    """HybridEP's call does not say how many experts a token goes to; DeepEP's map of experts is
+    filled where its values say."""
+
+    def metadata(original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: Any, *args: object, **kwargs: object) -> object:
+            ways = self.num_experts // self.config.num_moe_experts
+            fused_dispatch.set_copies(self.config.moe_router_topk * ways)
+            counts["made_up"] = True
+            return original(self, *args, **kwargs)
+
+        return call
+
+    def multihot(original: Callable[..., object]) -> Callable[..., object]:
+        return lambda self, indices, probs: fused_dispatch.indices_to_multihot(
+            indices, probs, self.num_local_experts
+        )
+
+    context.replace(module._HybridEPManager, "setup_metadata", metadata)
+    context.replace(module._DeepepManager, "setup_metadata", metadata)
+    context.replace(module._DeepepManager, "_indices_to_multihot", multihot)
+    context.set(module, "fused_indices_to_multihot", fused_dispatch.indices_to_multihot)
+
+
 def _static_permute(module: ModuleType, context: PatchContext) -> None:
     """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
 
@@ -559,6 +589,33 @@ PATCHES_META: tuple[Patch, ...] = (
         "core/transformer/moe/token_dispatcher.py:871 @0.16.1",
         _balanced_splits,
         targets=("MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",),
+    ),
+    Patch(
+        "fused-dispatch",
+        "megatron.core.transformer.moe.fused_a2a",
+        "DeepEP and HybridEP write into the memory of other GPUs",
+        "core/transformer/moe/fused_a2a.py:200, :480 @0.19.0",
+        _fused_dispatch,
+        targets=(
+            "fused_dispatch",
+            "fused_combine",
+            "set_deepep_num_sms",
+            "hybrid_ep_dispatch",
+            "hybrid_ep_combine",
+        ),
+    ),
+    Patch(
+        "balanced-flex",
+        "megatron.core.transformer.moe.token_dispatcher",
+        "how many tokens arrive is a value",
+        "core/transformer/moe/token_dispatcher.py:993, :1216 @0.19.0",
+        _balanced_flex,
+        targets=(
+            "_HybridEPManager.setup_metadata",
+            "_DeepepManager.setup_metadata",
+            "_DeepepManager._indices_to_multihot",
+            "fused_indices_to_multihot",
+        ),
     ),
     Patch(
         "balanced-gathered",

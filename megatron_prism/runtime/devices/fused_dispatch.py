@@ -1,0 +1,192 @@
+"""DeepEP's and HybridEP's dispatch and combine of tokens, as shapes and calls.
+
+The real ones write into the memory of other GPUs and size what they receive by the routing.  Here
+every expert gets its even share, every copy of a token that can goes to another rank, and each
+exchange is one all-to-all of the group, so that traffic and replay know of it.  Assumed: the
+libraries' own buffers are outside of torch's allocator, and a handle is the routing map of all
+ranks for the local experts with a row number for each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from megatron_prism.runtime.devices.kernels import fused
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
+
+__all__ = [
+    "fused_combine",
+    "fused_dispatch",
+    "hybrid_ep_combine",
+    "hybrid_ep_dispatch",
+    "indices_to_multihot",
+    "set_copies",
+]
+
+_copies = 1  # of a token, in the group
+
+
+def set_copies(copies: int) -> None:
+    """How many experts of the group a token goes to, in the dispatch that follows."""
+    global _copies
+    _copies = copies
+
+
+def _exchange(like: torch.Tensor, rows: int, group: dist.ProcessGroup) -> None:
+    """One all-to-all of ``rows`` rows, from and to memory that is not the allocator's."""
+    if group.size() > 1:
+        row = like.new_empty(1).expand(rows, like.shape[-1])
+        dist.all_to_all_single(row, row, group=group)
+
+
+class _Dispatch(torch.autograd.Function):
+    """``rows`` of tokens and probabilities arrive; saved: what the handle holds."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        shapes: tuple[int, tuple[int, ...], int],
+        handle: tuple[torch.Tensor, ...],
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, of_probs, sent = shapes
+        ctx.shapes, ctx.sent, ctx.group = (x.shape, probs.shape), sent, group
+        ctx.handle = handle
+        _exchange(x, sent, group)
+        out = x.new_empty(rows, x.shape[-1])
+        fused("dispatch", 0, x, out)
+        return out, probs.new_empty(of_probs)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor, grad_probs: torch.Tensor) -> Grads:
+        _exchange(grad, ctx.sent, ctx.group)
+        out = grad.new_empty(ctx.shapes[0])
+        fused("combine", 0, grad, out)
+        return out, grad_probs.new_empty(ctx.shapes[1]), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: AutogradContext, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+        ctx.rows, ctx.handle = x.shape, handle
+        _exchange(x, handle.sent, handle.group)
+        out = x.new_empty(handle.tokens, x.shape[-1])
+        fused("combine", 0, x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
+        _exchange(grad, ctx.handle.sent, ctx.handle.group)
+        out = grad.new_empty(ctx.rows)
+        fused("dispatch", 0, grad, out)
+        return out, None
+
+
+class Handle(tuple[torch.Tensor, ...]):
+    """What a dispatch leaves for its combine; the last entry says whether tokens were dropped."""
+
+    tokens: int
+    sent: int
+    group: dist.ProcessGroup
+
+
+def _handle(x: torch.Tensor, local: int, sent: int, group: dist.ProcessGroup) -> Handle:
+    every = x.shape[0] * group.size()
+    made = Handle((
+        x.new_empty(every, local, dtype=torch.bool),
+        x.new_empty(every, local, dtype=torch.int32),
+        x.new_empty(x.shape[0], group.size(), dtype=torch.int32),
+        x.new_zeros(1, dtype=torch.int32),
+    ))  # fmt: skip
+    made.tokens, made.sent, made.group = x.shape[0], sent, group
+    return made
+
+
+def _even(total: int, experts: int, multiple: int = 1) -> torch.Tensor:
+    """Copies of tokens per local expert, on the host; each is rounded up to ``multiple``."""
+    counts = torch.full((experts,), total // experts, dtype=torch.int64, device="cpu")
+    counts[: total % experts] += 1
+    return -(-counts // multiple) * multiple
+
+
+def hybrid_ep_dispatch(
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    group: dist.ProcessGroup,
+    num_local_experts: int,
+    *,
+    num_permuted_tokens: int | None = None,
+    pad_multiple: int | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, Handle]:
+    """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts."""
+    counts = _even(x.shape[0] * _copies, num_local_experts, pad_multiple or 1)
+    rows = int(counts.sum()) if num_permuted_tokens is None else int(num_permuted_tokens)
+    sent = x.shape[0] * min(_copies, group.size())
+    handle = _handle(x, num_local_experts, sent, group)
+    out, chosen = _Dispatch.apply(x, probs, (rows, (rows,), sent), handle, group)
+    return out, chosen, None, counts, handle
+
+
+def hybrid_ep_combine(x: torch.Tensor, handle: Handle, *args: object, **options: object) -> object:
+    """The experts' output back at its tokens."""
+    return _Combine.apply(x, handle)
+
+
+def fused_dispatch(
+    x: torch.Tensor,
+    token_indices: torch.Tensor,
+    token_probs: torch.Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    *args: object,
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Handle]:
+    """DeepEP's: a token arrives once at a rank, however many of its experts are there."""
+    copies, local = token_indices.shape[-1], num_experts // group.size()
+    rows = x.shape[0] * min(copies, group.size())
+    handle = _handle(x, local, rows, group)
+    shapes = (rows, (rows, copies), rows)
+    out, probs = _Dispatch.apply(x.contiguous(), token_probs, shapes, handle, group)
+    indices = token_indices.new_empty(rows, copies)
+    return out, indices, probs, _even(x.shape[0] * copies, local), handle
+
+
+def fused_combine(
+    x: torch.Tensor, group: dist.ProcessGroup, handle: Handle, *args: object, **options: object
+) -> tuple[object, None]:
+    return _Combine.apply(x, handle), None
+
+
+class _Multihot(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, indices: torch.Tensor, probs: torch.Tensor, experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(indices)
+        ctx.shape = probs.shape
+        out = probs.new_empty(probs.shape[0], experts, dtype=torch.float32)
+        chosen = indices.new_empty(out.shape, dtype=torch.bool)
+        fused("indices_to_multihot", 0, indices, probs, out, chosen)
+        ctx.mark_non_differentiable(chosen)
+        return chosen, out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, _: object, grad: torch.Tensor) -> Grads:
+        return None, grad.new_empty(ctx.shape), None
+
+
+def indices_to_multihot(
+    indices: torch.Tensor, probs: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each token ``[rows, copies]`` as a map and probabilities ``[rows, experts]``."""
+    chosen, out = _Multihot.apply(indices, probs, experts)
+    return chosen, out
