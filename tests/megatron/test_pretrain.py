@@ -304,11 +304,11 @@ def test_fsdp2_without_cuda_is_refused_by_name(queues, monkeypatch):
     assert "--use-torch-fsdp2 shards parameters on a CUDA device" in done.stderr
 
 
-def test_cuda_graphs_without_cuda_are_refused_by_name(tmp_path):
+def test_without_cuda_a_job_runs_without_its_graphs_and_says_so(tmp_path):
     status, said = forked(*WORLD, "--enable-cuda-graph")
-    assert status == 1
-    assert "CUDA graphs need a CUDA device" in said
-    assert "leave --enable-cuda-graph" in said
+    assert status == 0, said[-3000:]
+    assert "without a GPU a CUDA graph is off" in said
+    assert "3 optimizer steps applied of 3" in said
 
 
 @pytest.mark.parametrize("rank", ["0", pytest.param("17", marks=pytest.mark.slow)])

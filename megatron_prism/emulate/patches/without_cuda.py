@@ -58,6 +58,41 @@ def _no_graphs(module: ModuleType, context: PatchContext) -> None:
             context.replace(getattr(module, owner), "__init__", make)
 
 
+# options that the job does without here: how Megatron says that they are off, and what that means
+_LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
+    "a CUDA graph": (
+        {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
+        "kernels are launched one by one, and a graph's own pool takes no memory",
+    ),
+    "--tp-comm-overlap": (
+        {"tp_comm_overlap": False},
+        "the same collectives run one after the other, and userbuffers take no memory",
+    ),
+    "--use-transformer-engine-op-fuser": (
+        {"use_transformer_engine_op_fuser": False},
+        "the layers are Transformer Engine's modules, which save the same",
+    ),
+}
+
+
+def _leave_out(module: ModuleType, context: PatchContext) -> None:
+    """Ways of running the same operations that need a device: the job runs without, and says so."""
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(args: object, *rest: object, **kwargs: object) -> object:
+            for name, (off, meaning) in _LEFT_OUT.items():
+                asked = [key for key, value in off.items() if getattr(args, key, value) != value]
+                for key in asked:
+                    setattr(args, key, off[key])
+                if asked and context.leads:
+                    sys.stderr.write(f"prism: without a GPU {name} is off: {meaning}\n")
+            return original(args, *rest, **kwargs)
+
+        return call
+
+    context.replace(module, "set_global_variables", make, again=True)
+
+
 def _plain_memory(module: ModuleType, context: PatchContext) -> None:
     """Buffers that NCCL uses directly are as large as others; nvcc would build their pool."""
     context.set(module, "init", lambda: None)
@@ -166,6 +201,14 @@ _KERNELS: tuple[Patch, ...] = (
         "core/pipeline_parallel/utils.py:131 @0.19.0",
         _no_affinity,
         targets=("set_ideal_affinity_for_current_gpu",),
+    ),
+    Patch(
+        "leave-out",
+        "megatron.training.global_vars",
+        "graphs, userbuffers and fused operations are ways of running a job on a device",
+        "training/global_vars.py:103 @0.16.1; :133 @0.19.0",
+        _leave_out,
+        targets=("set_global_variables",),
     ),
     Patch(
         "no-full-graph",
@@ -319,16 +362,14 @@ def _one_generator(module: ModuleType, context: PatchContext) -> None:
 
     logging.getLogger(module.__name__).addFilter(keep)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, graph_safe: bool = False, **kwargs: Any) -> Any:
-            if graph_safe:  # only a CUDA device has a state that a graph may capture
-                fix = "leave --enable-cuda-graph or --cuda-graph-impl out, or --prism-tier cuda"
-                raise UnsupportedError("CUDA graphs need a CUDA device", fix=fix)
-            return original(*args, **kwargs)
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, graph_safe: bool = False, **kwargs: object) -> object:
+            return original(*args, **kwargs)  # only a CUDA device has states for graphs
 
         return call
 
     context.replace(module, "_get_cuda_rng_state", make)
+    context.replace(module, "_set_cuda_rng_state", make)
 
 
 def _flash_attention(module: ModuleType, context: PatchContext) -> None:
@@ -476,12 +517,12 @@ def _always_finite(module: ModuleType, context: PatchContext) -> None:
 def _materialised(module: ModuleType, context: PatchContext) -> None:
     """Megatron-FSDP takes parameters on meta for those that nobody has initialised yet; on tier
     meta they are what they will ever be."""
-    is_meta = torch.Tensor.is_meta
+    is_meta: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
     package = module.__name__.rpartition(".")[0]
 
     def asked(tensor: torch.Tensor) -> bool:
         by_fsdp = sys._getframe(1).f_globals.get("__name__", "").startswith(package)
-        return not by_fsdp and is_meta.__get__(tensor)
+        return not by_fsdp and is_meta(tensor)
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
@@ -541,7 +582,7 @@ PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
         "the device's random state is the host's",
         "core/tensor_parallel/random.py:235 @0.16.1",
         _one_generator,
-        targets=("_get_cuda_rng_state",),
+        targets=("_get_cuda_rng_state", "_set_cuda_rng_state"),
     ),
     Patch(
         "name-without-te",

@@ -74,7 +74,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, x: torch.Tensor, handle: Handle) -> torch.Tensor:
+    def forward(ctx: AutogradContext, x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         ctx.rows, ctx.handle = x.shape, handle
         _exchange(x, handle.sent, handle.group)
         out = x.new_empty(handle.tokens, x.shape[-1])
@@ -89,7 +89,7 @@ class _Combine(torch.autograd.Function):
         return out, None
 
 
-class Handle(tuple[torch.Tensor, ...]):
+class DispatchHandle(tuple[torch.Tensor, ...]):
     """What a dispatch leaves for its combine; the last entry says whether tokens were dropped."""
 
     tokens: int
@@ -97,9 +97,9 @@ class Handle(tuple[torch.Tensor, ...]):
     group: dist.ProcessGroup
 
 
-def _handle(x: torch.Tensor, local: int, sent: int, group: dist.ProcessGroup) -> Handle:
+def _handle(x: torch.Tensor, local: int, sent: int, group: dist.ProcessGroup) -> DispatchHandle:
     every = x.shape[0] * group.size()
-    made = Handle((
+    made = DispatchHandle((
         x.new_empty(every, local, dtype=torch.bool),
         x.new_empty(every, local, dtype=torch.int32),
         x.new_empty(x.shape[0], group.size(), dtype=torch.int32),
@@ -126,7 +126,7 @@ def hybrid_ep_dispatch(
     num_permuted_tokens: int | None = None,
     pad_multiple: int | None = None,
     **options: object,
-) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, Handle]:
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, DispatchHandle]:
     """Tokens ``[rows, hidden]`` of all ranks, in the order of the local experts."""
     counts = _even(x.shape[0] * _copies, num_local_experts, pad_multiple or 1)
     rows = int(counts.sum()) if num_permuted_tokens is None else int(num_permuted_tokens)
@@ -136,7 +136,9 @@ def hybrid_ep_dispatch(
     return out, chosen, None, counts, handle
 
 
-def hybrid_ep_combine(x: torch.Tensor, handle: Handle, *args: object, **options: object) -> object:
+def hybrid_ep_combine(
+    x: torch.Tensor, handle: DispatchHandle, *args: object, **options: object
+) -> object:
     """The experts' output back at its tokens."""
     return _Combine.apply(x, handle)
 
@@ -149,7 +151,7 @@ def fused_dispatch(
     group: dist.ProcessGroup,
     *args: object,
     **options: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Handle]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, DispatchHandle]:
     """DeepEP's: a token arrives once at a rank, however many of its experts are there."""
     copies, local = token_indices.shape[-1], num_experts // group.size()
     rows = x.shape[0] * min(copies, group.size())
@@ -161,7 +163,11 @@ def fused_dispatch(
 
 
 def fused_combine(
-    x: torch.Tensor, group: dist.ProcessGroup, handle: Handle, *args: object, **options: object
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    handle: DispatchHandle,
+    *args: object,
+    **options: object,
 ) -> tuple[object, None]:
     return _Combine.apply(x, handle), None
 
