@@ -7,6 +7,7 @@ in place.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import sys
 from collections.abc import Callable
@@ -84,6 +85,9 @@ def _leave_out(module: ModuleType, context: PatchContext) -> None:
                 asked = [key for key, value in off.items() if getattr(args, key, value) != value]
                 for key in asked:
                     setattr(args, key, off[key])
+                scope = getattr(args, "inference_cuda_graph_scope", None)
+                if "cuda_graph_impl" in asked and isinstance(scope, enum.Enum):
+                    args.inference_cuda_graph_scope = type(scope)["none"]  # type: ignore[attr-defined]
                 if asked and context.leads:
                     sys.stderr.write(f"prism: without a GPU {name} is off: {meaning}\n")
             return original(args, *rest, **kwargs)
