@@ -18,7 +18,8 @@ started again; remove a row to try its test again.  ``table`` prints what the fi
 it into PAGE.md between its two ``functional tests`` comments.
 
 outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); crashes (any other failure);
-hangs (not done within the limit); not tried (no training job, or no way to convert it).
+hangs (not done within the limit); not tried (no training job, no way to convert it, or it needs a
+package that this environment lacks).
 """
 
 from __future__ import annotations
@@ -292,6 +293,8 @@ def said(status: int | None, log: Path) -> tuple[str, str]:
               or re.search(r"\.py: error:", x)]  # fmt: skip
     frames = re.findall(r'File "([^"]+)", line (\d+)', text)
     place = "/".join(Path(frames[-1][0]).parts[-2:]) + f":{frames[-1][1]}" if frames else ""
+    if errors and errors[-1].startswith(("ModuleNotFoundError", "ImportError")):
+        return "not tried", f"needs a package: {errors[-1]}"[:300]
     return "crashes", f"{(errors or refusals or [last])[-1][:240]} ({place})"
 
 

@@ -57,5 +57,7 @@ def test_rearrange_is_that_of_einops():
     assert torch.equal(split, x.view(2, 3, 4))
     assert torch.equal(state_space.rearrange(split, "b h p -> h b p"), split.transpose(0, 1))
     assert torch.equal(state_space.rearrange(x[:, None], "d 1 w -> d w"), x)
+    of_numpy = state_space.rearrange(x.numpy(), "b (h p) -> h (b p)", p=4)
+    assert of_numpy.tolist() == split.transpose(0, 1).reshape(3, 8).tolist()
     repeated = state_space.rearrange(x, "l d -> l (r d)", r=2)
     assert torch.equal(repeated, x.repeat(1, 2))

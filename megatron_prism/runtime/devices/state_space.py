@@ -17,8 +17,9 @@ import re
 import sys
 import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from megatron_prism.core.errors import UnsupportedError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
 __all__ = ["add_modules", "rearrange"]
+
+_Array = TypeVar("_Array", torch.Tensor, np.ndarray)
 
 _DELTA_CHUNK = 64  # of the gated delta rule, by default
 
@@ -422,11 +425,13 @@ def chunk_gated_delta_rule(
 # -- einops, where it is missing -------------------------------------------------------------------
 
 
-def rearrange(tensor: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+def rearrange(tensor: _Array, pattern: str, **sizes: int) -> _Array:
     """einops.rearrange: ``"b l (h p) -> b l h p"`` with ``p=64``; a copy only where one is due.
 
     Axes that are new behind the arrow are repeated, as einops.repeat does.
     """
+    if isinstance(tensor, np.ndarray):
+        return rearrange(torch.from_numpy(tensor), pattern, **sizes).numpy()
     before, after = (_axes(side) for side in pattern.split("->"))
     known, shape = dict(sizes), []
     for axes, size in zip(before, tensor.shape, strict=True):
