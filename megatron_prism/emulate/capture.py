@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -363,7 +364,8 @@ class StockCapture(TrainingListener):
         path = self.finish()
         assert self.program is not None
         what = f"{len(self.program):,} ops of an iteration (median of {self.num_iterations})"
-        print(f"prism: {what} in {path}{self.said()}", file=sys.stderr)
+        host = f" on {socket.gethostname()}" if self._num_processes > 1 else ""
+        print(f"prism: {what} in {path}{host}{self.said()}", file=sys.stderr)
 
     def finish(self) -> Path:
         """Write the slice; returns where."""

@@ -158,12 +158,12 @@ def build_run(options: flags.Options, session: Session) -> Run:
         options.tier, session.changes, engine, queues(), history=options.capture is not None
     )
     options = flags.with_tier(options, tier.name)
+    for name, text in flags.launcher_variables(os.environ).items():
+        session.changes.set_item(os.environ, name, text)
     _check_devices(options)
     store = _shared_store(options)
     pace = _pace(options, version, store) if options.pace or options.slow else None
     variables = {"RANK": str(options.rank), "WORLD_SIZE": str(options.world.size)}
-    defaults = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    variables |= {name: text for name, text in defaults.items() if name not in os.environ}
     for name, text in variables.items():
         session.changes.set_item(os.environ, name, text)
     monitor = TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
@@ -341,7 +341,7 @@ def _check_devices(options: flags.Options) -> None:
     import torch
 
     local, have = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.num_processes))
+    here = flags.processes_here(os.environ, options.num_processes)
     if local >= have or here > have:
         raise UsageError(
             f"{here} local ranks on {have} CUDA device{'s' * (have != 1)}: two would share one, "

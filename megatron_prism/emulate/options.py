@@ -54,7 +54,39 @@ def processes(env: Mapping[str, str]) -> tuple[int, int, bool]:
                 fix="start with torchrun, or unset TORCHELASTIC_RUN_ID and LOCAL_WORLD_SIZE",
             )
         return process, k, True
+    if _by_srun(env):
+        return _number(env, "SLURM_PROCID", 0), _number(env, "SLURM_STEP_NUM_TASKS", 1), True
     return 0, 1, False
+
+
+def _by_srun(env: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks of a step of srun.  A batch script, and a job that srun
+    starts with one task, have SLURM_PROCID too, and nobody to wait for."""
+    return _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in env
+
+
+def processes_here(env: Mapping[str, str], k: int) -> int:
+    """How many of ``k`` processes are on this host."""
+    if "LOCAL_WORLD_SIZE" in env:
+        return _number(env, "LOCAL_WORLD_SIZE", k)
+    on_each = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "4(x2)"
+    return min(k, int(on_each[0])) if on_each and _by_srun(env) else k
+
+
+def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """LOCAL_RANK and where the processes of a job meet, as far as ``env`` does not say it.
+
+    Raises UsageError where tasks of srun on several hosts have not been told where to meet.
+    """
+    found = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    if _by_srun(env) and "LOCAL_WORLD_SIZE" not in env:
+        found["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+        if _number(env, "SLURM_STEP_NUM_NODES", 1) > 1 and "MASTER_ADDR" not in env:
+            raise UsageError(
+                "srun started tasks on several hosts, and MASTER_ADDR does not say where they meet",
+                fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)",
+            )
+    return {name: text for name, text in found.items() if name not in env}
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -391,3 +391,20 @@ def test_reading_the_flags_imports_neither_torch_nor_megatron():
 def test_local_layers_are_without_an_engine(monkeypatch, words, local):
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words.split()])
     assert options.without_engine() is local
+
+
+def test_tasks_of_srun_are_processes_of_one_job():
+    step = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+    assert options.processes(step) == (3, 4, True)
+    assert options.launcher_variables(step)["LOCAL_RANK"] == "1"
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # a batch script is nobody's task
+    assert options.processes(batch) == (0, 1, False)
+    one = step | {"SLURM_STEP_NUM_TASKS": "1"}
+    assert options.processes(one) == (0, 1, False)
+    hosts = step | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    assert options.processes_here(hosts, 4) == 2
+    assert options.processes_here(step, 4) == 4
+    with pytest.raises(UsageError, match="MASTER_ADDR") as caught:
+        options.launcher_variables(hosts)
+    assert "scontrol" in caught.value.fix
+    assert "MASTER_ADDR" not in options.launcher_variables(hosts | {"MASTER_ADDR": "node1"})
