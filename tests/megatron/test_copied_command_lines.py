@@ -115,7 +115,6 @@ def test_the_fused_weight_gradient_is_the_unfused_one(jobs):
     [
         ("DeepEP", "--moe-token-dispatcher-type flex talks to the other ranks through DeepEP"),
         ("offload, optimizer", "--optimizer-cpu-offload moves states"),
-        ("offload, activations", "--fine-grained-activation-offloading moves activations"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(name, what, jobs):
@@ -129,7 +128,15 @@ def test_what_cannot_be_is_refused_by_name(name, what, jobs):
 
 
 @pytest.mark.parametrize(
-    "name", ["user buffers", "hashes", "sparse attention", "graph", "graphs, layers"]
+    "name",
+    [
+        "user buffers",
+        "hashes",
+        "sparse attention",
+        "graph",
+        "graphs, layers",
+        "offload, activations",
+    ],
 )
 def test_what_would_need_a_package_or_values_trains(name, jobs):
     found, _ = jobs

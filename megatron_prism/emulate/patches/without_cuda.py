@@ -171,14 +171,46 @@ def _no_affinity(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "set_ideal_affinity_for_current_gpu", lambda _: lambda: None)
 
 
-def _refuse_offloading(module: ModuleType, context: PatchContext) -> None:
-    """Nothing would leave the counted bytes: tensors of one device are not moved."""
-    make = refused(
-        "--fine-grained-activation-offloading moves activations to the host, "
-        "and tier meta cannot tell host from device",
-        "leave it out (memory is then an upper bound), or --prism-tier cuda",
-    )
-    context.replace(module.ChunkOffloadHandler, "__init__", make)
+def _offloaded(module: ModuleType, context: PatchContext) -> None:
+    """What is offloaded leaves the device: here its shape is kept, and a tensor made of it when it
+    is wanted back.  Buffers of the host are not counted."""
+
+    def offload(original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: object, tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+            return tensor.shape, tensor.dtype, tensor.device
+
+        return call
+
+    def reload(original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: object, state: tuple[torch.Size, torch.dtype, torch.device], *_: object,
+                 **kwargs: object) -> torch.Tensor:  # fmt: skip
+            shape, dtype, device = state
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return call
+
+    def manages(original: Callable[..., object]) -> Callable[..., object]:
+        return lambda tensor: tensor.is_meta and not isinstance(tensor, torch.nn.Parameter)
+
+    owner = module.ChunkOffloadHandler
+    context.replace(owner, "offload", offload)
+    context.replace(owner, "reload", reload)
+    if hasattr(owner, "_can_manage_tensor_for_offload"):
+        check = manages(owner._can_manage_tensor_for_offload)
+        context.set(owner, "_can_manage_tensor_for_offload", staticmethod(check))
+
+
+def _shared_storage(module: ModuleType, context: PatchContext) -> None:
+    """A C++ extension gives one tensor's memory to another; compiled in the first backward pass, it
+    takes a minute, and a run that was killed meanwhile leaves a lock on which the next one waits.
+    On shapes the memory only has to be counted where it is."""
+
+    def share(to: torch.Tensor, of: torch.Tensor) -> None:
+        size = of.untyped_storage().nbytes()
+        of.untyped_storage().resize_(0)
+        to.untyped_storage().resize_(size)
+
+    context.replace(module, "_get_share_storage", lambda original: lambda: share)
 
 
 _KERNELS: tuple[Patch, ...] = (
@@ -290,12 +322,24 @@ _KERNELS: tuple[Patch, ...] = (
 
 _KERNELS_META: tuple[Patch, ...] = (
     Patch(
-        "refuse-offloading",
+        "offloaded",
         "megatron.core.pipeline_parallel.fine_grained_activation_offload",
-        "peaks came out as if nothing were offloaded",
-        "core/pipeline_parallel/fine_grained_activation_offload.py:765 @0.16.1; :872 @0.19.0",
-        _refuse_offloading,
-        targets=("ChunkOffloadHandler.__init__",),
+        "tier meta cannot tell host from device",
+        "core/pipeline_parallel/fine_grained_activation_offload.py:733 @0.16.1; :831 @0.19.0",
+        _offloaded,
+        targets=(
+            "ChunkOffloadHandler.offload",
+            "ChunkOffloadHandler.reload",
+            "ChunkOffloadHandler._can_manage_tensor_for_offload >=0.19",
+        ),
+    ),
+    Patch(
+        "shared-storage",
+        "megatron.core.tensor_parallel.random",
+        "recomputation without outputs compiles an extension, under a lock",
+        "core/tensor_parallel/random.py:69, :821 @0.19.0",
+        _shared_storage,
+        targets=("_get_share_storage >=0.19",),
     ),
 )
 
