@@ -47,7 +47,6 @@ PACKAGES = {
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*"],
     "rich": ["cli/*", "report/*", "emulate/*"],
-    "ray": ["sweep/engine.py"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
     "debugpy": ["emulate/debugger.py"],

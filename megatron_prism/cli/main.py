@@ -201,7 +201,7 @@ COMMANDS = {
                 },
             ),
             (("--csv",), {"metavar": "FILE", "type": Path, "help": "every point, one a line"}),
-            (("--address",), {"metavar": "ADDRESS", "help": "of a Ray cluster; local: Ray here"}),
+            (("--html",), {"metavar": "FILE", "type": Path, "help": "page: time against memory"}),
             FORCE,
             JSON,
         ),

@@ -42,14 +42,14 @@ def sweep(args: argparse.Namespace) -> int:
     how, axes = _words(args.settings)
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
-    check_outputs([] if args.csv is None else [args.csv], args.force)
+    check_outputs([place for place in (args.csv, args.html) if place is not None], args.force)
     talk = console(stderr=True)
-    made = run(args.recipe, axes, args.out, address=args.address,
-               told=lambda text: talk.print(f"prism: {text}"), **how)  # fmt: skip
+    made = run(args.recipe, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
-    if args.csv is not None:
-        write_whole(args.csv, made.to_csv(), force=args.force)
-        talk.print(f"wrote {args.csv}")
+    for place, text in ((args.csv, made.to_csv), (args.html, made.to_html)):
+        if place is not None:
+            write_whole(place, text(), force=args.force)
+            talk.print(f"wrote {place}")
     return 0 if made.rows else 1
 
 

@@ -10,11 +10,12 @@ function legend(items) {
   return element("div", "legend", ...items.map(([text, colour, className]) => element("span", "", swatch(colour, className), text)));
 }
 
-// one bar per class: [{name, total, parts: [[what, ns, colour, className]]}]
+// one bar per class: [{name, total, share, parts: [[what, ns, colour, className]]}]; share: of the longest bar
 function stack(bars) {
   const box = element("div", "stack");
   for (const bar of bars) {
     const track = element("div", "track");
+    track.style.width = `${100 * (bar.share ?? 1)}%`;
     for (const [what, ns, colour, className] of bar.parts) {
       if (!ns) continue;
       const part = element("div", `part ${className || ""}`);

@@ -1,4 +1,4 @@
-"""A sweep as text and as CSV: every point in its place, or why it fell."""
+"""A sweep as text, CSV and page: every point in its place, or why it fell."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megatron_prism.core.units import format_bytes
-from megatron_prism.sweep.rank import Row, breakdown, explain
+from megatron_prism.report.page import render_page
+from megatron_prism.sweep.rank import Row, breakdown, explain, front
 from megatron_prism.sweep.space import text as axis_text
 from megatron_prism.sweep.sweep import Sweep
 
-__all__ = ["render_csv", "render_pair", "render_text"]
+__all__ = ["render_csv", "render_html", "render_pair", "render_text"]
 
 _SHOWN = 25  # rows of the table on a terminal
 _REASONS = 20
@@ -153,3 +155,42 @@ def render_pair(both: tuple[Row, Row]) -> str:
     if a["low_ns"] <= b["high_ns"] and b["low_ns"] <= a["high_ns"]:
         lines.append("the intervals of their times overlap: which is faster is not certain")
     return "\n".join(lines) + "\n"
+
+
+def render_html(sweep: Sweep) -> str:
+    """The page: time against memory, the table, and the first two points side by side."""
+    title = f"{sweep.recipe}: layouts by {sweep.objective}"
+    scripts = ("units.js", "charts.js", "sweep.js")
+    return render_page(
+        "prism sweep", title, "sweep.html", scripts, _page(sweep), render_text(sweep)
+    )
+
+
+def _page(sweep: Sweep) -> dict[str, Any]:
+    """What sweep.js draws; times in ns, memory in bytes."""
+    best = {one["key"] for one in front([row.result for row in sweep.rows])}
+    pair = [
+        {"name": row.name, "ns": row.result["iteration_ns"],
+         "parts": list(breakdown(row.result).items())}
+        for row in (sweep.rows[:2] if len(sweep.rows) > 1 else ())
+    ]  # fmt: skip
+    groups = {what.partition(" ")[2] for one in pair for what, _ in one["parts"]} - {""}
+    return {
+        "machine": sweep.machine,
+        "objective": sweep.objective,
+        "limit": sweep.limit,
+        "axes": list(sweep.axes),
+        "lanes": sorted(groups),
+        "rows": [
+            {"rank": row.rank, "equal": row.equal, "name": row.name, "cost": row.cost,
+             "axes": [axis_text(row.result["axes"][axis]) for axis in sweep.axes],
+             "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
+             "high": row.result["high_ns"], "tokens": row.result["tokens_per_gpu"],
+             "p95": row.result["p95_ns"], "memory": row.result["memory"]["bytes"],
+             "front": row.result["key"] in best, "command": command(sweep, row),
+             **{key: row.result[key] for key in ("mfu", "bubble", "exposed")}}
+            for row in sweep.rows
+        ],
+        "pair": pair,
+        "dropped": [{"name": p.name, "by": p.by, "reason": p.reason} for p in sweep.dropped],
+    }  # fmt: skip

@@ -3,7 +3,7 @@
 space.py     axes -> points, each a recipe
 prune.py     why a point cannot run: Megatron's checks, a lower bound of its memory
 evaluate.py  slices of a point, captured once and reused; its times and its memory
-engine.py    families of points on two local processes, or on Ray
+engine.py    families of points on local processes
 rank.py      the order of points, ties, fronts, and why one beats another
 sweep.py     all of it, resumable: ``prism.sweep``
 """

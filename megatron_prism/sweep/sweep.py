@@ -33,8 +33,6 @@ from megatron_prism.sweep.space import SweepPoint, Value
 
 __all__ = ["Sweep", "sweep"]
 
-# bytes that the device says it has (torch.cuda.mem_get_info's total)
-CAPACITY = {"h100": 79 << 30, "h200": 139 << 30, "b200": 178 << 30}
 # measured context, libraries and NCCL are of this machine
 _DEVICES = {"h200": "h200"}
 Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
@@ -85,6 +83,10 @@ class Sweep:
         """One line per point, also of those that fell, with its command line."""
         return rendered("report.sweep:render_csv", self, str)
 
+    def to_html(self) -> str:
+        """A page for any browser: time against memory, the table, the first two side by side."""
+        return rendered("report.sweep:render_html", self, str)
+
     def find(self, name: str) -> Row:
         """The row of a place in the order (``1``) or of axes (``tp=8 pp=4``); UsageError if none,
         or several."""
@@ -112,7 +114,6 @@ def sweep(
     objective: str = "",
     price: float | None = None,
     workers: int | None = None,
-    address: str | None = None,
     told: Callable[[str], None] | None = None,
 ) -> Sweep:
     """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
@@ -122,12 +123,11 @@ def sweep(
         axes: axis -> values (``{"tp": [1, 2], "pp": "auto"}``), or words (``["tp=1,2"]``).
         out: folder of slices and results.
         machine: name of a shipped one, or a JSON file like it.
-        limit: bytes of device memory; None: what ``machine`` has, if that is known.
+        limit: bytes of device memory; None: ``device_memory`` of ``machine``, if it has one.
         objective: time, tokens_per_gpu, p95 or cost; "": time, or tokens_per_gpu where batch or
             world differ between points.
         price: of a GPU for an hour.
         workers: local processes; default 2.
-        address: of a Ray cluster, or "local" for Ray on this machine.
         told: called with a line of text about what is being done.
 
     Raises:
@@ -148,8 +148,8 @@ def sweep(
         raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and price is None:
         raise UsageError("objective=cost needs a price", fix="price=2.5, of a GPU for an hour")
-    title = read_machine(machine).name
-    limit = limit if limit is not None else CAPACITY.get(machine)
+    nodes = read_machine(machine)
+    limit = limit if limit is not None else nodes.device_memory or None
     check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = SweepSettings(
@@ -165,8 +165,13 @@ def sweep(
     waiting = sum(map(len, families))
     told(f"{len(left)} to evaluate, {len(left) - waiting} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
-    engine.run(families, settings, results, workers=workers or 2, address=address,
-               told=lambda done: told(f"{done} of {waiting} evaluated"))  # fmt: skip
+    engine.run(
+        families,
+        settings,
+        results,
+        workers=workers or 2,
+        told=lambda done: told(f"{done} of {waiting} evaluated"),
+    )
     found = {point.key: json.loads((results / f"{point.key}.json").read_text()) for point in left}
     for point in left:  # a sweep over other axes may have evaluated it
         found[point.key]["axes"] = dict(point.axes)
@@ -179,7 +184,7 @@ def sweep(
     ]  # fmt: skip
     commands = {p.key: megatron_flags(p.recipe) for p in left if p.recipe is not None}
     rows = tuple(ranked(good, objective, price))
-    return Sweep(recipe.name, objective, title, limit, values, rows, tuple(dropped), commands)
+    return Sweep(recipe.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
 
 
 def _word(axis: str, values: Sequence[Value] | str) -> str:

@@ -22,6 +22,7 @@ from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs.machine import machine
 from megatron_prism.report import chrome_trace, metrics, text
+from megatron_prism.report import page as frame
 from megatron_prism.report import replay as html
 
 
@@ -327,13 +328,13 @@ def test_the_page_is_self_contained_and_nothing_escapes(what):
     assert not re.search(r"https?://", source.replace(data, ""))
     (policy,) = (a["content"] for t, a in page.tags if a.get("http-equiv"))
     assert policy.startswith("default-src 'none'")
-    assert html._hash(script) in policy
+    assert frame._hash(script) in policy
     assert "unsafe" not in policy
 
 
 def test_scripts_write_text_and_never_markup():
-    for name in html.SCRIPTS:
-        code = (html.FOLDER / name).read_text(encoding="utf-8")
+    for name in (*html.SCRIPTS, "sweep.js"):
+        code = (frame.FOLDER / name).read_text(encoding="utf-8")
         forbidden = (
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|fetch\("
         )
@@ -343,7 +344,7 @@ def test_scripts_write_text_and_never_markup():
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
 def test_scripts_are_javascript(tmp_path):
     whole = tmp_path / "page.js"
-    whole.write_text("".join((html.FOLDER / name).read_text() for name in html.SCRIPTS))
+    whole.write_text("".join((frame.FOLDER / name).read_text() for name in html.SCRIPTS))
     subprocess.run(["node", "--check", str(whole)], check=True)
 
 

@@ -15,7 +15,8 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import program
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.report import text
-from megatron_prism.report.replay import _hash, render
+from megatron_prism.report.page import _hash
+from megatron_prism.report.replay import render
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

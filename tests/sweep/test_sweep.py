@@ -1,6 +1,7 @@
 """A whole sweep of a tiny job: two processes, a second run, another batch from the same slices."""
 
 import csv
+import dataclasses
 import io
 import json
 
@@ -11,7 +12,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
 
 TINY = ["model.num_layers=4", "model.hidden_size=64", "model.num_attention_heads=4",
-        "model.seq_length=64", "model.vocab_size=256", "train.global_batch_size=96",
+        "model.seq_length=64", "model.vocab_size=256", "train.global_batch_size=384",
         "parallel.world_size=8", "parallel.tp=1", "train.bf16=true",
         "train.use_distributed_optimizer=true", "train.data=mock"]  # fmt: skip
 
@@ -28,7 +29,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(recipe, folder):
-    return prism.sweep(recipe, {"tp": [1, 3], "pp": [1, 2]}, folder, limit=8 << 30)
+    axes = {"tp": [1, 3], "global_batch_size": [192, 384]}
+    return prism.sweep(recipe, axes, folder, limit=8 << 30, workers=1)
 
 
 def slices(folder):
@@ -36,55 +38,66 @@ def slices(folder):
 
 
 def test_points_are_ranked_and_the_others_say_why(first):
-    assert {row.name for row in first.rows} == {"tp=1 pp=1", "tp=1 pp=2"}
+    assert {row.name for row in first.rows} == {
+        "tp=1 global_batch_size=384",
+        "tp=1 global_batch_size=192",
+    }
     assert [point.by for point in first.dropped] == ["no layout"] * 2
     best = first.rows[0].result
     assert best["low_ns"] <= best["iteration_ns"] <= best["high_ns"]
-    text = first.to_text()
-    assert "--pipeline-model-parallel-size" in text or "pp" in text
     rows = list(csv.DictReader(io.StringIO(first.to_csv())))
     assert len(rows) == 4
     assert sum(bool(row["reason"]) for row in rows) == 2
 
 
+def test_points_of_one_program_are_captured_once(first, folder):
+    assert len(slices(folder)) == 1
+    assert all("microbatches instead of" in row.result["provenance"] for row in first.rows)
+
+
+def test_the_page_holds_every_point_and_ends_no_script_early(first):
+    hostile = dataclasses.replace(first, recipe="</script><img src=x>")
+    page = hostile.to_html()
+    assert "<img" not in page
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert [len(data["rows"]), len(data["dropped"])] == [2, 2]
+    assert any(row["front"] for row in data["rows"])
+    for one in data["pair"]:
+        assert sum(ns for _, ns in one["parts"]) == pytest.approx(one["ns"], rel=1e-6)
+
+
 def test_the_same_sweep_again_evaluates_nothing_and_says_the_same(recipe, folder, first):
     said = []
-    again = prism.sweep(recipe, ["tp=1,3", "pp=1,2"], folder, limit=8 << 30, told=said.append)
+    again = prism.sweep(
+        recipe, ["tp=1,3", "global_batch_size=192,384"], folder, limit=8 << 30, told=said.append
+    )
     assert again.to_json() == first.to_json()
     assert any("2 of them are there already" in text for text in said)
 
 
-def test_another_batch_uses_the_slices_and_says_what_a_capture_says(
-    recipe, folder, first, tmp_path
-):
-    before = slices(folder)
-    more = prism.sweep(recipe, ["pp=2", "global_batch_size=192"], folder, limit=8 << 30)
-    assert slices(folder) == before
-    exact = prism.replay(
-        prism.capture(
-            recipes.load(
-                "tiny-gpt_1cpu",
-                [*TINY, "parallel.pp=2", "train.global_batch_size=192", "prism.tier=meta"],
-            ),
-            tmp_path / "exact",
-        ),
-        machine="h200",
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, folder, tmp_path, pp):
+    found = prism.sweep(
+        recipe, [f"pp={pp}", "global_batch_size=192"], folder, limit=8 << 30, workers=1
     )
-    assert more.rows[0].result["iteration_ns"] == exact.iteration_ns
-    assert "microbatches instead of" in more.rows[0].result["provenance"]
+    settings = [*TINY, f"parallel.pp={pp}", "train.global_batch_size=192", "prism.tier=meta"]
+    whole = prism.capture(recipes.load("tiny-gpt_1cpu", settings), tmp_path / "exact")
+    assert found.rows[0].result["iteration_ns"] == prism.replay(whole, machine="h200").iteration_ns
+    assert "microbatches instead of" in found.rows[0].result["provenance"]
 
 
 def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, folder, first):
-    other = prism.sweep(recipe, ["pp=2"], folder, limit=8 << 30)
-    assert other.rows[0].name == "pp=2"
-    assert "pp" in other.to_text()
+    other = prism.sweep(recipe, ["global_batch_size=384"], folder, limit=8 << 30)
+    assert other.rows[0].name == "global_batch_size=384"
+    assert "global_batch_size" in other.to_text()
 
 
 def test_a_torn_result_is_evaluated_again(recipe, folder, first):
     (path, *_) = sorted((folder / "results").rglob("*.json"))
     whole = path.read_text()
     path.write_text(whole[:20])
-    prism.sweep(recipe, ["tp=1,3", "pp=1,2"], folder, limit=8 << 30)
+    prism.sweep(recipe, ["tp=1", "global_batch_size=192,384"], folder, limit=8 << 30, workers=1)
     assert path.read_text() == whole
 
 

@@ -64,6 +64,8 @@ class Machine:
     host_index      : of its hosts (``prism calibrate --host``), times as long as the reference
                       host; 0 if nobody measured one
     leaf_nodes      : nodes below a leaf switch of the network; 0 if nobody said
+    device_memory   : bytes that the driver says a GPU has (torch.cuda.mem_get_info's total); 0 if
+                      nobody said
     ops             : its table of measured kernels (``kernels``), a name or a file; "" if none
     """
 
@@ -83,6 +85,7 @@ class Machine:
     peak: RateOrNone = 0.0
     host_index: RateOrNone = 0.0
     leaf_nodes: foreign.Natural = 0
+    device_memory: foreign.Natural = 0
 
 
 def machines() -> dict[str, Path]:

@@ -1,0 +1,65 @@
+"""The frame of every page: one self-contained HTML file that asks the network for nothing.
+
+In : what a page shows, as JSON, and the files of its sections and scripts.  Out: HTML.  Labels come
+from programs and are hostile: the JSON cannot end its script element, the scripts only ever write
+text (never markup), and a content security policy lets nothing run that does not have the hash of
+our own scripts and style.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["render_page"]
+
+FOLDER = Path(__file__).parent
+# what could end a script element, or a line of JavaScript
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def render_page(
+    command: str, title: str, body: str, scripts: Sequence[str], data: dict[str, Any], text: str
+) -> str:
+    """The page.
+
+    Args:
+        command: that writes such pages (``prism replay``).
+        body: file of its sections; ``scripts`` fill them, in this order.
+        data: what scripts find as ``DATA``.
+        text: for browsers without scripts.
+    """
+    style = _read("page.css")
+    script = "".join(_read(name) for name in scripts)
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    parts = {
+        "policy": html.escape(policy),
+        "command": html.escape(command),
+        "title": html.escape(title),
+        "style": style,
+        "body": _read(body),
+        "text": html.escape(text),
+        "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], content),
+        "script": script,
+    }
+    # in one pass: what is put in is not searched again
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+
+
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
