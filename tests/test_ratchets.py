@@ -76,7 +76,7 @@ def test_options_of_commands():
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
-        "sweep": ["-o", "--out", "--explain", "--csv", "--address", "--force", "--json"],
+        "sweep": ["-o", "--out", "--explain", "--csv", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force", "--host", "--from-nccl-tests"],
         "world": ["--json"],

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["CaptureServer"]
 
 Answer = dict[str, Any]  # a line of JSON
+# what Megatron imports besides its own modules: most of the time that its import takes
+_SHARED = (
+    "torch._inductor.compile_fx",
+    "torch.distributed._tensor",
+    "torch.utils.cpp_extension",
+    "wandb",
+)
 
 
 class CaptureServer:
@@ -127,6 +135,9 @@ def _serve(requests: IO[bytes], answers: int) -> None:
     from megatron_prism.runtime.recorder import recorder  # noqa: F401
 
     devices.prepare("meta", Session().changes, history=True)
+    for name in _SHARED:
+        with contextlib.suppress(ImportError):
+            import_module(name)
     while True:
         try:
             what, content = pickle.load(requests)
