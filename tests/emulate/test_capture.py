@@ -39,7 +39,7 @@ def test_a_folder_of_another_job_is_refused_before_the_training(tmp_path):
     with pytest.raises(UsageError, match="of another release of ours.*capture again"):
         capture.is_of(job_settings.as_text({"--bf16": ""}))
     store.path(0).write_bytes(b"PK")
-    with pytest.raises(UsageError, match="slice-000000.*damaged"):
+    with pytest.raises(UsageError, match="slice-000000.*is not a file of programs"):
         StockCapture(options(tmp_path), TIER, {"arguments": "old"}, None)
 
 

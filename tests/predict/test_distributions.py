@@ -141,7 +141,7 @@ def test_spreads_are_found_in_slices(tmp_path):
 def test_samples_of_another_program_are_refused(tmp_path):
     one = dataclasses.replace(sampled(1, 5)[0], samples=np.ones((5, 3), dtype=np.int64))
     path = program.save(Programs(World(1), (one,), np.zeros(1)), tmp_path / "w.prism")
-    with pytest.raises(ProgramError, match="are not its own"):
+    with pytest.raises(ProgramError, match="samples of program 0"):
         program.load(path)
 
 

@@ -195,24 +195,24 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         found = figures_of(world, capsys=capsys)
         modelled = found["iteration_ns"] - 3_000_000
         assert modelled > 0
-        assert found["high_ns"] - found["iteration_ns"] == pytest.approx(0.2 * modelled, abs=1)
+        assert found["high_ns"] - found["iteration_ns"] == pytest.approx(0.3 * modelled, abs=1)
         assert found["iteration_ns"] - found["low_ns"] == pytest.approx(0.2 * modelled, abs=1)
     _, out, _ = run(world, capsys=capsys)
     assert "  between      3.0" in out or "  between      3 ms to" in out
     world.write_text(text.format("flops=685000000000000"))
     _, out, _ = run(world, capsys=capsys)
     assert "kernels   −" in out
-    assert "rooflines: the worst of eight" in out
+    assert "never ran: the worst of eight" in out
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["machin=h200"], "did you mean machine=h200?"),
-        (["speed=9"], "use machine, calibration, iterations, dp, slow"),
+        (["speed=9"], "does not understand speed=9"),
         (["machine="], "nothing is named"),
-        (["machine=abacus"], "there is no machine abacus"),
-        (["calibration=/nowhere.json"], "cannot read /nowhere.json"),
+        (["machine=abacus"], "cannot read a machine, abacus"),
+        (["calibration=/nowhere.json"], "a calibration of ours, /nowhere.json"),
         (["iterations=0"], "iterations=2 is settled"),
         (["iterations=1.5"], "iterations=1.5"),
         (["machine=h200", "machine=h200"], "machine is given twice"),
@@ -227,7 +227,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
         (["faster=all_to_all:2"], "the world has no all_to_all"),
         (["faster=allreduce:2"], "did you mean all_reduce?"),
         (["faster=:0"], "0 is no factor"),
-        (["moved=abacus"], "there is no machine abacus"),
+        (["moved=abacus"], "cannot read a machine, abacus"),
         (["microbatches=0"], "microbatches=32"),
         (["microbatches=7"], "--global-batch-size N, 7/"),
         (["--html", "/proc/page.html"], "cannot write to /proc"),
