@@ -18,8 +18,8 @@ started again; remove a row to try its test again.  ``table`` prints what the fi
 it into PAGE.md between its two ``functional tests`` comments.
 
 outcome: works; refused (by name, exit 2 or 1 with ``prism: error:``); crashes (any other failure);
-hangs (not done within the limit); not tried (no training job, no way to convert it, or it needs a
-package that this environment lacks).
+too long (not done within the limit); not tried (no training job, no way to convert it, or it needs
+a package that this environment lacks).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 CASES = "tests/functional_tests/test_cases"
-OUTCOMES = ("works", "refused", "crashes", "hangs", "not tried")
+OUTCOMES = ("works", "refused", "crashes", "too long", "not tried")
 HARDWARE = "dev_dgx_h100"
 # of files, logs, data, and how long it runs; formats of checkpoints stay, some features need one
 DROPPED = re.compile(
@@ -144,6 +144,8 @@ def words_of(value: Any) -> list[str]:
         return []
     if isinstance(value, str) and re.fullmatch(r"\[[^]]+\]", value.strip()):
         return value.strip()[1:-1].split()
+    if isinstance(value, str) and re.fullmatch(r"\d+( \d+)+", value.strip()):
+        return value.split()
     return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
@@ -157,6 +159,8 @@ def command(
         return [], f"{config['MODE']} test"
     if script is None or not any(key.startswith("--") for key in args):
         return [], "no script of Megatron-LM (NeMo, common)"
+    if any(args.get(flag) for flag in ("--sft", "--fim-data")):
+        return [], "needs data of its own kind (fine-tuning, fill-in-the-middle)"
     if not (tree / script).exists():
         script = OLDER.get(script, script)
     if any(key.startswith("--budget") for key in args):
@@ -188,16 +192,18 @@ def command(
     return [*job, "--eval-iters", "0", "--log-interval", "1"], ""
 
 
-def shorten(job: list[str], samples: int, iters: int, replicas: int) -> None:
-    """About ``samples`` sequences in a batch: without a pipeline no peak depends on more."""
+def shorten(job: list[str], samples: int, iters: int, replicas: int, stages: int) -> None:
+    """About ``samples`` sequences in a batch, and four rounds of a pipeline: no peak depends on
+    more."""
     micro = int(job[job.index("--micro-batch-size") + 1]) if "--micro-batch-size" in job else 1
-    least = micro * replicas
+    least = micro * replicas * stages
+    most = max(samples, 4 * least if stages > 1 else least)
     for flag in ("--global-batch-size", "--step-batch-size-schedule"):
         if flag in job:
             at = job.index(flag)
             batch = int(job[at + 1].split(" ")[0].split(":")[-1])
-            if batch > samples:
-                batch = max(least, samples // least * least)
+            if batch > most:
+                batch = most // least * least
             job[at : at + 2] = ["--global-batch-size", str(batch)]
             if "--train-samples" in job:
                 job[job.index("--train-samples") + 1] = str(iters * batch)
@@ -285,7 +291,7 @@ def said(status: int | None, log: Path) -> tuple[str, str]:
     lines = [re.sub(r"^\[rank\d+\]:", "", x).strip() for x in text.splitlines() if x.strip()]
     last = lines[-1] if lines else ""
     if status is None:
-        return "hangs", last[:200]
+        return "too long", last[:200]
     refusals = [x for x in lines if x.startswith("prism: error:")]
     if refusals and "Traceback (most recent call last)" not in text:
         return "refused", refusals[0].removeprefix("prism: error:").strip()[:300]
@@ -328,8 +334,8 @@ class Trial:
         size = world_size(config)
         tp, pp, cp = (int(config["MODEL_ARGS"].get(f"--{name}-parallel-size") or 1)
                       for name in ("tensor-model", "pipeline-model", "context"))  # fmt: skip
-        if self.samples and pp == 1:
-            shorten(job, self.samples, self.iters, size // (tp * cp))
+        if self.samples:
+            shorten(job, self.samples, self.iters, size // (tp * pp * cp), pp)
         own = (config.get("ENV_VARS") or {}).items()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.tree)}
         env |= {k: str(v) for k, v in own if v is not None and "$" not in str(v)}
@@ -497,7 +503,7 @@ def main() -> None:
     trial.add_argument("--skip", default="^$", metavar="RE")
     trial.add_argument("--iters", type=int, default=2)
     trial.add_argument("--limit", type=float, default=120, help="seconds for one process")
-    trial.add_argument("--samples", type=int, help="of a batch at most, where pp is 1")
+    trial.add_argument("--samples", type=int, help="of a batch, about")
     trial.add_argument("--time", metavar="MACHINE", help="compare iteration times, too: h100")
     trial.add_argument("--work", type=Path, help="keep logs and JSON files in this folder")
     trial.set_defaults(do=run)

@@ -110,11 +110,22 @@ def _hadamard(module: ModuleType, context: PatchContext) -> None:
         context.set(module, "hadamard_transform", kernels.transform)
 
 
-def _no_fsdp2(module: ModuleType, context: PatchContext) -> None:
-    """torch shards what it has moved to the CUDA device itself."""
-    what = "--use-torch-fsdp2 shards parameters on a CUDA device"
-    make = refused(what, "leave it out, or --prism-tier cuda")
-    context.replace(module.TorchFullyShardedDataParallel, "__init__", make)
+def _fsdp2(module: ModuleType, context: PatchContext) -> None:
+    """torch's FSDP2 refuses parameters on meta, for somebody may have forgotten to initialise them;
+    on tier meta they are what they will ever be.  On tier cpu it wants a CUDA device."""
+    if not context.meta:
+        what = "--use-torch-fsdp2 shards parameters on a CUDA device"
+        make = refused(what, "leave it out, or --prism-tier meta or cuda")
+        context.replace(module.TorchFullyShardedDataParallel, "__init__", make)
+        return
+    from torch.distributed.fsdp import _fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    group = _fsdp_param_group.FSDPParamGroup
+    context.changes.set(group, "_validate_no_meta_params", lambda self: None)
+    for part in vars(_fully_shard).values():  # modules that ask for the streams of a device's type
+        if hasattr(part, "_get_device_handle"):
+            context.changes.set(part, "_get_device_handle", lambda device_type: torch.cuda)
 
 
 def _no_offloaded_optimizer(module: ModuleType, context: PatchContext) -> None:
@@ -286,11 +297,11 @@ _KERNELS: tuple[Patch, ...] = (
         targets=("hadamard_transform",),
     ),
     Patch(
-        "no-fsdp2",
+        "fsdp2",
         "megatron.core.distributed.torch_fully_sharded_data_parallel",
         "torch's FSDP2 wants its parameters on a CUDA device",
         "core/distributed/torch_fully_sharded_data_parallel.py:45 @0.19.0",
-        _no_fsdp2,
+        _fsdp2,
         targets=("TorchFullyShardedDataParallel.__init__",),
     ),
     Patch(
@@ -574,6 +585,11 @@ def _materialised(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
+            if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
+                raise UnsupportedError(
+                    "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data",
+                    fix="leave --fp8-param-gather out, or --prism-tier cuda",
+                )
             changes = ProcessChanges()
             changes.set(torch.Tensor, "is_meta", property(asked))
             try:

@@ -105,6 +105,8 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
     torch._C._set_multithreading_enabled(False)  # modes are per thread
     cuda.replace_functions(changes)
     _no_pinned_memory(changes)
+    if not hasattr(torch.distributed, "ProcessGroupNCCL"):  # a build of torch for CPUs
+        changes.set(torch.distributed, "ProcessGroupNCCL", _NcclGroup)
     stand_in = ["torch.cuda: inert streams and events"]
     if engine and importlib.util.find_spec("transformer_engine") is None:
         from megatron_prism.runtime import te as virtual_te
@@ -140,6 +142,15 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
             "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
         )
     return Tier(name, torch.device(name), live, tuple(stand_in))
+
+
+class _NcclGroup:
+    """What Megatron asks of NCCL's group where torch has none: options, which nobody reads."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = types.SimpleNamespace()
 
 
 def _disable_compiler(changes: ProcessChanges) -> None:
