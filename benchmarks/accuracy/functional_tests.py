@@ -445,7 +445,7 @@ def table(files: Sequence[Path]) -> str:
         tried = [one for one in results if one.outcome != "not tried"]
         count = Counter(one.outcome for one in results)
         lines += [
-            f"#### {file.stem}",
+            f"#### {file.stem.removeprefix('functional_tests_')}",
             "",
             "| outcome | tests | of those tried |",
             "| --- | --- | --- |",
