@@ -165,6 +165,7 @@ def entries_of(raw: Sequence[Row]) -> tuple[Entry, ...]:
 _COUNTED = operator.itemgetter(
     "record_id", "time_created_ns", "timeout_ms", "collective_seq_id", "p2p_seq_id"
 )
+_UNREAD = ("id", "seq_id", "pg_id", "time_discovered_completed_ns")  # still of a known kind
 _SAID = operator.itemgetter(
     "process_group", "profiling_name", "state", "retired",
     "input_sizes", "output_sizes", "input_dtypes", "output_dtypes",
@@ -176,26 +177,28 @@ def _columns(raw: Sequence[Row]) -> tuple[Entry, ...]:
     kinds: dict[object, Entry] = {}
     like = []
     try:
-        columns = list(zip(*map(_COUNTED, raw), strict=True))
+        columns: list[tuple[int, ...]] = list(zip(*map(_COUNTED, raw), strict=True))
         for number, row in enumerate(raw):
-            group, name, state, done, ins, outs, words, others = _SAID(row)
+            group, name, state, done, ins, outs, words, words_out = _SAID(row)
             frames = row.get("frames")
             site = (frames[0]["filename"], frames[0]["line"]) if frames else None
             sizes = tuple(map(tuple, ins)), tuple(map(tuple, outs))
-            key = (group, name, state, done, sizes, tuple(words), tuple(others), site)
+            key = (group, name, state, done, sizes, tuple(words), tuple(words_out), site)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = _entry(row, number)
             like.append(kind)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         return ()  # let ``_entry`` say which
+    others = [[row.get(key) for row in raw] for key in _UNREAD]
+    columns += [tuple(one for one in column if one is not None) or (0,) for column in others]
     for column in columns:
         if (
             set(map(type, column)) != {int}
             or not -(1 << 63) <= min(column) <= max(column) < 1 << 63
         ):
             return ()
-    record, created, timeout, calls, messages = columns
+    record, created, timeout, calls, messages = columns[: len(columns) - len(_UNREAD)]
     said = dict(zip(Entry._fields, zip(*like, strict=True), strict=True))
     seq = [m if to >= 0 else c for m, to, c in zip(messages, said["to"], calls, strict=True)]
     said |= {"record": record, "created_ns": created, "timeout_ms": timeout, "calls": calls}
