@@ -81,7 +81,7 @@ def flops_of(recipe):
     weights = m.num_layers * layer + recipe.padded_vocab_size * h
     # fused kernels do half of the square, backward one product more; in fp32 Transformer Engine has
     # its unfused attention alone, which does all of it
-    attention = 7 if recipe.train.bf16 or recipe.train.fp16 else 12
+    attention = 7 if recipe.train.bf16 else 12
     return 6 * tokens * weights + attention * tokens * m.num_layers * m.seq_length * h
 
 
