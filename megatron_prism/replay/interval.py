@@ -124,8 +124,9 @@ class _Variations:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.dag, self.prices = timeline, timeline.dag, timeline.prices
         self.durations = durations_of(self.dag, self.prices)
-        # not that of the timeline where calls share links: all are compared without
-        self.base = timeline.iteration_with(self.durations)
+        # where calls share links: all are compared without
+        shared = timeline.links is not None
+        self.base = timeline.iteration_with(self.durations) if shared else timeline.iteration_ns
         programs = timeline.graph.programs
         self.tier = programs.source.get("tier", "")
         self.knows_host = any(program.knows_host for program in programs.programs)
@@ -207,10 +208,7 @@ class _Variations:
         if self.tier not in ("cuda", "meta") or not len(graph.matched_calls):
             return None
         slower = overlap.corrected_once(self.timeline, factors, "assumed")
-        high = (
-            self.timeline.iteration_with(durations_of(self.dag, slower))
-            - self.timeline.iteration_ns
-        )
+        high = self.timeline.iteration_with(durations_of(self.dag, slower)) - self.base
         why = "nobody measured how much calls and computing slow each other down"
         fix = "prism calibrate on two or more GPUs, then calibration=FILE"
         return Uncertainty("overlap", 0, max(0, high), why, fix)
