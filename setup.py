@@ -9,16 +9,14 @@ HERE = pathlib.Path(__file__).parent
 INIT = (HERE / "megatron_prism" / "__init__.py").read_text(encoding="utf-8")
 README = HERE / "README.md"
 
-TEST = [
-    "pytest>=8",
-    "pytest-xdist>=3.6",
-    "hypothesis>=6.100",
-    # megatron.training imports these; megatron-core does not ask for them
+# megatron.training imports these; megatron-core does not ask for them
+TRAINING = [
     "six",
     "regex",
     "pydantic>=2",
     'megatron-core[training]; python_version >= "3.12"',
 ]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *TRAINING]
 
 setup(
     name="megatron_prism",
@@ -61,6 +59,7 @@ setup(
         "docs": ["mkdocs-material>=9.5"],
         "sweep": ["ray>=2.9"],  # prism sweep --address
         "debug": ["debugpy>=1.8"],
+        "training": TRAINING,
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={

@@ -113,11 +113,13 @@ def recipes(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed."""
+    """One row: the function, its arguments for argparse; ``raw`` gets the words unparsed; ``job``
+    takes a script and its arguments behind ``--``, and the flags of ``prism run`` before it."""
 
     function: Callable[..., int]
     arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = ()
     raw: bool = False
+    job: bool = False
 
 
 COMMANDS = {
@@ -126,7 +128,11 @@ COMMANDS = {
         emulate,
         ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, JSON, OVERRIDES),
     ),
-    "capture": Command(capture, ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, OVERRIDES)),
+    "capture": Command(
+        capture,
+        ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT, FORCE, OVERRIDES),
+        job=True,
+    ),
     "show": Command(
         show,
         (
@@ -273,11 +279,26 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     if command.raw:
         return command.function(rest)
-    if "-h" in rest or "--help" in rest:
+    ours = rest[: rest.index("--")] if command.job and "--" in rest else rest
+    if "-h" in ours or "--help" in ours:
         _parser(name).print_help()
         return 0
     with unwinding(), visible():
-        return command.function(_parse(name, rest))
+        return command.function(_parse_job(name, rest) if command.job else _parse(name, rest))
+
+
+def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
+    """As ``_parse``; ``job`` gets what is behind ``--``, ``ours`` flags of ``prism run``."""
+    from megatron_prism.emulate.options import split
+
+    at = words.index("--") if "--" in words else len(words)
+    job, ours, rest = words[at + 1 :], list[list[str]](), words[:at]
+    if job:
+        flags, rest = split(rest)
+        ours = [found for _, found in flags]
+    args = _parse(name, rest)
+    args.job, args.ours = job, [word for found in ours for word in found]
+    return args
 
 
 class _Parser(argparse.ArgumentParser):

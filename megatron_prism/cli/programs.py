@@ -28,17 +28,41 @@ def capture(args: argparse.Namespace) -> int:
     """Record what one rank per stage does in an iteration, into a folder of slices.
 
     prism capture llama3-70b_1024gpu_tp8pp4vp5_h200 -o llama [key=value ...]
+    prism capture -o mine [--prism-world-size 1024] -- pretrain_gpt.py <the job's own arguments>
 
     A slice that is finished is kept: start the same command again after an interruption and it goes
     on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
+
+    A script runs as it is, once for every rank that is needed, as many at once as there are cores
+    (one on a GPU); --prism-tier meta needs no GPU and is the choice where there is none.  The last
+    arguments stop it after a few iterations.  The flags are those of prism run.
     """
+    if args.out is None:
+        raise UsageError("a capture needs a folder", fix="-o DIR")
+    if args.job:
+        return _capture_script(args)
+    if args.recipe is None:
+        raise UsageError(
+            "capture what?", fix="prism capture RECIPE -o DIR, or -o DIR -- pretrain_gpt.py …"
+        )
     from megatron_prism.core import recipe as recipes
     from megatron_prism.emulate import recipe_job
 
-    if args.out is None:
-        raise UsageError("a capture needs a folder", fix="-o DIR")
     recipe = recipes.load(args.recipe, args.settings)
     recipe_job.capture(recipe, args.out, force=args.force, console=console())
+    return 0
+
+
+def _capture_script(args: argparse.Namespace) -> int:
+    from megatron_prism.emulate import script_job
+
+    (script, *rest), words = args.job, args.ours
+    if args.recipe is not None or args.settings:
+        word = args.recipe or args.settings[0]
+        raise UsageError(f"{word} does not go with a script", fix="prism capture -o DIR -- SCRIPT")
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
+    script_job.capture_command_line(script, [*words, *rest], args.out, console(), force=args.force)
     return 0
 
 

@@ -7,6 +7,7 @@
     │   ├── WorldError         exit 2   sizes, ranks and selectors that do not fit
     │   ├── RecipeError        exit 2   a recipe or one of its key=value overrides
     │   ├── ProgramError       exit 2   a program, or a file of programs, that cannot be read
+    │   │   └── MissingSlicesError      slices of a world that lack some of its ranks
     │   ├── DumpError          exit 2   a Flight Recorder dump that is foreign, cut or hostile
     │   └── UnitError          exit 2   text that is no duration, size, rate or count
     ├── UnsupportedError       exit 1   fine, but not with this version or machine
@@ -25,6 +26,7 @@ import re
 __all__ = [
     "DumpError",
     "HangError",
+    "MissingSlicesError",
     "NotTrainedError",
     "PrismError",
     "ProgramError",
@@ -82,6 +84,17 @@ class RecipeError(UsageError):
 
 class ProgramError(UsageError):
     """A program with a mistake in it, a foreign or truncated file, programs that do not fit."""
+
+
+class MissingSlicesError(ProgramError):
+    """Slices that do not make a world: ``ranks`` have to be captured too; ``why``, in words."""
+
+    def __init__(
+        self, message: str, fix: str | None = None, ranks: tuple[int, ...] = (), why: str = ""
+    ) -> None:
+        super().__init__(message, fix)
+        self.args = (message, fix, ranks, why)
+        self.ranks, self.why = ranks, why
 
 
 class DumpError(UsageError):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_prism.core import job_settings
-from megatron_prism.core.errors import ProgramError, UsageError
+from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.core.program import FIX, Program, Programs, load, save
@@ -32,6 +32,7 @@ __all__ = [
     "HOST_INDEX",
     "PACED",
     "PEERS",
+    "WORLD",
     "Origin",
     "SliceStore",
     "assemble",
@@ -47,6 +48,10 @@ _MOST_TEXT = 1 << 26  # bytes, a million lines
 # of a source: "RANK=INDEX …", how fast the host of each slice was; no part of what the job is
 HOST_INDEX = "host_index"
 _SHOWN = 64  # ranks of a message
+_AGAIN = (
+    "the same capture again, into the same folder (what is there is kept): prism capture RECIPE "
+    "-o DIR, or prism capture -o DIR -- pretrain_gpt.py …"
+)
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 _NAME = re.compile(r"slice-(\d{6,})\.prism")
 _DUMP = re.compile(r"\d(\.json)?$")  # files of one rank each, as Flight Recorders name them
@@ -211,10 +216,12 @@ def _check_rings(world: World, captured: Sequence[Program], of: np.ndarray) -> N
         if ring[(program.rank + np.unique(ops["peer"][pairs])) % world.size].any():
             missing.update(ranks[ring & (of == index) & (ranks != program.rank)].tolist())
     if missing:
-        raise ProgramError(
+        raise MissingSlicesError(
             "messages go around a context-parallel group (MTP): each of its places makes others, "
             f"and those of ranks {format_ranks(sorted(missing))} have no slice",
-            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+            fix=_AGAIN,
+            ranks=tuple(sorted(missing)),
+            why="messages go around a context-parallel group, and each place makes others",
         )
 
 
@@ -244,11 +251,13 @@ def _check_gathers(
                     found = name if len(differ) else found
     if missing:
         ranks = format_ranks(sorted(missing)) if len(missing) <= _SHOWN else f"{min(missing)} …"
-        raise ProgramError(
+        raise MissingSlicesError(
             f"gathers of {found} take more from some ranks than from others (whole parameters "
             f"belong to single ranks, as with dist_muon): {len(missing)} ranks ({ranks}) differ "
             "from those that stand for them",
-            fix=f"--prism-ranks {min(missing)} --prism-capture DIR, and so for each of them",
+            fix=_AGAIN,
+            ranks=tuple(sorted(missing)),
+            why="whole parameters belong to single ranks",
         )
 
 
@@ -277,10 +286,13 @@ def stand_in_for(world: World, captured: Iterable[int]) -> np.ndarray:
         best[better], found[better] = alike[better], index
     if (found < 0).any():
         stages = sorted(set(places["pp"][found < 0].tolist()))
-        raise ProgramError(
-            f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted",
-            fix="capture again into the same folder (what is there is kept): of a stock job rank "
-            f"{', '.join(str(int(ranks[places['pp'] == stage][0])) for stage in stages)}",
+        firsts = tuple(int(ranks[places["pp"] == stage][0]) for stage in stages)
+        raise MissingSlicesError(
+            f"stages {format_ranks(stages)} have no slice: it was never captured, or was deleted "
+            f"(rank {', '.join(map(str, firsts))})",
+            fix=_AGAIN,
+            ranks=firsts,
+            why="their stages have no slice",
         )
     return found
 

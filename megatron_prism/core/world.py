@@ -37,6 +37,7 @@ __all__ = [
     "AXES",
     "DEFAULT_ORDER",
     "FAMILIES",
+    "STAGES",
     "World",
     "family",
     "format_ranks",
@@ -45,7 +46,11 @@ __all__ = [
 ]
 
 
-HELP = "write 0,517 or 0-127:8 for ranks, pp=3,tp=0 for coordinates, 'pp=0;pp=3' for several"
+STAGES = "stages"  # selects the first rank of every pipeline stage
+HELP = (
+    "write 0,517 or 0-127:8 for ranks, pp=3,tp=0 for coordinates, 'pp=0;pp=3' for several, "
+    f"{STAGES} for the first rank of every pipeline stage"
+)
 _NUMBERS = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
 _CONDITION = re.compile(r"(?P<axis>[a-z]+)\s*=\s*(?P<value>\d+)")
 
@@ -53,6 +58,9 @@ _CONDITION = re.compile(r"(?P<axis>[a-z]+)\s*=\s*(?P<value>\d+)")
 class HasRanks(Protocol):
     """What a selector needs of a world; ``world.World`` is the one that has it."""
 
+    @property
+    def stages(self) -> range: ...
+    def rank_at(self, **coordinates: int) -> int: ...
     def check_rank(self, rank: int) -> int: ...
     def matching(self, **coordinates: int) -> np.ndarray: ...
 
@@ -65,7 +73,9 @@ def select(world: HasRanks, text: str) -> tuple[int, ...]:
     ranks: set[int] = set()
     for selector in text.split(";"):
         terms = [term.strip() for term in selector.split(",")]
-        if any("=" in term for term in terms):
+        if terms == [STAGES]:
+            ranks.update(world.rank_at(pp=stage) for stage in world.stages)
+        elif any("=" in term for term in terms):
             ranks.update(_by_coordinates(world, selector.strip(), terms))
         else:
             for term in terms:
@@ -413,7 +423,8 @@ class World:
         return int(found[0])
 
     def select(self, text: str) -> tuple[int, ...]:
-        """Ranks that a selector names, ascending: ``0,517`` · ``0-127:8`` · ``pp=3,tp=0;5``."""
+        """Ranks that a selector names, ascending: ``0,517`` · ``0-127:8`` · ``pp=3,tp=0;5`` ·
+        ``stages``."""
         return select(self, text)
 
     # -- groups

@@ -362,10 +362,14 @@ class StockCapture(TrainingListener):
     def finished(self) -> None:
         """Write the slice, and say so."""
         path = self.finish()
-        assert self.program is not None
-        what = f"{len(self.program):,} ops of an iteration (median of {self.num_iterations})"
         host = f" on {socket.gethostname()}" if self._num_processes > 1 else ""
-        print(f"prism: {what} in {path}{host}{self.said()}", file=sys.stderr)
+        print(f"prism: {self.recorded()} in {path}{host}{self.said()}", file=sys.stderr)
+
+    def recorded(self) -> str:
+        """What was recorded, in words."""
+        assert self.program is not None, "after finish"
+        median = "" if self.tier.name == "meta" else f" (median of {self.num_iterations})"
+        return f"{len(self.program):,} ops of an iteration{median}"
 
     def finish(self) -> Path:
         """Write the slice; returns where."""

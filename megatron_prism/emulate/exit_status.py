@@ -15,7 +15,7 @@ from types import TracebackType
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report"]
+__all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report", "tell_parent"]
 
 LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
 
@@ -33,6 +33,16 @@ def note(status: Status) -> None:
 
 def report(error: PrismError) -> None:
     print(f"prism: error: {error}", file=sys.stderr, flush=True)
+    tell_parent(error)
+
+
+def tell_parent(error: PrismError) -> None:
+    """Hand ``error`` to whoever started this process as a worker, if one did."""
+    if "PRISM_WORKER_EVENTS" in os.environ:
+        from megatron_prism.emulate import workers
+
+        if (emit := workers.emitter()) is not None:
+            emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
 
 
 def at_good_end(check: Check, changes: ProcessChanges) -> None:
@@ -88,6 +98,20 @@ def is_worker() -> bool:
     return process is not None and process.parent_process() is not None
 
 
+_DISTRIBUTIONS = {"yaml": "PyYAML", "transformer_engine": "transformer-engine[pytorch]"}
+
+
+def _missing_module(name: str) -> PrismError:
+    """megatron.training imports packages that megatron-core does not ask for (0.16.1: six, regex,
+    pydantic; 0.19 has an extra for them)."""
+    if name == "megatron":
+        fix = "start the script in its checkout of Megatron-LM, or PYTHONPATH=CHECKOUT"
+    else:
+        fix = f"pip install {_DISTRIBUTIONS.get(name, name)}, or all that megatron.training "
+        fix += "imports: pip install 'megatron_prism[training]'"
+    return PrismError(f"the script imports {name}, which is not installed here", fix=fix)
+
+
 def _watch(changes: ProcessChanges) -> None:
     original_exit, original_hook, pid = sys.exit, sys.excepthook, os.getpid()
 
@@ -101,8 +125,10 @@ def _watch(changes: ProcessChanges) -> None:
         note(1)
         if isinstance(value, PrismError):
             report(value)
-        else:
-            original_hook(kind, value, trace)
+            return
+        original_hook(kind, value, trace)
+        if isinstance(value, ModuleNotFoundError) and value.name:
+            report(_missing_module(value.name.partition(".")[0]))
 
     def verdict() -> None:
         if os.getpid() != pid or _ended.get("status") not in (None, 0):

@@ -19,10 +19,12 @@ from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
-from megatron_prism.emulate import exit_status
+from megatron_prism.emulate import exit_status, workers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.options import queues, without_engine
 from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.workers import Emit
+from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.capture import StockCapture
@@ -64,8 +66,10 @@ def run_script(argv: Sequence[str]) -> int:
     except SystemExit as end:  # also one that was raised without sys.exit
         exit_status.note(end.code)
         raise
-    except BaseException:
+    except BaseException as error:
         exit_status.note(1)
+        if isinstance(error, PrismError):
+            exit_status.tell_parent(error)
         raise
     return 0
 
@@ -83,6 +87,9 @@ def attach_from_command_line(session: Session | None = None) -> None:
     session.changes.on_undo(_detach)
     try:
         options = flags.from_command_line(sys.argv[1:])
+        if options is not None and options.one_by_one:
+            _capture_one_by_one(options)
+            raise SystemExit(0)
         if options is not None:
             attach(options, session)
     except PrismError as error:
@@ -90,6 +97,17 @@ def attach_from_command_line(session: Session | None = None) -> None:
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         raise SystemExit(last_resort(error, "while this job was attached")) from None
+
+
+def _capture_one_by_one(options: flags.Options) -> None:
+    """Nothing trains in this process: its script runs once for every rank, as a worker."""
+    from rich.console import Console
+
+    from megatron_prism.emulate import script_job
+
+    assert options.capture is not None, "options that are captured one by one"
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    script_job.capture_command_line(sys.argv[0], sys.argv[1:], options.capture, console)
 
 
 def _detach() -> None:
@@ -138,6 +156,37 @@ def attach(options: flags.Options, session: Session) -> Any:
     return context
 
 
+class _Reported(TrainingListener):
+    """Tells the process that started this one to capture a rank how far it is."""
+
+    def __init__(self, run: Run, capture: StockCapture, emit: Emit) -> None:
+        self.run, self.capture, self.emit = run, capture, emit
+        self.of = 1  # forwards and backwards, of all iterations and chunks
+        run.monitor.on_step = self._stepped
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        self.of = 2 * wanted * len(model or (1,))
+
+    def _stepped(self, done: int) -> None:
+        total = self.of * self.run.monitor.microbatches()
+        self.emit("step", done=min(done, total), total=total)
+
+    def finished(self) -> None:
+        self.tell(self.capture.recorded() + self.capture.said())
+
+    def tell(self, said: str) -> None:
+        """Give the result: that the slice is there, and ``said`` of it."""
+        live = self.run.tier.live
+        peak = None if live is None else live.high.bytes
+        self.emit("result", result={"rank": self.run.options.rank, "said": said, "peak": peak})
+
+    def is_there(self, _: str) -> None:
+        """The job's arguments are those of the slice that is there already: that is all."""
+        if self.capture.store.path(self.run.options.rank).exists():
+            self.tell("is there already")
+            os._exit(0)
+
+
 def build_run(options: flags.Options, session: Session) -> Run:
     """Prepare tier, environment and listeners for ``options``; raises as ``attach``."""
     from megatron_prism.emulate import capture as stock_capture
@@ -151,7 +200,7 @@ def build_run(options: flags.Options, session: Session) -> Run:
     Values(options.values)  # a bad policy is bad usage now, not a failed job later
     if options.out is not None and options.process == 0:
         summary.check_free(options.out, options.force)
-    if options.capture is not None:
+    if options.capture is not None and workers.emitter() is None:
         stock_capture.check_free(options.capture, options.rank, options.force)
     engine = not (options.tier == "meta" and without_engine())
     tier = tiers.prepare(
@@ -231,7 +280,7 @@ def _watch(run: Run, session: Session) -> tuple[ValueWatch, ...]:
     return (watch,)
 
 
-def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
+def _capture(run: Run, session: Session) -> tuple[TrainingListener, ...]:
     """Who records an iteration of this rank and keeps it when the job has trained, if asked."""
     options, tier = run.options, run.tier
     if options.capture is None:
@@ -246,7 +295,11 @@ def _capture(run: Run, session: Session) -> tuple[StockCapture, ...]:
     capture = stock_capture.StockCapture(options, tier, source, run.monitor, run.pace)
     session.changes.on_undo(capture.changes.undo)
     run.on_arguments.append(capture.is_of)
-    return (capture,)
+    if (emit := workers.emitter()) is None:
+        return (capture,)
+    told = _Reported(run, capture, emit)
+    run.on_arguments.append(told.is_there)
+    return (capture, told)
 
 
 def _recording(options: flags.Options) -> Any:
@@ -273,28 +326,12 @@ def _recording(options: flags.Options) -> Any:
     return ValueRecorder(options.record, options.rank, header)
 
 
-def _job_words(argv: Sequence[str]) -> list[str]:
-    """The job's own arguments, without ours and without how long it runs."""
-    kept, skip = [], False
-    for word in argv:
-        name = word.partition("=")[0]
-        if skip and not word.startswith("--"):
-            skip = False
-            continue
-        skip = name.startswith("--prism-") or name == "--train-iters"
-        if not skip:
-            kept.append(word)
-        elif "=" in word:
-            skip = False
-    return kept
-
-
 def _pace(options: flags.Options, version: str, store: Any) -> Any:
     """When virtual ranks answer; captures the slices that are missing."""
     from megatron_prism.emulate import pace
 
     pace.check(options)
-    pace.capture_missing(options, [sys.argv[0], *_job_words(sys.argv[1:])], store)
+    pace.capture_missing(options, sys.argv, store)
     return pace.Pace(options, version)
 
 

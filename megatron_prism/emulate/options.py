@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from megatron_prism.core.errors import UsageError, WorldError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.world import World, format_ranks, implied_size
+from megatron_prism.core.world import STAGES, World, format_ranks, implied_size
 from megatron_prism.hang.fault_plan import Fault, load_plan, parse
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "add_flags",
     "from_command_line",
     "queues",
+    "split",
     "without_engine",
 ]
 
@@ -130,6 +131,11 @@ def world_of_sizes(size: int, given: Mapping[str, Any]) -> World:
         raise WorldError(error.message, fix=_in_flags(error.fix)) from None
 
 
+def _alone(args: argparse.Namespace, k: int) -> bool:
+    """Whether ranks may be captured each in a process of its own."""
+    return k == 1 and bool(args.prism_capture) and not args.prism_pace
+
+
 def _in_flags(fix: str | None) -> str | None:
     """``size=56`` of a World's fix as the flag that says it."""
     names = {name: flag for flag, name in SIZES.items()} | {"size": "--prism-world-size"}
@@ -147,11 +153,14 @@ def local_ranks(
         text = str(args.prism_ranks)
         ranks = tuple(world.select(text))
         named = "=" not in text
+        if len(ranks) > k and named and _alone(args, k):
+            return ranks  # each in a process of its own
         if len(ranks) > k and named:
             raise UsageError(
                 f"--prism-ranks {text} names {len(ranks)} ranks, but there "
                 f"{'is one process' if k == 1 else f'are {k} processes'}",
-                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank",
+                fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank; "
+                "to record each for itself: --prism-capture DIR, without torchrun",
             )
         ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
     if len(ranks) < k:
@@ -344,7 +353,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--prism-ranks": {
         "default": None,
         "metavar": "SEL",
-        "help": "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or 0)",
+        "help": "ranks to run for real, one per process: '0,517', 'pp=3,tp=0' (default: RANK or "
+        "0); with --prism-capture also one by one, 'stages' for all that the world needs",
     },
     "--prism-tier": {
         "default": "auto",
@@ -422,6 +432,7 @@ class Options:
 
     process, num_processes : which of how many real processes this one is (torchrun: RANK of k)
     ranks                  : the global rank of each process, in process order
+    stages                 : capture whatever the world needs, ``ranks`` to begin with
     """
 
     world: World
@@ -442,11 +453,17 @@ class Options:
     stop: str | None = None
     debugger: str | None = None
     watch: str | None = None
+    stages: bool = False
 
     @property
     def rank(self) -> int:
         """The global rank that this process runs."""
         return self.ranks[self.process]
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether ``ranks`` are to be captured in processes of their own, none in this one."""
+        return self.stages or len(self.ranks) > self.num_processes
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -457,6 +474,22 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if flag not in known:
             group.add_argument(flag, **settings)
     return parser
+
+
+def split(words: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(our flags, each with its words; the other words) of a command line."""
+    ours: list[tuple[str, list[str]]] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--prism-"):
+            others.append(word)
+        elif equals or "action" in FLAGS.get(name, ()) and FLAGS[name]["action"] == "store_true":
+            ours.append((name, [word]))
+        else:
+            ours.append((name, [word, *([following] if (following := next(rest, None)) else [])]))
+    return ours, others
 
 
 class _Parser(argparse.ArgumentParser):
@@ -565,6 +598,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         stop=args.prism_break,
         debugger=args.prism_debugger,
         watch=args.prism_watch,
+        stages=args.prism_ranks == STAGES and _alone(args, k),
     )
 
 

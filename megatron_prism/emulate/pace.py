@@ -7,10 +7,9 @@ are missing are captured first (``capture_missing``).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,14 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
 
 from megatron_prism.core import job_settings, program, slices
-from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import format_ranks
-from megatron_prism.emulate import nvlink_keepalive
+from megatron_prism.emulate import nvlink_keepalive, script_job
 from megatron_prism.emulate.capture import source_of
+from megatron_prism.emulate.script_job import ScriptJob
 from megatron_prism.replay import whatif
 from megatron_prism.replay.answer_times import AnswerTimes, kept
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
@@ -107,9 +108,6 @@ def nccl_blocks(op: str, num_bytes: int, size: int) -> int:
     return max(1, min(24, num_bytes // (size << 12)))
 
 
-CAPTURE_STEPS = 12  # of a capture: two warm up, nine count, the last ends them
-
-
 def missing_ranks(folder: Path, world: World) -> list[int]:
     """The first rank of every stage of which ``folder`` has no slice."""
     there = slices.SliceStore(folder, world, {}).ranks() if folder.is_dir() else []
@@ -149,40 +147,11 @@ def _capture_all(options: Options, job: Sequence[str]) -> None:
             fix=f"--prism-ranks {missing[0]} --prism-capture {folder} --prism-pace FIRST, "
             "where FIRST are the slices that these were paced by",
         )
-    for number, rank in enumerate(missing, 1):
-        _say(
-            f"capturing rank {rank:,} for {folder}: "
-            f"{number} of {len(missing)} ({format_ranks(missing)})"
-        )
-        words = [
-            sys.executable, "-m", "megatron_prism", "run",
-            "--prism-world-size", str(options.world.size), "--prism-ranks", str(rank),
-            "--prism-capture", str(folder), "--prism-tier", options.tier,
-            "--prism-values", options.values, "--",
-            *job, "--train-iters", str(CAPTURE_STEPS),
-        ]  # fmt: skip
-        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
-        environment["PRISM_ARGS"] = ""
-        log = folder.with_name(f"{folder.name}-rank-{rank}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as out:
-            status = subprocess.run(words, stdout=out, stderr=out, env=environment).returncode
-        if status:
-            raise PrismError(
-                f"capturing rank {rank} ended with status {status}", fix=f"look at {log}"
-            )
-        log.unlink(missing_ok=True)
-
-
-_LAUNCHER = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
-     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-)  # fmt: skip
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"prism: {line}\n")
-    sys.stderr.flush()
+    if missing:
+        script = ScriptJob.of(job[0], job[1:], options.world, options.tier)
+        healthy = ("--prism-values", options.values)
+        script = dataclasses.replace(script, ours=healthy)
+        script_job.capture(script, folder, missing, Console(stderr=True, highlight=False))
 
 
 CALIBRATION = "calibration.json"

@@ -8,43 +8,35 @@ artefact folder when all have trained.  It imports neither torch nor Megatron: t
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pickle
-import selectors as io_selectors
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_prism.core import job_settings, program
+from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
-from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.core.errors import NotTrainedError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.program import Programs
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate import job_arguments
+from megatron_prism.core.world import STAGES
+from megatron_prism.emulate import job_arguments, workers
 from megatron_prism.emulate.capture import of_recipe, versions
+from megatron_prism.emulate.workers import RankTask
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
+    from megatron_prism.emulate.signatures import Summary
 
-    from megatron_prism.core.slices import SliceStore
-    from megatron_prism.emulate.signatures import Json, Summary
-
-__all__ = ["body", "capture", "die_with_parent", "emulate", "ranks_of", "run_ranks", "source_of"]
+__all__ = ["body", "capture", "emulate", "ranks_of", "run_ranks", "source_of"]
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -175,25 +167,9 @@ class EmulationResult:
         }
 
 
-@dataclass
-class _Worker:
-    """One running rank: its process, the pipe it reports through, and where its stderr goes."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    events: int
-    stderr: IO[bytes]
-    task: TaskID
-    buffer: bytes = b""
-    result: Summary | None = None
-    failure: Json | None = field(default=None)
-
-
 def ranks_of(recipe: Recipe) -> tuple[int, ...]:
     """The ranks to run: what the recipe names, else the first rank of every pipeline stage."""
-    if recipe.prism.ranks:
-        return recipe.world.select(str(recipe.prism.ranks))
-    return tuple(recipe.world.rank_at(pp=stage) for stage in recipe.world.stages)
+    return recipe.world.select(str(recipe.prism.ranks or STAGES))
 
 
 def emulate(
@@ -253,130 +229,18 @@ def run_ranks(
         raise UsageError(
             f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
         )
-    summaries = _run_all(recipe, ranks, num_workers, console, (slices, watch))
+    tasks = [_task(recipe, rank, (slices, watch)) for rank in ranks]
+    summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
     for summary in summaries:
         if summary["steps"] < recipe.train.iterations:
             raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
     return summaries
 
 
-def _run_all(
-    recipe: Recipe,
-    ranks: tuple[int, ...],
-    num_workers: int | None,
-    console: Console,
-    more: tuple[SliceStore | None, Watch | None],
-) -> list[Summary]:
-    num_workers = num_workers or min(os.cpu_count() or 1, 8)
-    waiting = list(ranks)
-    running: list[_Worker] = []
-    done: dict[int, Summary] = {}
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[what]}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    with bars, io_selectors.DefaultSelector() as selector:
-        tasks = {r: bars.add_task(_title(recipe, r), total=1, what="waiting") for r in ranks}
-        try:
-            while waiting or running:
-                while waiting and len(running) < num_workers:
-                    worker = _start(recipe, waiting.pop(0), tasks, more)
-                    running.append(worker)
-                    selector.register(worker.events, io_selectors.EVENT_READ, worker)
-                for key, _ in selector.select(timeout=0.5):
-                    worker = key.data
-                    chunk = os.read(worker.events, 1 << 16)
-                    _take(worker, chunk, bars)
-                    if not chunk:
-                        selector.unregister(worker.events)
-                        running.remove(worker)
-                        done[worker.rank] = _finish(worker, bars)
-        finally:
-            for worker in running:
-                worker.process.kill()
-                worker.process.wait()
-                worker.stderr.close()
-                os.close(worker.events)
-    return [done[rank] for rank in ranks]
-
-
-def _title(recipe: Recipe, rank: int) -> str:
-    return f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
-
-
-def _start(
-    recipe: Recipe,
-    rank: int,
-    tasks: dict[int, TaskID],
-    more: tuple[SliceStore | None, Watch | None],
-) -> _Worker:
-    read, write = os.pipe()
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-    environment = {**os.environ, "PRISM_ARGS": ""}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_prism.emulate.recipe_rank", str(write)],
-        stdin=subprocess.PIPE,
-        stdout=stderr,
-        stderr=stderr,
-        pass_fds=(write,),
-        env=environment,
-        preexec_fn=die_with_parent,
-    )
-    os.close(write)
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps((recipe, rank, *more)))
-    process.stdin.close()
-    return _Worker(rank, process, read, stderr, tasks[rank])
-
-
-def die_with_parent() -> None:
-    """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
-    """Act on the complete JSON lines that have arrived."""
-    *lines, worker.buffer = (worker.buffer + chunk).split(b"\n")
-    for line in lines:
-        event = json.loads(line)
-        if event["kind"] == "step":
-            what = f"{event['done']}/{event['total']} steps of a microbatch"
-            bars.update(worker.task, completed=event["done"], total=event["total"], what=what)
-        elif event["kind"] == "phase":
-            bars.update(worker.task, what=event["text"])
-        elif event["kind"] == "result":
-            worker.result = event["result"]
-        else:
-            worker.failure = event
-
-
-def _finish(worker: _Worker, bars: Progress) -> Summary:
-    """The summary of a worker that has ended; its failure as an error of ours."""
-    status = worker.process.wait()
-    os.close(worker.events)
-    with worker.stderr as file:
-        file.seek(0)
-        log = file.read().decode(errors="replace")[-2000:]
-    if worker.result is not None and status == 0:
-        bars.update(worker.task, what="trained")
-        return worker.result
-    failure = worker.failure or {}
-    if failure.get("kind") == "error":
-        error = PrismError(f"rank {worker.rank}: {failure['message']}", fix=failure["fix"])
-        error.exit_code = failure["exit_code"]
-        raise error
-    what = failure.get("trace") or f"its process ended with status {status}\n{log}"
-    raise NotTrainedError(
-        f"rank {worker.rank} failed: {failure.get('message', 'killed')}\n{what}",
-        fix="if memory ran out, run fewer ranks (prism.ranks=0); else report this as a bug",
-    )
+def _task(recipe: Recipe, rank: int, more: tuple[SliceStore | None, Watch | None]) -> RankTask:
+    title = f"stage {recipe.world.coordinates(rank).pp}  rank {rank:,}"
+    words = ("-m", "megatron_prism.emulate.recipe_rank")
+    return RankTask(rank, title, words, pickle.dumps((recipe, rank, *more)))
 
 
 _ELSEWHERE = ("name", "prism.ranks", "prism.out")  # a line of its own; which to run, and where to
@@ -430,15 +294,11 @@ def capture(
     ranks = ranks_of(recipe)
     store = SliceStore(folder, recipe.world, source_of(recipe))
     store.prepare(force)
-    there = set(store.ranks())
-    missing = tuple(rank for rank in ranks if rank not in there)
     head(recipe, ranks, console)
-    if len(missing) < len(ranks):
-        console.print(f"  {'kept':<20} {len(ranks) - len(missing)} slices are there already")
     start = time.perf_counter()
-    summaries = run_ranks(recipe, missing, console, slices=store) if missing else []
-    made = assemble(folder)
-    program.save(made, folder / "world.prism", force=True)
+    made, summaries = workers.capture_world(
+        store, ranks, lambda more: run_ranks(recipe, more, console, slices=store), console
+    )
     for summary in summaries:
         cost = summary["recording"]
         console.print(

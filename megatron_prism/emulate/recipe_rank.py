@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import os
 import pickle
@@ -30,8 +29,9 @@ import torch
 from megatron_prism.core.errors import NotTrainedError, PrismError, RecipeError, UnsupportedError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate import recipe_model
+from megatron_prism.emulate import recipe_model, workers
 from megatron_prism.emulate.session import Session
+from megatron_prism.emulate.workers import Emit
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.world import TrafficCounter, VirtualWorld
 
 __all__ = ["RankJob", "run", "run_of", "start_world"]
-
-
-Emit = Callable[..., None]
 
 
 class RankJob:
@@ -312,14 +309,11 @@ def _samples(recipe: Recipe) -> Callable[[int], np.ndarray]:
     return read
 
 
-def main(fd: int) -> int:
-    """Entry of the worker: ``python -m megatron_prism.emulate.recipe_rank FD``."""
+def main() -> int:
+    """Entry of the worker: ``python -m megatron_prism.emulate.recipe_rank``."""
     recipe, rank, slices, watch = pickle.load(sys.stdin.buffer)
-    out = os.fdopen(fd, "w", buffering=1)
-
-    def emit(kind: str, **fields: object) -> None:
-        out.write(json.dumps({"kind": kind, **fields}) + "\n")
-
+    emit = workers.emitter()
+    assert emit is not None, "a worker of emulate.workers"
     return attempt(emit, recipe, rank, slices, watch)
 
 
@@ -494,4 +488,4 @@ def _has_te() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())

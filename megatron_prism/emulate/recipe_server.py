@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.recipe_job import die_with_parent
+from megatron_prism.emulate.workers import die_with_parent
 
 if TYPE_CHECKING:
     from megatron_prism.core.slices import SliceStore

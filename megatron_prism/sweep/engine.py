@@ -15,8 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from megatron_prism.core.files import write_whole
-from megatron_prism.emulate.recipe_job import die_with_parent
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.emulate.workers import die_with_parent
 from megatron_prism.sweep.evaluate import FAILED, SweepSettings, evaluate
 from megatron_prism.sweep.space import SweepPoint
 

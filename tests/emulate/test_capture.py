@@ -15,7 +15,7 @@ from megatron_prism.core.world import World
 from megatron_prism.emulate import capture
 from megatron_prism.emulate import capture as stock_capture
 from megatron_prism.emulate.capture import StockCapture, check_free, first_recorded
-from megatron_prism.emulate.pace import CAPTURE_STEPS
+from megatron_prism.emulate.script_job import STEPS
 
 TIER = SimpleNamespace(name="cpu")
 
@@ -187,7 +187,7 @@ def test_what_is_kept_was_written_down_once(simulated, tier, wanted, interval, g
 
 
 def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
-    capture, log = simulated("cuda", CAPTURE_STEPS)
+    capture, log = simulated("cuda", STEPS)
     assert log == [
         (3, "written"), (4, "times"), (5, "times"), (6, "clock"), (7, "clock"),  # 8 warms it again
         (9, "times"), (10, "times"), (11, "times"), (11, "traced"), (11, "probed"),
@@ -195,7 +195,7 @@ def test_on_a_gpu_some_iterations_are_only_clocked(simulated):
     assert capture._clocks == [1_006, 1_007]
     (traced,) = [one for one in capture.kept() if one.busy is not None]
     assert traced.launches == "of trace"
-    capture, log = simulated("cuda", CAPTURE_STEPS, {6})
+    capture, log = simulated("cuda", STEPS, {6})
     assert capture._clocks == [1_007]  # 6 has an evaluation: no steady iteration
     assert log[-2:] == [(9, "traced"), (9, "probed")]  # an evaluation might come after the others
 

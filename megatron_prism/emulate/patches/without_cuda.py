@@ -654,7 +654,7 @@ PATCHES_WITHOUT_CUDA: tuple[Patch, ...] = (
         "without Transformer Engine the router raises NameError",
         "core/transformer/moe/moe_utils.py (te_general_gemm) @0.16.1",
         _name_without_te,
-        targets=("te_general_gemm",),
+        targets=("HAVE_TE",),  # that name is bound only with Transformer Engine
     ),
     Patch(
         "sequence-parallel-norm",

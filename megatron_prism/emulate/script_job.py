@@ -1,0 +1,171 @@
+"""Capture a stock script's job: every rank that its world needs, each in a worker process.
+
+``prism capture -o DIR -- pretrain_gpt.py …`` and ``--prism-capture DIR --prism-ranks stages`` come
+here, and so does pacing for the slices that it lacks.  Every worker is ``prism run`` of the script
+as one rank.  This side imports neither Megatron nor, but for the question whether there is a GPU,
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.core.units import format_bytes
+from megatron_prism.core.world import STAGES, World, format_ranks
+from megatron_prism.emulate import options as flags
+from megatron_prism.emulate import workers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["ScriptJob", "capture", "capture_command_line"]
+
+STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
+STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
+_SETTLED = (  # by ``ScriptJob.words`` for every rank
+    "--prism-emulate", "--prism-world-size", "--prism-ranks", "--prism-capture", "--prism-tier",
+    "--prism-force", "--prism-pace", "--prism-slow",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """A script, its own arguments and ours, and what they amount to.
+
+    words : the script and its arguments
+    ours  : ``--prism-…`` flags for every rank
+    tier  : cuda, cpu or meta
+    """
+
+    words: tuple[str, ...]
+    ours: tuple[str, ...]
+    world: World
+    tier: str
+
+    @classmethod
+    def of(cls, script: str, argv: Sequence[str], world: World, tier: str) -> ScriptJob:
+        """The job whose command line ``argv`` may hold flags of ours; PRISM_ARGS come before."""
+        given = [*shlex.split(os.environ.get("PRISM_ARGS", "")), *argv]
+        ours, rest = flags.split(given)
+        kept = [word for name, words in ours if name not in _SETTLED for word in words]
+        if "--prism-out" in kept:
+            raise UsageError(
+                "--prism-out is of one run, and a capture runs every rank for itself",
+                fix="leave it out; prism memory and prism replay read what was captured",
+            )
+        return cls((script, *rest), tuple(kept), world, tier or _best())
+
+    def command(self, rank: int, folder: Path) -> list[str]:
+        """Of Python, to capture ``rank`` into ``folder``."""
+        steps = STEPS_OF_SHAPES if self.tier == "meta" else STEPS
+        return [
+            "-m", "megatron_prism", "run", *self.ours,
+            "--prism-world-size", str(self.world.size), "--prism-ranks", str(rank),
+            "--prism-capture", str(folder), "--prism-tier", self.tier,
+            "--", *self.words, *_shortened(self.words[1:], steps),
+        ]  # fmt: skip
+
+
+def capture_command_line(
+    script: str, argv: Sequence[str], folder: Path, console: Console, *, force: bool = False
+) -> None:
+    """Record what ``script`` with ``argv``, flags of ours among it, does on the ranks that are
+    asked for, else on all that its world needs.  UsageError for a bad command line."""
+    before = ["--prism-emulate", "--prism-capture", str(folder), "--prism-ranks", STAGES]
+    given = flags.from_command_line([*before, *argv])
+    assert given is not None, "--prism-emulate is among them"
+    job = ScriptJob.of(script, argv, given.world, "" if given.tier == "auto" else given.tier)
+    capture(job, folder, given.ranks, console, whole=given.stages, force=force or given.force)
+
+
+def _best() -> str:
+    """A GPU if there is one; else shapes, since no slice without a device has times."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "meta"
+
+
+def _shortened(words: Sequence[str], steps: int) -> Iterator[str]:
+    """Words that end the job behind ``steps`` iterations, without an evaluation.
+
+    The data set is made for no more than these; the learning rate keeps its schedule, whose warmup
+    has to be shorter than its decay.
+    """
+    given = _values(words)
+    if "--train-samples" not in given:
+        yield from ("--train-iters", str(steps))
+        wanted = given.get("--train-iters", "")
+        if "--lr-decay-iters" not in given and wanted.isdigit():
+            yield from ("--lr-decay-iters", str(max(steps, int(wanted))))
+    yield from ("--exit-interval", str(steps))
+
+
+def _values(words: Sequence[str]) -> Mapping[str, str]:
+    """Option -> the word that follows it, of the last time that it is given."""
+    found = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found[name] = value if equals else following
+    return found
+
+
+def capture(
+    job: ScriptJob,
+    folder: Path,
+    ranks: Sequence[int],
+    console: Console,
+    *,
+    whole: bool = True,
+    force: bool = False,
+) -> None:
+    """Record an iteration of ``ranks`` of ``job`` into ``folder``; what is there is kept.
+
+    Args:
+        ranks: of its world.
+        whole: whether to capture as well whom the world turns out to need, and to join the slices.
+        force: whether to drop what is in the folder first.
+
+    Raises:
+        UsageError: the folder holds slices of another job, or things that are no slices.
+        PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
+    """
+    store = SliceStore(folder, job.world, {})  # workers compare the rest: Megatron knows it
+    store.prepare(force)
+    at_once = 1 if job.tier == "cuda" else min(os.cpu_count() or 1, 8)
+    console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
+    said = f"{len(ranks)} ranks ({format_ranks(ranks)}), {at_once} at once"
+    console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
+
+    def record(missing: Sequence[int]) -> list[workers.Json]:
+        tasks = [
+            workers.RankTask(
+                rank,
+                f"stage {job.world.coordinates(rank).pp}  rank {rank:,}",
+                job.command(rank, folder),
+                log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
+            )
+            for rank in missing
+        ]
+        return workers.run(tasks, console, at_once)
+
+    start = time.perf_counter()
+    there = set(store.ranks())
+    if there >= set(ranks):  # of this very job?  its own arguments say so
+        record(ranks[:1])
+    if whole:
+        _, found = workers.capture_world(store, ranks, record, console)
+    else:
+        found = record([rank for rank in ranks if rank not in there])
+    for one in found:
+        peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
+        console.print(f"rank {one['rank']:,}: {one['said']}{peak}")
+    console.print(f"wrote {folder} in {time.perf_counter() - start:.1f} s")

@@ -1,0 +1,255 @@
+"""Run ranks in worker processes, a few at a time, with a bar for each; capture what a world needs.
+
+Recipes and stock scripts share it.  A worker is a command that runs one rank.  It finds a file
+descriptor in its environment (``EVENTS``), on which it writes JSON lines: progress, then one result
+or one error.  This side imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors as io_selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from megatron_prism.core import program
+from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
+from megatron_prism.core.progress import Lines
+from megatron_prism.core.slices import WORLD, assemble
+from megatron_prism.core.world import format_ranks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from megatron_prism.core.program import Programs
+    from megatron_prism.core.slices import SliceStore
+
+__all__ = ["EVENTS", "Emit", "RankTask", "capture_world", "die_with_parent", "emitter", "run"]
+
+EVENTS = "PRISM_WORKER_EVENTS"  # environment variable: the file descriptor
+Emit = Callable[..., None]  # emit(kind, **fields)
+Json = dict[str, Any]
+Said = TypeVar("Said")  # what a rank that was recorded says of itself
+_LAUNCHER = frozenset(  # of whoever started this process: a worker is started anew
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+     "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "PRISM_ARGS")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What runs one rank.
+
+    words : of Python's command line
+    stdin : what the worker reads
+    log   : file that keeps what it printed if it fails; None: the error quotes the end
+    """
+
+    rank: int
+    title: str
+    words: Sequence[str]
+    stdin: bytes = b""
+    log: Path | None = None
+
+
+@dataclass
+class _Worker:
+    """One running rank: its process, the pipe it reports through, and where it prints to."""
+
+    task: RankTask
+    process: subprocess.Popen[bytes]
+    events: int
+    printed: IO[bytes]
+    bar: TaskID
+    buffer: bytes = b""
+    result: Json | None = None
+    failure: Json = field(default_factory=dict)
+
+
+def emitter() -> Emit | None:
+    """How this process tells the one that started it as a worker; None: nobody did."""
+    fd = os.environ.get(EVENTS)
+    if fd is None:
+        return None
+    out = int(fd)
+    with contextlib.suppress(OSError):
+        os.set_inheritable(out, False)
+
+    def emit(kind: str, **fields: object) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(out, (json.dumps({"kind": kind, **fields}) + "\n").encode())
+
+    return emit
+
+
+def run(tasks: Sequence[RankTask], console: Console, num_workers: int | None = None) -> list[Json]:
+    """Run every task, at most ``num_workers`` at once (default: one per core, at most 8), and
+    return their results in order.  All are stopped when one fails: PrismError, NotTrainedError.
+
+    A terminal sees a bar for each; elsewhere a line every ten seconds says how far they are.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    num_workers = num_workers or min(os.cpu_count() or 1, 8)
+    waiting, running = list(tasks), list[_Worker]()
+    done: dict[int, Json] = {}
+    lines = Lines(lambda line: console.print(line))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"),
+               TimeElapsedColumn())  # fmt: skip
+    bars = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bars, io_selectors.DefaultSelector() as selector:
+        made = {t.rank: bars.add_task(t.title, total=1, what="waiting") for t in tasks}
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_workers:
+                    worker = _start(waiting.pop(0), made)
+                    bars.update(worker.bar, what="starting")
+                    running.append(worker)
+                    selector.register(worker.events, io_selectors.EVENT_READ, worker)
+                for key, _ in selector.select(timeout=0.5):
+                    _take(key.data, os.read(key.data.events, 1 << 16), bars)
+                for worker in [one for one in running if one.process.poll() is not None]:
+                    selector.unregister(worker.events)
+                    running.remove(worker)
+                    done[worker.task.rank] = _finish(worker, bars)
+                lines.tell(lambda: _far(running, bars, len(done), len(tasks)))
+        finally:
+            for worker in running:
+                worker.process.kill()
+                worker.process.wait()
+                worker.printed.close()
+                os.close(worker.events)
+    return [done[task.rank] for task in tasks]
+
+
+def _far(running: Sequence[_Worker], bars: Progress, done: int, total: int) -> str:
+    """``1 of 4 ranks done; rank 0: 57 %, 4/7 steps of a microbatch``."""
+    now = []
+    for worker in running:
+        bar = next(one for one in bars.tasks if one.id == worker.bar)
+        now.append(f"rank {worker.task.rank:,}: {bar.fields['what']}")
+    return f"  {done} of {total} ranks done; {', '.join(now)}"
+
+
+def _start(task: RankTask, bars: dict[int, TaskID]) -> _Worker:
+    read, write = os.pipe()
+    printed = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+    environment = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
+    environment[EVENTS] = str(write)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    process = subprocess.Popen(
+        [sys.executable, *task.words],
+        stdin=subprocess.PIPE,
+        stdout=printed,
+        stderr=printed,
+        pass_fds=(write,),
+        env=environment,
+        preexec_fn=die_with_parent,
+    )
+    os.close(write)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its status says what happened
+        process.stdin.write(task.stdin)
+        process.stdin.close()
+    return _Worker(task, process, read, printed, bars[task.rank])
+
+
+def die_with_parent() -> None:
+    """Linux: a worker never outlives a killed parent (prctl PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _take(worker: _Worker, chunk: bytes, bars: Progress) -> None:
+    """Act on the complete JSON lines that have arrived."""
+    *lines, worker.buffer = (worker.buffer + chunk).split(b"\n")
+    for line in lines:
+        event = json.loads(line)
+        if event["kind"] == "step":
+            what = f"{event['done']}/{event['total']} steps of a microbatch"
+            bars.update(worker.bar, completed=event["done"], total=event["total"], what=what)
+        elif event["kind"] == "phase":
+            bars.update(worker.bar, what=event["text"])
+        elif event["kind"] == "result":
+            worker.result = event["result"]
+        else:
+            worker.failure = worker.failure or event
+
+
+def _finish(worker: _Worker, bars: Progress) -> Json:
+    """The result of a worker that has ended; its failure as an error of ours."""
+    os.set_blocking(worker.events, False)  # children of its own may still hold the other end
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(worker.events, 1 << 16):
+            _take(worker, chunk, bars)
+    os.close(worker.events)
+    task, status, failure = worker.task, worker.process.returncode, worker.failure
+    with worker.printed as file:
+        file.seek(0)
+        log = file.read()
+    if worker.result is not None and status == 0:
+        bars.update(worker.bar, completed=1, total=1, what="done")
+        return worker.result
+    where = ""
+    if task.log is not None:
+        task.log.write_bytes(log)
+        where = f"; all that it printed is in {task.log}"
+    if failure.get("kind") == "error":
+        if task.log is not None and failure["exit_code"] == 2:
+            task.log.unlink()  # the message says it all
+        error = PrismError(f"rank {task.rank}: {failure['message']}", fix=failure["fix"])
+        error.exit_code = failure["exit_code"]
+        raise error
+    end = failure.get("trace") or log.decode(errors="replace")[-2000:]
+    what = failure.get("message") or f"its process ended with status {status}"
+    fix = f"look at {task.log}" if task.log else "report this as a bug"
+    if status == -signal.SIGKILL:
+        fix = "if memory ran out, run fewer ranks at once or one alone; " + fix
+    raise NotTrainedError(f"rank {task.rank} failed: {what}{where}\n{end}", fix=fix)
+
+
+def capture_world(
+    store: SliceStore,
+    ranks: Sequence[int],
+    record: Callable[[tuple[int, ...]], list[Said]],
+    console: Console,
+) -> tuple[Programs, list[Said]]:
+    """Record ``ranks`` and whoever else the world turns out to need; join the slices.
+
+    Slices that are there are kept.
+
+    Args:
+        store: whose folder was prepared.
+        record: runs the ranks that it is given, each of which puts its slice into the store.
+
+    Returns: the world, and what the recorded ranks said of themselves.
+    """
+    found: list[Said] = []
+    there = set(store.ranks())
+    missing = tuple(rank for rank in ranks if rank not in there)
+    if len(missing) < len(ranks):
+        console.print(f"  {'kept':<20} {len(ranks) - len(missing)} slices are there already")
+    while True:
+        found += record(missing) if missing else []
+        try:
+            made = assemble(store.folder)
+            break
+        except MissingSlicesError as error:
+            there = set(store.ranks())
+            missing = tuple(rank for rank in error.ranks if rank not in there)
+            if not missing:
+                raise
+            console.print(f"  {len(missing):,} ranks more ({format_ranks(missing)}): {error.why}")
+    program.save(made, store.folder / WORLD, force=True)
+    return made, found

@@ -1,0 +1,121 @@
+"""A stock script's job, captured rank by rank in worker processes."""
+
+import io
+
+import pytest
+from helpers.needs import TRAINING
+from helpers.pretrain import JOB, SCRIPT
+from rich.console import Console
+
+from megatron_prism.cli.main import main
+from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
+from megatron_prism.core.slices import open_programs
+from megatron_prism.emulate import exit_status, options, script_job, workers
+from megatron_prism.emulate.script_job import ScriptJob
+
+
+def given(*words):
+    return options.from_command_line(["--prism-emulate", *words], {})
+
+
+PP4 = ("--pipeline-model-parallel-size", "4", "--prism-world-size", "16")
+
+
+def test_stages_and_lists_are_captured_one_by_one():
+    found = given(*PP4, "--prism-capture", "d", "--prism-ranks", "stages")
+    assert (found.ranks, found.one_by_one, found.stages) == ((0, 4, 8, 12), True, True)
+    found = given(*PP4, "--prism-capture", "d", "--prism-ranks", "0,9")
+    assert (found.ranks, found.one_by_one, found.stages) == ((0, 9), True, False)
+    assert not given(*PP4, "--prism-capture", "d", "--prism-ranks", "9").one_by_one
+    with pytest.raises(UsageError, match="names 4 ranks"):
+        given(*PP4, "--prism-ranks", "stages")
+
+
+def test_our_flags_are_told_from_the_job_s():
+    words = "--lr 1 --prism-tier meta --prism-force --seed=3 --prism-values=noise x.py".split()
+    ours, rest = options.split(words)
+    assert [name for name, _ in ours] == ["--prism-tier", "--prism-force", "--prism-values"]
+    assert ours[0][1] == ["--prism-tier", "meta"]
+    assert rest == ["--lr", "1", "--seed=3", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--train-iters 5000", "--train-iters 3 --lr-decay-iters 5000 --exit-interval 3"),
+        ("--train-iters=2", "--train-iters 3 --lr-decay-iters 3 --exit-interval 3"),
+        ("--train-iters 9 --lr-decay-iters 8", "--train-iters 3 --exit-interval 3"),
+        ("--train-samples 9", "--exit-interval 3"),
+    ],
+)
+def test_a_job_is_shortened_and_keeps_its_learning_rate(words, expected):
+    assert list(script_job._shortened(words.split(), 3)) == expected.split()
+
+
+def test_every_rank_gets_the_job_s_words_and_not_ours_twice(monkeypatch):
+    monkeypatch.setenv("PRISM_ARGS", "--prism-values noise")
+    words = ("--lr", "1", "--prism-ranks", "stages", "--prism-emulate", "--train-samples", "9")
+    job = ScriptJob.of("x.py", words, given(*PP4).world, "meta")
+    assert job.command(8, "d") == (
+        "-m megatron_prism run --prism-values noise --prism-world-size 16 --prism-ranks 8 "
+        "--prism-capture d --prism-tier meta -- x.py --lr 1 --train-samples 9 --exit-interval 3"
+    ).split()  # fmt: skip
+    with pytest.raises(UsageError, match="--prism-out"):
+        ScriptJob.of("x.py", ["--prism-out", "d"], given(*PP4).world, "meta")
+
+
+def task(code, rank=0, **more):
+    return workers.RankTask(rank, f"rank {rank}", ["-c", code], **more)
+
+
+EMIT = "from megatron_prism.emulate.workers import emitter; emit = emitter(); "
+
+
+def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):
+    console = Console(file=io.StringIO())
+    told = [task(f"{EMIT}emit('result', result={{'n': {n}}})", n) for n in (3, 1, 2)]
+    assert [one["n"] for one in workers.run(told, console)] == [3, 1, 2]
+    error = f"{EMIT}emit('error', message='no', fix='type this', exit_code=2); raise SystemExit(2)"
+    with pytest.raises(PrismError, match="rank 5: no") as raised:
+        workers.run([task(error, 5)], console)
+    assert (raised.value.fix, raised.value.exit_code) == ("type this", 2)
+    log = tmp_path / "log"
+    with pytest.raises(NotTrainedError, match="status 7") as raised:
+        workers.run([task("print('why'); raise SystemExit(7)", log=log)], console)
+    assert "why" in str(raised.value)
+    assert log.read_text() == "why\n"
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr("megatron_prism.core.progress.EVERY_S", 0.0)
+    out = io.StringIO()
+    workers.run([task(f"{EMIT}emit('result', result={{}})")], Console(file=out))
+    assert "0 of 1 ranks done; rank 0: starting" in out.getvalue()
+
+
+def test_a_module_that_megatron_lacks_ends_with_what_to_install():
+    assert "pip install six" in exit_status._missing_module("six").fix
+    assert "PYTHONPATH" in exit_status._missing_module("megatron").fix
+
+
+def test_a_capture_of_nothing_says_what_to_type(capsys):
+    for words in (["-o", "d"], ["-o", "d", "--", "nowhere.py"], ["x", "-o", "d", "--", "y.py"]):
+        assert main(["capture", *words]) == 2
+        assert "fix:" in capsys.readouterr().err
+
+
+@TRAINING
+@pytest.mark.slow
+def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layers = ["--num-layers", "2", "--pipeline-model-parallel-size", "2"]
+    words = ["capture", "-o", "d", "--prism-tier", "meta", "--", str(SCRIPT), *JOB, *layers]
+    assert main(words) == 0, capsys.readouterr()
+    whole = open_programs("d")
+    assert [program.rank for program in whole.programs] == [0, 2]
+    assert whole.world.size == 4
+    before = (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main([*words, "--seq-length", "16"]) == 2  # all is there, and of another job
+    assert "--seq-length" in capsys.readouterr().err
+    assert (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns == before
