@@ -363,7 +363,8 @@ def _no_fused_kernels(module: ModuleType, context: PatchContext) -> None:
 def _name_without_te(module: ModuleType, context: PatchContext) -> None:
     """0.16.1 tests a name that it only binds if Transformer Engine imports."""
     if not hasattr(module, "te_general_gemm"):
-        context.set(module, "te_general_gemm", None)
+        # not a target: a name that is made here, since nothing else binds it
+        context.changes.set(module, "te_general_gemm", None)
 
 
 def _sequence_parallel_norm(module: ModuleType, context: PatchContext) -> None:
