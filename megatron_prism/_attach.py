@@ -30,7 +30,7 @@ def autoload() -> None:
     for module in ("", ".distributed_c10d", ".device_mesh"):  # each has the name
         import_hooks.before_first_call(f"torch.distributed{module}", "init_process_group", _install)
     if "--prism-emulate" in sys.argv[1:]:  # PRISM_ARGS reaches processes that are not the job
-        exit_status.expect_megatron()
+        exit_status.expect_emulation()
 
 
 attach = autoload  # the name for scripts that attach by hand (patches/)

@@ -7,23 +7,28 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = ["at_good_end", "expect_megatron", "is_worker", "note", "report", "tell_parent"]
+__all__ = ["at_good_end", "expect_emulation", "is_worker", "note", "report", "tell_parent"]
 
 LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
 
 Status = str | int | None  # of sys.exit
 Check = Callable[[], "PrismError | None"]
+Idle = Callable[[], bool]
 
-_checks: list[Check] = []
-_ended: dict[str, object] = {}  # "status" of sys.exit or of a failure
+_checks: list[tuple[Check, Idle]] = []
+_expected = False
+_ended: dict[str, object] = {}  # "status" of sys.exit or of a failure; "failed": of the latter
 
 
 def note(status: Status) -> None:
@@ -45,33 +50,44 @@ def tell_parent(error: PrismError) -> None:
             emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
 
 
-def at_good_end(check: Check, changes: ProcessChanges) -> None:
+def at_good_end(check: Check, changes: ProcessChanges, idle: Idle = lambda: False) -> None:
     """Call ``check`` where this process would exit 0; the error that it returns decides instead.
 
     Undoing ``changes`` takes the check back, and with the first one what sees the exit status.
+
+    idle : whether nothing trained, so that the process must not end well whatever else it said
     """
     if not _checks:
         _watch(changes)
-    _checks.append(check)
-    changes.on_undo(lambda: _checks.remove(check))
+    _checks.append((check, idle))
+    changes.on_undo(lambda: _checks.remove((check, idle)))
 
 
-_OF_A_JOB = {"--num-layers", "--micro-batch-size", "--hidden-size", "--yaml-cfg", "--load"}
+_USES = re.compile(r"^\s*(?:from|import)\s+(?:megatron|torch\.distributed)\b", re.MULTILINE)
 
 
-def expect_megatron() -> None:
-    """A job's script with ``--prism-emulate`` that ends well without importing Megatron fails.
+def expect_emulation() -> None:
+    """A job's script with ``--prism-emulate`` that ends well without being emulated fails.
 
     ``python -c`` and interactive sessions are nobody's job.
     """
+    global _expected
+    _expected = not is_worker()
     # asked now: at its end Python takes __file__ away
     main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     if main.endswith(".py"):
-        at_good_end(_never_attached, ProcessChanges())  # no session is open yet
+        at_good_end(lambda: _never_attached(Path(main)), ProcessChanges())  # no session is open yet
 
 
-def _never_attached() -> NotTrainedError | None:
-    """Launchers hold the flags of their workers, who answer for themselves: torchrun's agent, or a
+def emulation_is_expected() -> bool:
+    """Whether ``--prism-emulate`` was on the command line when torch was imported."""
+    return _expected
+
+
+def _never_attached(script: Path) -> NotTrainedError | None:
+    """The error of a ``script`` that used neither Megatron nor a process group, but would.
+
+    Launchers hold the flags of their workers, who answer for themselves: torchrun's agent, or a
     process whose children worked.
     """
     children = os.times()
@@ -86,9 +102,10 @@ def _never_attached() -> NotTrainedError | None:
         "nothing trained: the script never imported megatron, so --prism-emulate had no effect",
         fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
     )
-    if _OF_A_JOB & {word.partition("=")[0] for word in sys.argv[1:]}:
-        return error
-    report(error)  # without a size of a model it may be another program, with a status of its own
+    with contextlib.suppress(OSError):
+        if _USES.search(script.read_text(encoding="utf-8", errors="replace")):
+            return error
+    report(error)  # another program, which takes the word as an argument of its own
     return None
 
 
@@ -123,6 +140,7 @@ def _watch(changes: ProcessChanges) -> None:
         kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         note(1)
+        _ended["failed"] = True
         if isinstance(value, PrismError):
             report(value)
             return
@@ -131,9 +149,15 @@ def _watch(changes: ProcessChanges) -> None:
             report(_missing_module(value.name.partition(".")[0]))
 
     def verdict() -> None:
-        if os.getpid() != pid or _ended.get("status") not in (None, 0):
+        if os.getpid() != pid:
             return  # a fork inherits this, but not the job
-        for error in filter(None, (check() for check in _checks)):
+        status = _ended.get("status") or 0
+        if status:
+            if "failed" not in _ended and any(idle() for _, idle in _checks):
+                sys.stdout.flush()  # it may have caught that sys.exit, and would end with 0 then
+                os._exit(status & 0xFF or 1 if isinstance(status, int) else 1)
+            return
+        for error in filter(None, (check() for check, _ in _checks)):
             report(error)
             sys.stdout.flush()
             os._exit(error.exit_code)

@@ -92,6 +92,12 @@ def attach_from_command_line(session: Session | None = None) -> None:
             raise SystemExit(0)
         if options is not None:
             attach(options, session)
+        elif exit_status.emulation_is_expected():
+            raise UsageError(
+                "the script took --prism-emulate off sys.argv before it used Megatron, so it would "
+                "run without emulation",
+                fix="PRISM_ARGS='--prism-emulate …' in the environment, or sys.argv left alone",
+            )
     except PrismError as error:
         exit_status.report(error)
         raise SystemExit(error.exit_code) from None
@@ -419,4 +425,7 @@ def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:
             fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
         )
 
-    exit_status.at_good_end(untrained, session.changes)
+    def idle() -> bool:
+        return not monitor.steps and not exit_status.is_worker()
+
+    exit_status.at_good_end(untrained, session.changes, idle)

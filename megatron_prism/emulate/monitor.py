@@ -265,8 +265,7 @@ class TrainingMonitor:
         )
         self.expected = wanted
         self.moved = self.has_moved()
-        if not getattr(args, "skip_train", False):  # that one asks for no step, and says so
-            self.check(1 if early else max(1, wanted))
+        self.check(1 if early else max(1, wanted), getattr(args, "skip_train", False))
         self._tell_finished()
 
     def finish_steps(self) -> None:
@@ -291,15 +290,20 @@ class TrainingMonitor:
         parameter, before = self._before
         return _sum(parameter) != before
 
-    def check(self, wanted: int) -> None:
-        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied."""
+    def check(self, wanted: int, skips: bool = False) -> None:
+        """Raise NotTrainedError if fewer than ``wanted`` optimizer steps were applied.
+
+        skips : the job was told to make none
+        """
         if self.steps >= wanted:
             return
         ran = len(self.iterations)
         if not ran:
             what = "the job ended without a single train step"
-            fix = "check --train-iters, --skip-train and the data flags; a real job would idle too"
-            if self.left:  # --exit-on-missing-checkpoint, say
+            fix = "check --train-iters and the data flags; a real job would idle too"
+            if skips:
+                fix = "leave --skip-train out; what it evaluated is in the log above"
+            elif self.left:  # --exit-on-missing-checkpoint, say
                 fix = "Megatron itself left it, and says why in the log above; a real job would too"
         else:
             what = f"{ran} train steps ran, but only {self.steps} updates of {wanted} were applied"

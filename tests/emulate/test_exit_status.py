@@ -24,15 +24,24 @@ def run(tmp_path, code, *words, script=True):
     )
 
 
-def test_a_script_that_never_imports_megatron_fails(tmp_path):
-    done = run(tmp_path, "print('bye')", "--prism-emulate", "--num-layers=4")
+# what a job's script has and never reaches
+JOB = """
+def train():
+    from megatron.training import pretrain
+"""
+
+
+@pytest.mark.parametrize("imports", [JOB, "if False:\n import torch.distributed as dist\n"])
+def test_a_script_that_never_imports_megatron_fails(tmp_path, imports):
+    done = run(tmp_path, imports + "print('bye')", "--prism-emulate")
     assert (done.returncode, done.stdout) == (1, "bye\n")
     assert SAYS in done.stderr
     assert "fix: " in done.stderr
 
 
 def test_another_program_that_takes_the_word_keeps_its_status(tmp_path):
-    done = run(tmp_path, "print('bye')", "--prism-emulate")
+    """Also one that has a job's arguments: it may start jobs."""
+    done = run(tmp_path, "print('bye')", "--prism-emulate", "--num-layers", "4")
     assert (done.returncode, done.stdout) == (0, "bye\n")
     assert SAYS in done.stderr
 
@@ -51,7 +60,7 @@ def test_another_program_that_takes_the_word_keeps_its_status(tmp_path):
     ],
 )
 def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
-    done = run(tmp_path, code, "--prism-emulate", "--num-layers", "4")
+    done = run(tmp_path, JOB + code, "--prism-emulate")
     assert done.returncode == status
     assert (SAYS in done.stderr) == (code == "sys.exit(0)")
 
@@ -85,7 +94,7 @@ def test_a_command_line_that_is_no_script_is_no_job(tmp_path):
 def verdict(monkeypatch):
     """(monitor, what is asked at a good end)."""
     checks, monitor = [], TrainingMonitor()
-    monkeypatch.setattr(exit_status, "at_good_end", lambda check, changes: checks.append(check))
+    monkeypatch.setattr(exit_status, "at_good_end", lambda check, *_: checks.append(check))
     launch._arrange_verdict(monitor, Session())
     return monitor, checks[0]
 
@@ -115,8 +124,31 @@ def test_a_script_that_swallows_a_failure_of_pretrain_does_not_end_well(verdict)
 
 def test_a_trained_script_ends_well(verdict):
     monitor, asked = verdict
-    with monitor.training(
-        lambda: types.SimpleNamespace(train_iters=0, iteration=0, skip_train=True)
-    ):
+    with monitor.training(settings), monitor.iteration(None, []):
         pass
     assert asked() is None
+
+
+ATTACHED = """
+from megatron_prism.emulate import exit_status, monitor, launch, session
+launch._arrange_verdict(m := monitor.TrainingMonitor(), session.Session())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("try: sys.exit(3)\nexcept SystemExit: pass", 3),
+        ("try: sys.exit('no data')\nexcept SystemExit: pass", 1),
+        ("m.iterations.append(monitor.Iteration(1))\ntry: sys.exit(3)\nexcept SystemExit: pass", 0),
+    ],
+)
+def test_a_caught_exit_does_not_hide_that_nothing_trained(tmp_path, code, status):
+    assert run(tmp_path, ATTACHED + code).returncode == status
+
+
+def test_a_script_that_hides_our_flags_is_told_how_to_pass_them(tmp_path):
+    code = "sys.argv = sys.argv[:1]\nimport megatron"
+    done = run(tmp_path, code, "--prism-emulate")
+    assert done.returncode == 2
+    assert "PRISM_ARGS" in done.stderr

@@ -140,8 +140,10 @@ def test_a_job_of_no_iterations_did_not_train():
         run(TrainingMonitor(), 0, wanted=0)
 
 
-def test_skip_train_asks_for_no_step():
-    run(TrainingMonitor(), 0, skip_train=True)
+def test_a_job_that_was_told_not_to_train_did_not():
+    with pytest.raises(NotTrainedError) as caught:
+        run(TrainingMonitor(), 0, skip_train=True)
+    assert "--skip-train" in caught.value.fix
 
 
 def test_finish_callbacks_run_only_after_a_good_verdict():
