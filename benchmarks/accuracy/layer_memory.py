@@ -488,6 +488,8 @@ def _leaves(step: Step) -> list[torch.Tensor]:
 
 def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
+    gc.collect()
+    gc.freeze()  # else every collection looks at what was imported
     for name, (of, build) in ROWS.items():
         if not re.search(only, name) or (group is not None and of != group):
             continue
@@ -513,9 +515,12 @@ def start(tier: str) -> dict[str, Any]:
     if tier == "meta":
         from megatron_prism.core.process_changes import ProcessChanges
         from megatron_prism.runtime import devices, world
+        from megatron_prism.runtime.te import common
         from megatron_prism.runtime.values import Values
 
-        here = devices.prepare(tier, ProcessChanges())
+        changes = ProcessChanges()
+        common.release = (2, 20)  # the GPU's, whose memory is compared
+        here = devices.prepare(tier, changes)
         world.start(world.VirtualWorld(size=1, rank=0, local_ranks=[0],
                                        values=Values("mirror", rank=0),
                                        device=here.device))  # fmt: skip

@@ -5,20 +5,22 @@
   the input stay alive until backward: 93 MB a layer 4,096 wide, of 2,048 tokens
 * ``dropout``: on CUDA one kernel that keeps a mask of bool; elsewhere a product with a mask of the
   input's type, two or four times the bytes (aten/src/ATen/native/Dropout.cpp)
+* ``scaled_dot_product_attention``: flash attention on CUDA, or with a mask or in fp32 the kernel
+  that saves memory; elsewhere products, whose scores stay alive until backward
 * optimizers of ``torch.optim`` take all parameters at once on CUDA (``foreach``): AdamW then holds
   a temporary of every one, 4 bytes each, where the loop of other devices holds one at a time
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import kernels
@@ -49,12 +51,7 @@ def _compile(model: object = None, **options: object) -> object:
 
 
 def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _live.inside() if _live is not None else contextlib.nullcontext():
-            return one(*args, **kwargs)
-
-    def one(*args: P.args, **kwargs: P.kwargs) -> R:
+    def one(*args: Any, **kwargs: Any) -> Any:
         if kernels.meter is None:
             return function(*args, **kwargs)
         with kernels.meter.held() as held:
@@ -67,28 +64,123 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
                 kernels.fused(function.__name__, 0, *tensors)
         return out
 
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _live is None:
+            return one(*args, **kwargs)
+        values, form = tree_flatten((args, kwargs))
+        if not torch.is_grad_enabled() or not any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in values
+        ):
+            with _live.inside():
+                return one(*args, **kwargs)
+        outer: list[Any] = []
+        results = _Compiled.apply(one, form, outer, *values)
+        return tree_unflatten(results, outer[0])
+
     return run
+
+
+class _Compiled(torch.autograd.Function):
+    """A compiled function is compiled backward, too: one node, which keeps what its parts keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], form: Any, outer: list[Any], *values: Any
+    ) -> Any:
+        """Flat results; ``form`` is that of ``values``, and theirs is added to ``outer``."""
+        assert _live is not None, "compiled functions are nodes on tier meta alone"
+        edge = torch.autograd.graph.get_gradient_edge
+        inputs = list(values)
+        ctx.inputs, ctx.outputs = {}, []
+        with _live.inside(), torch.enable_grad():
+            for number, value in enumerate(values):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    inputs[number] = value.view_as(value)  # else the graph would hold leaves
+                    ctx.inputs[number] = edge(inputs[number])
+            args, kwargs = tree_unflatten(inputs, form)
+            results, made = tree_flatten(function(*args, **kwargs))
+            for number, result in enumerate(results):
+                if isinstance(result, torch.Tensor) and result.requires_grad:
+                    ctx.outputs.append((number, edge(result)))
+                    results[number] = result.detach()
+        ctx.count = len(values)
+        ctx.set_materialize_grads(False)
+        outer.append(made)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        assert _live is not None
+        found: list[torch.Tensor | None] = [None] * (ctx.count + 3)
+        given = [(of, grads[number]) for number, of in ctx.outputs if grads[number] is not None]
+        if given:
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            with _live.inside():
+                made = torch.autograd.grad(
+                    [of for of, _ in given], list(ctx.inputs.values()), [g for _, g in given],
+                    retain_graph=again, allow_unused=True,
+                )  # fmt: skip
+            for number, grad in zip(ctx.inputs, made, strict=True):
+                found[number + 3] = grad
+        return tuple(found)
 
 
 def choose_as_cuda(changes: ProcessChanges) -> None:
     """Choose as on CUDA until ``changes`` are undone."""
     _rms_norm(changes)
-    _dropout(changes)
+    _composite_operators(changes)
     _foreach(changes)
 
 
-def _dropout(changes: ProcessChanges) -> None:
-    """Replace ``aten::dropout`` on meta, whoever calls it, except in inference mode."""
-
-    def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not train or p == 0 or not x.numel():
-            return x
-        return torch.native_dropout(x, p, train)[0] if p < 1 else x * torch.zeros_like(x[:0].sum())
-
+def _composite_operators(changes: ProcessChanges) -> None:
+    """Replace operators on meta, whoever calls them, except in inference mode."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("dropout", dropout, "AutogradMeta")
+    library.impl("dropout", _dropout, "AutogradMeta")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
     changes.set(sys.modules[__name__], "_library", library)  # or it goes with its name
     changes.on_undo(library._destroy)
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0 or not x.numel():
+        return x
+    return torch.native_dropout(x, p, train)[0] if p < 1 else x * torch.zeros_like(x[:0].sum())
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel of an H100 that torch prefers (sdp_utils.cpp: flash, memory-efficient, products).
+
+    query, key, value : [batch, heads, tokens, size]
+    """
+    sizes = {t.shape[-1] for t in (query, key, value)}
+    plain = all(t.dim() == 4 and t.numel() for t in (query, key, value)) and len(sizes) == 1
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    wide = not all(size % 8 == 0 and size <= 256 for size in sizes)
+    grouped = key.shape[-3:-2] != query.shape[-3:-2]
+    if plain and half and not wide and attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if plain and not wide and not grouped and (attn_mask is None or attn_mask.dtype != torch.bool):
+        keeps = any(t.requires_grad for t in (query, key, value))
+        mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _foreach(changes: ProcessChanges) -> None:

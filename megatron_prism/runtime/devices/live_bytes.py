@@ -10,9 +10,10 @@ It does not see memory that no tensor holds (context, NCCL).
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.core.ops import EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import shapes
+from megatron_prism.runtime.devices.temporaries import IN_PLACE, Temporaries, temporaries
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch._ops import OpOverload
 
     from megatron_prism.runtime.recorder.shapes_meter import Meter
 
-    # an operator, is it a product, what answers it, is its result a view, is it a kernel
-    Known = tuple[OpOverload, bool, shapes.Answer | None, bool, bool]
+    # an operator, is it a product, what answers it, is its result a view, is it a kernel,
+    # what it takes while it runs, does it change its first argument, may it on a GPU
+    Known = tuple[
+        OpOverload, bool, shapes.Answer | None, bool, bool, Temporaries | None, bool, bool
+    ]
 
 __all__ = ["History", "LiveBytes", "workspaces"]
 
@@ -95,7 +102,8 @@ _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")
 )
 _ALLOCATE = ("aten::empty", "aten::new_empty")  # and launch nothing
-_ADD = torch.ops.aten.add_.Tensor
+_ADD, _SUM = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _LONGEST = 1 << 20  # rows outside captures: 32 MiB, replayed in a few seconds
 _FRESH = ("aten::lift", "aten::lift_fresh")  # said to be views, and the first to see their storage
 workspaces: dict[bool, torch.Tensor] = {}  # is it autograd's -> the tensor
@@ -123,6 +131,30 @@ def _is_view(func: OpOverload) -> bool:
     return seen and func._schema.name not in _FRESH
 
 
+def _in_place(func: OpOverload, caller: FrameType, args: Sequence[Any]) -> torch.Tensor | None:
+    """The argument that ``func`` changes on a GPU, if torch's engine calls it from C++."""
+    if caller.f_code is not _ENGINE:
+        return None
+    if func is not _SUM:
+        return args[0]
+    for tensor in args[:2]:
+        if isinstance(tensor, torch.Tensor) and _held_once(tensor):
+            return tensor
+    return None
+
+
+# the engine, the arguments of the operator as a tuple, a name in ``_in_place``, one here, the call
+_REFERENCES, _USES, _STORAGES = 5, 4, 2
+
+
+def _held_once(tensor: torch.Tensor) -> bool:
+    """Whether nobody but the engine holds ``tensor``, nor another one of its storage."""
+    storage = tensor.untyped_storage()._cdata
+    uses = tensor._use_count()  # type: ignore[attr-defined]
+    once = uses <= _USES and sys.getrefcount(tensor) <= _REFERENCES
+    return once and torch._C._storage_Use_Count(storage) <= _STORAGES
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes of tensors on ``device`` (a device type: ``meta`` or ``cpu``).
 
@@ -146,6 +178,7 @@ class LiveBytes(TorchDispatchMode):
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
         self._count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
+        self._changed: dict[int, int] = {}  # the same, of those of outside that change there
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -199,15 +232,28 @@ class LiveBytes(TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """What runs here is one kernel: what comes and goes within it is never on the device."""
+        """What runs here is one kernel: what comes and goes within it is never on the device.
+
+        A tensor of outside that it changes is there twice: the compiler makes another one, and
+        copies it back at the end (functionalisation).
+        """
         outer, self._silent = self._silent, {} if self._silent is None else self._silent
         try:
             yield
         finally:
             left, self._silent = self._silent, outer
-            for number, size in left.items() if outer is None else ():
-                self._tell(number, size)
+            if outer is None:
+                for number, size in left.items():
+                    self._tell(number, size)
+                changed, self._changed = self._changed, {}
+                self.pass_by(changed.values())
             self._mark()
+
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """Something has taken so many bytes each, all at once, and has given them back."""
+        made = [torch.empty(size, dtype=torch.uint8, device=self.device_type) for size in sizes]
+        for tensor in made:
+            self.track(tensor)
 
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, gone: _Gone) -> None:
@@ -296,12 +342,22 @@ class LiveBytes(TorchDispatchMode):
             workspaces[autograd] = made
             self.track(made)
 
+    def _change(self, tensor: object) -> None:
+        """What runs ``inside`` changes it."""
+        if isinstance(tensor, torch.Tensor):
+            found = self._alive.get(tensor.untyped_storage()._cdata)
+            if found is not None and self._silent is not None and found[1] not in self._silent:
+                self._changed[found[1]] = found[0]
+
     def _ask(self, func: OpOverload) -> Known:
         """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
         view = _is_view(func)
         answer = shapes.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)
-        return func, self.cublas and func in _PRODUCTS, answer, view, launches
+        takes = temporaries(func) if self.cublas else None
+        product, in_place = self.cublas and func in _PRODUCTS, self.cublas and func in IN_PLACE
+        changes = func._schema.is_mutable
+        return func, product, answer, view, launches, takes, changes, in_place
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
         """``stream`` uses ``tensor``: torch.Tensor.record_stream."""
@@ -329,12 +385,17 @@ class LiveBytes(TorchDispatchMode):
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)
-        _, product, answer, view, launches = known
+        _, product, answer, view, launches, takes, changes, in_place = known
         if product:
             self._handle()
         elif func is _ADD and self.history is not None:
             self._added(*args[:2])
+        if changes and self._silent is not None:
+            self._change(args[0])
         out = None if answer is None else answer(args, kwargs)
+        if in_place and torch._C._current_graph_task_id() >= 0:
+            changed = _in_place(func, sys._getframe(1), args)
+            out = out if changed is None else changed
         if out is None:
             out = func(*args, **kwargs) if kwargs else func(*args)
         if self.meter is not None:
@@ -349,4 +410,6 @@ class LiveBytes(TorchDispatchMode):
             for item in out:
                 if isinstance(item, torch.Tensor):
                     self.track(item)
+        if takes is not None and self._silent is None:
+            self.pass_by(takes(args, kwargs or {}, out))
         return out

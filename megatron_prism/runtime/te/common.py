@@ -24,7 +24,18 @@ __all__ = [
     "group_size",
     "reduce_scatter_along_first_dim",
     "refuse",
+    "release",
+    "since",
 ]
+
+
+# Whose memory the modules have.  Where a later one keeps something else, they ask ``since``.
+release = (2, 9)
+
+
+def since(major: int, minor: int) -> bool:
+    """Whether the release that is stood in for has what came with this one."""
+    return release >= (major, minor)
 
 
 _FIX = "leave that option out, or use --prism-tier cuda with the real Transformer Engine"

@@ -1,8 +1,9 @@
-"""parallel_cross_entropy: the loss and its gradient in one pass, in place of the logits.
+"""parallel_cross_entropy: the loss and its gradient in one pass.
 
 Saved: the logits' storage, which holds the gradient after forward (pytorch/cross_entropy.py:74
-@v2.9); three fp32 numbers a row travel between tensor-parallel ranks
-(pytorch/triton/cross_entropy.py @v2.9).
+@v2.9); from v2.18 on the gradient in fp32 beside them; from v2.20 on a copy of them and two fp32
+numbers a row.  Three fp32 numbers a row travel between tensor-parallel ranks, from v2.20 on four
+(pytorch/triton/cross_entropy.py @v2.9, v2.18 and v2.20).
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import gather_along_first_dim, group_rank, group_size, refuse
+from megatron_prism.runtime.te.common import (
+    gather_along_first_dim,
+    group_rank,
+    group_size,
+    refuse,
+    since,
+)
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group
@@ -56,14 +63,20 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         if label_smoothing:
             refuse("cross entropy with label smoothing")
-        logits = logits.contiguous().detach()
+        logits, parallel = logits.contiguous().detach(), group_size(group) > 1
         rows = logits.view(-1, logits.shape[-1])
         loss = rows.new_empty(rows.shape[0], dtype=torch.float32)
         if logits.is_meta:
-            fused("cross_entropy", 0, logits, logits)
-            facts = rows.new_empty(1, 3 * rows.shape[0], dtype=torch.float32)
-            if group_size(group) > 1:
+            copied, numbers = since(2, 20), 4 if since(2, 20) else 3
+            kept = logits
+            if since(2, 18):
+                kept = torch.empty_like(logits, dtype=logits.dtype if copied else torch.float32)
+            ctx.statistics = loss.new_empty(2 * len(loss)) if copied else None
+            facts = loss.new_empty(1, numbers * len(loss) if parallel or not copied else 0)
+            fused("cross_entropy", 0, logits, kept)
+            if parallel:
                 gather_along_first_dim(facts, group)
+            logits = kept
         else:
             loss = _forward_values(rows, target.reshape(-1), group, ignore_idx)
         ctx.save_for_backward(logits)

@@ -146,7 +146,7 @@ def finish_backward(
     if arriving is not None:
         arriving.wait()
     if needs[2]:
-        dbias = grad.sum(0)
+        dbias = grad.new_empty(grad.shape[1]) if grad.is_meta else grad.sum(0)  # by the product
     if needs[1]:
         (dweight,) = now_or_later(
             [weight], opts, lambda: [weight_product(weight, total, grad, opts, main_grad)]

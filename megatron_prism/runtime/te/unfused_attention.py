@@ -3,7 +3,7 @@
 The products, the mask, the dropout and their order are those of UnfusedDotProductAttention
 (pytorch/attention/dot_product_attention/backends.py:193 @v2.9), in torch's own operators: they
 allocate, keep and free what they do on a GPU.  The softmax kernel keeps its result alone and writes
-its gradient over the one it is given (csrc/extensions/softmax.cpp @v2.9).
+its gradient over the one it is given, from v2.19 on beside it (csrc/extensions/softmax.cpp).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from megatron_prism.runtime.devices import kernels
+from megatron_prism.runtime.te.common import since
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -80,6 +81,8 @@ class _MaskedSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: AutogradContext, grad: torch.Tensor) -> Grads:
         results, one = ctx.saved_tensors
+        if since(2, 19):
+            grad = grad.clone()
         return kernels.masked_softmax_backward(grad, results, one), None
 
 

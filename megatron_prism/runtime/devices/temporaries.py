@@ -1,0 +1,173 @@
+"""Memory that CUDA kernels of torch take while they run, and updates that they make in place.
+
+Tier meta runs no kernel, so nothing takes a workspace there; and torch's own backward formulas
+make a new tensor where a dispatch mode might look on, which on a GPU they write into the old one.
+
+Source: torch 2.11, files of aten/src/ATen/native/cuda as named at each function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+__all__ = ["IN_PLACE", "Temporaries", "reduction_bytes", "temporaries"]
+
+Temporaries = Callable[[Sequence[Any], Mapping[str, Any], Any], Sequence[int]]  # bytes of each
+
+_aten = torch.ops.aten
+_PROCESSORS, _THREADS_PER_PROCESSOR = 132, 2048  # of an H100 and an H200
+_WARP, _BLOCK = 32, 512
+_LARGEST_SPAN = (1 << 31) - 1  # bytes that 32 bit offsets reach
+
+# Functional forms of what torch's backward formulas do in place to a tensor that they have just
+# made (FunctionsManual.cpp, areAnyTensorSubclassLike), and the engine to a sum of gradients that
+# nobody else holds (input_buffer.cpp, can_accumulate_inplace).
+IN_PLACE = frozenset(
+    (_aten.index_put.default, _aten.index_add.default, _aten.scatter_add.default,
+     _aten.scatter.src, _aten.add.Tensor)
+)  # fmt: skip
+
+
+def temporaries(func: OpOverload) -> Temporaries | None:
+    """What tells the bytes of each temporary of ``func`` from (args, kwargs, result), or None."""
+    return _TEMPORARIES.get(func)
+
+
+@dataclass
+class _Dimension:
+    size: int
+    stride: int  # elements
+
+
+def _power_of_two(number: int) -> int:
+    """The largest power of two that is not above ``number``; at least 1."""
+    return 1 << max(number.bit_length() - 1, 0)
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
+    """By stride, neighbours that are laid out as one made one (TensorIterator's coalescing)."""
+    found: list[_Dimension] = []
+    for one in sorted(dimensions, key=lambda d: d.stride):
+        if found and found[-1].stride * found[-1].size == one.stride:
+            found[-1] = _Dimension(found[-1].size * one.size, found[-1].stride)
+        elif one.size > 1:
+            found.append(one)
+    return found
+
+
+def reduction_bytes(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the buffer and the semaphores with which blocks share a reduction over ``dims``.
+
+    Where rows are contiguous every thread of a block has four outputs of its own, and the buffer is
+    of all threads times all outputs: of a bias's gradient over 4,096 rows of 4,096, 128 MiB.
+
+    Source: ReduceConfig and setReduceConfig, Reduce.cuh.
+    """
+    over = {dim % x.dim() for dim in dims} if dims else set(range(x.dim()))
+    reduced, kept = ([_Dimension(size, stride)
+                      for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True))
+                      if (dim in over) is wanted] for wanted in (True, False))  # fmt: skip
+    while sum((d.size - 1) * d.stride for d in reduced + kept) * x.itemsize > _LARGEST_SPAN:
+        largest = max(reduced + kept, key=lambda d: d.size * d.stride)
+        largest.size = _ceil(largest.size, 2)  # one part after the other
+    reduced, kept = _merged(reduced), _merged(kept)
+    inputs, outputs = (math.prod(d.size for d in group) for group in (reduced, kept))
+    if not inputs * outputs:
+        return ()
+    along = not kept or bool(reduced) and reduced[0].stride < kept[0].stride
+    if not reduced and kept:
+        along = False
+    fastest = reduced if along else kept
+    width, height = (inputs, outputs) if along else (outputs, inputs)
+    vector = 1
+    if fastest and fastest[0].stride == 1:
+        if along and width >= 128 and len(reduced) == 1:
+            width //= 8 if x.itemsize == 2 else 4
+        elif not along:
+            strides = [d.stride for d in reduced + kept[1:]]
+            vector = math.gcd(4, kept[0].size, x.storage_offset(), *strides)
+            width //= vector
+    most = _BLOCK // vector
+    width, height = (min(most, _power_of_two(size)) for size in (width, height))
+    columns = min(width, _WARP)
+    rows = min(height, most // columns)
+    columns = min(width, most // rows)
+    step_in, step_out = (columns, 1) if along else (1, columns)
+    shared = _ceil(inputs, step_in) >= min(rows * 16, 256)
+    step_in, step_out = (step_in * rows, step_out) if shared else (step_in, step_out * rows)
+    grid, values = _ceil(outputs // vector, step_out), _ceil(inputs, step_in)
+    target = _PROCESSORS * (_THREADS_PER_PROCESSOR // (columns * rows))
+    if not shared or values < 256 or grid > target:
+        return ()
+    blocks = max(min(_ceil(target, grid), _ceil(values, 16)), _ceil(values, 256))
+    if blocks < 2:
+        return ()
+    element = max(4, x.itemsize)  # halves are added up in fp32
+    return element * outputs * blocks * (1 if along else columns * vector), 4 * grid
+
+
+def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor) -> Sequence[int]:
+    x = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    return reduction_bytes(x, [dims] if isinstance(dims, int) else dims or ())
+
+
+def _softmax_backward(
+    args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
+) -> Sequence[int]:
+    """The product of gradient and result (softmax_backward_cuda_out, SoftMax.cu)."""
+    return (args[0].nbytes,)
+
+
+def _embedding_backward(
+    args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
+) -> Sequence[int]:
+    """The gradient in rows; sorted indices, and fp32 sums of up to ten rows each (Embedding.cu,
+    EmbeddingBackwardKernel.cu)."""
+    grad, indices, rows, padding, by_frequency = args
+    count, width = indices.numel(), out.shape[-1]
+    in_rows = () if grad.is_contiguous() else (grad.nbytes,)
+    if count <= 3072 and not by_frequency:
+        return in_rows
+    segments = min(count, rows)
+    parts = count // 10 + segments
+    size = indices.itemsize
+    kept = [count * size] * (3 if by_frequency else 2) + [segments * size] * 3 + [8, 8]
+    return (*in_rows, *kept, parts * size, parts * width * max(4, out.itemsize))
+
+
+def _flash_backward(
+    args: Sequence[Any], kwargs: Mapping[str, Any], out: Sequence[torch.Tensor]
+) -> Sequence[int]:
+    """fp32 gradient of the queries, and a number a row (mha_bwd, flash_attn/flash_api.cpp)."""
+    query, key = args[1:3]
+    batch, heads, rows, size = query.shape
+    rows = _ceil(rows, 128) * 128
+    size = _ceil(size, 32 if size <= 128 else 64) * (32 if size <= 128 else 64)
+    groups = heads // key.shape[1]
+    return (4 * batch * heads * rows, 4 * batch * heads * rows * size,
+            *([key.nbytes * groups] * 2 if groups > 1 else ()))  # fmt: skip
+
+
+_TEMPORARIES: dict[OpOverload, Temporaries] = {
+    **dict.fromkeys(
+        (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim,
+         _aten.amax.default, _aten.amin.default),
+        _reduction,
+    ),
+    _aten._softmax_backward_data.default: _softmax_backward,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+}  # fmt: skip
