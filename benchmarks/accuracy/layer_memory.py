@@ -35,7 +35,7 @@ from torch.nn import functional
 
 SEQUENCE, BATCH, HIDDEN, HEADS, FFN, VOCABULARY, EXPERTS = 2048, 2, 1024, 8, 4096, 32768, 8
 FIGURES = ("forward", "forward_peak", "backward_peak", "left")
-DATA = Path(__file__).parents[1] / "results" / "layer_memory.json"
+ROUNDING = 16 << 10  # bytes: the allocator gives out 512 at a time, tier meta counts what is asked
 
 Step = Callable[[], torch.Tensor]  # one forward pass
 ROWS: dict[str, tuple[str, Callable[[], Step]]] = {}  # name -> group, what builds it
@@ -141,6 +141,82 @@ simple("rows added by scatter",
                 .expand(-1, HIDDEN)))  # fmt: skip
 
 
+# -- what torch's kernels take while they run, at sizes that reach another branch of their rules ---
+def temporary(name: str, function: Callable[..., Any], *more: Callable[[], torch.Tensor],
+              shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> None:  # fmt: skip
+    """What ``function`` makes of a leaf, and of ``more``; its result counts for nothing."""
+    row(name)(lambda: on(
+        lambda x, *rest: (function(x, *rest), x[:1] * 1)[1],
+        leaf(*shape, dtype=dtype), *(make() for make in more),
+    ))  # fmt: skip
+
+
+for _rows, _width in ((4096, 1024), (2048, 8192), (8192, 12288), (16384, 128), (1000, 3000)):
+    temporary(f"sum of {_rows} rows of {_width}", lambda x: x.sum(0), shape=(_rows, _width))
+temporary("sum of rows in two dimensions", lambda x: x.sum((0, 1)), shape=(SEQUENCE, BATCH, FFN))
+temporary("sum of rows in fp32", lambda x: x.sum(0), shape=(4096, 4096), dtype=torch.float32)
+temporary("sum within rows", lambda x: x.sum(-1), shape=(4096, 8192))
+temporary("sum within few rows", lambda x: x.sum(-1), shape=(16, 1 << 22))
+temporary("sum of all", lambda x: x.sum(), shape=(4096, 8192), dtype=torch.float32)
+temporary("mean of the middle", lambda x: x.mean(1), shape=(64, 1024, 1024))
+temporary("largest of rows", lambda x: x.max(dim=0)[0], shape=(4096, 4096))
+temporary("norm in fp32", lambda x: torch.linalg.vector_norm(x), shape=(1 << 26,),
+          dtype=torch.float32)  # fmt: skip
+for _count in (4096, 1 << 17, 1 << 20):
+    _numbers = lambda count=_count: torch.randint(0, 64, (count,), device="cuda")  # noqa: E731
+    temporary(f"argsort of {_count} numbers", lambda x, i: torch.argsort(i), _numbers, shape=(8, 8))
+    temporary(f"argsort of {_count} numbers, stable", lambda x, i: torch.argsort(i, stable=True),
+              _numbers, shape=(8, 8))  # fmt: skip
+    temporary(f"histogram of {_count} numbers", lambda x, i: torch.histc(i.float(), 64, 0, 63),
+              _numbers, shape=(8, 8))  # fmt: skip
+    temporary(f"sums so far of {_count} numbers", lambda x, i: torch.cumsum(i, 0), _numbers,
+              shape=(8, 8))  # fmt: skip
+for _count, _experts in ((4096, 8), (1 << 16, 64), (1 << 16, 256)):
+    temporary(f"topk of {_experts}, {_count} rows", lambda x: torch.topk(x, 8, dim=1),
+              shape=(_count, _experts), dtype=torch.float32)  # fmt: skip
+    temporary(f"sorted mask of {_experts}, {_count} rows",
+              lambda x: torch.argsort((x > 0).T.contiguous(), dim=-1, descending=True, stable=True),
+              shape=(_count, _experts), dtype=torch.float32)  # fmt: skip
+
+
+def _table(count: int, words: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, words, (count,), device="cuda"), leaf(words, width)
+
+
+for _shape in ((1024, VOCABULARY, HIDDEN), (3000, 512, 4096), (32768, 2048, 4096),
+               (8192, 131072, 1024)):  # fmt: skip
+    _label = "{} of {}, {} wide".format(*_shape)
+    simple(f"embedding, {_label}", lambda i, w: functional.embedding(i, w),
+           lambda sizes=_shape: _table(*sizes))  # fmt: skip
+    simple(f"rows by index, {_label}", lambda i, w: w[i], lambda sizes=_shape: _table(*sizes))
+_SIZES = (BATCH, HEADS, SEQUENCE, HIDDEN // HEADS)
+
+
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(SEQUENCE, SEQUENCE, device="cuda").tril().to(dtype)
+
+
+for _label, _make in {
+    "a mask": lambda: ([leaf(*_SIZES) for _ in "qkv"], {"attn_mask": _pairs(torch.bool)}),
+    "a bias": lambda: ([leaf(*_SIZES) for _ in "qkv"], {"attn_mask": _pairs(torch.bfloat16)}),
+    "fp32": lambda: ([leaf(*_SIZES, dtype=torch.float32) for _ in "qkv"], {"is_causal": True}),
+    "fp32 and a mask": lambda: ([leaf(*_SIZES, dtype=torch.float32) for _ in "qkv"],
+                                {"attn_mask": _pairs(torch.bool)}),
+    "groups of heads": lambda: (
+        [leaf(*_SIZES), *(leaf(BATCH, 2, *_SIZES[2:]) for _ in "kv")],
+        {"is_causal": True, "enable_gqa": True}),
+    "values of another size": lambda: (
+        [leaf(*_SIZES), leaf(*_SIZES), leaf(*_SIZES[:3], 64)], {"is_causal": True}),
+    "heads of 72": lambda: ([leaf(*_SIZES[:3], 72) for _ in "qkv"], {"is_causal": True}),
+}.items():  # fmt: skip
+
+    def _sdpa(make: Callable[[], Any] = _make) -> Step:
+        qkv, options = make()
+        return on(functional.scaled_dot_product_attention, *qkv, **options)
+
+    row(f"attention of torch, {_label}")(_sdpa)
+
+
 # -- fused functions of Megatron -------------------------------------------------------------------
 def fusion(name: str, path: str, make: Callable[[], tuple[Any, ...]]) -> None:
     """``path``: module below megatron.core.fusions and function."""
@@ -232,9 +308,15 @@ def layer(
     grouped: bool = False,
     qk_norm: bool = False,
     backend: str = "auto",
+    accumulate: bool = False,
+    packed: bool = False,
     **options: Any,
 ) -> Step:
-    """One transformer layer of GPT."""
+    """One transformer layer of GPT.
+
+    accumulate : weights' gradients are added to fp32 ones that are there already
+    packed     : four sequences in one, told apart by their ends
+    """
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import build_module
 
@@ -254,6 +336,15 @@ def layer(
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         rope = RotaryEmbedding(HIDDEN // HEADS, 1.0)(SEQUENCE)
+    for param in module.parameters() if accumulate else ():
+        param.main_grad = torch.zeros(param.shape, device="cuda")
+        param.grad_added_to_main_grad = False
+    if packed:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        ends = torch.tensor([0, 512, 1024, 3072, 4096], dtype=torch.int32, device="cuda")
+        params = PackedSeqParams("thd", ends, ends, max_seqlen_q=2048, max_seqlen_kv=2048)
+        return on(module, leaf(SEQUENCE * BATCH, 1, HIDDEN), None, packed_seq_params=params)
     return on(module, hidden(), mask, rotary_pos_emb=rope)
 
 
@@ -314,6 +405,19 @@ for _name, _te, _width in (
     )
 
 
+def _te_norm(kind: str, width: int) -> Step:
+    import transformer_engine.pytorch as engine
+
+    module = getattr(engine, kind)(width, device="cuda", params_dtype=torch.bfloat16)
+    return on(module, leaf(SEQUENCE * BATCH * HIDDEN // width * 4, width))
+
+
+for _kind in ("LayerNorm", "RMSNorm"):
+    for _width in (64, 128, 512, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 10240, 12288,
+                   16384, 20480):  # fmt: skip
+        row(f"TE {_kind}, {_width} wide", "te")(lambda k=_kind, w=_width: _te_norm(k, w))
+
+
 @row("embedding with positions and dropout")
 def _embedding() -> Step:
     from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -372,6 +476,23 @@ TE_LAYERS: dict[str, dict[str, Any]] = {
         **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_permute_fusion": True},
     "layer, grouped experts, router fused": {
         **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "moe_router_fusion": True},
+    "layer, gradients accumulated": {"accumulate": True, "gradient_accumulation_fusion": True},
+    "layer, grouped experts, gradients accumulated": {
+        **_ROUTED, **_EXACT, "experts": EXPERTS, "grouped": True, "accumulate": True,
+        "gradient_accumulation_fusion": True},
+    "layer, packed sequences": {"packed": True},
+    "layer, window": {"window_size": (256, 0)},
+    "layer, softmax off by one": {"softmax_type": "off-by-one", "backend": "unfused"},
+    "layer, recompute attention and MLP": {
+        "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"], **_SWIGLU},
+    "layer, recompute activation": {
+        "recompute_granularity": "selective", "recompute_modules": ["moe_act"], **_ROUTED, **_EXACT,
+        "experts": EXPERTS, "grouped": True},
+    "layer, recompute experts": {
+        "recompute_granularity": "selective", "recompute_modules": ["moe"], **_ROUTED, **_EXACT,
+        "experts": EXPERTS, "grouped": True},
+    "layer, recompute up-projections of latent attention": {
+        **_LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "GPT": {},
@@ -486,6 +607,16 @@ def _leaves(step: Step) -> list[torch.Tensor]:
     return found
 
 
+def _forget_backend() -> None:
+    """Undo what a row has asked of Transformer Engine: it keeps its choice for like shapes."""
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        if name != "NVTE_FRAMEWORK":
+            del os.environ[name]
+    name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    chosen = getattr(sys.modules.get(name), "_attention_backends", {})
+    chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
+
+
 def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     gc.collect()
@@ -494,6 +625,7 @@ def measure(only: str, group: str | None) -> dict[str, dict[str, Any]]:
         if not re.search(only, name) or (group is not None and of != group):
             continue
         step = None
+        _forget_backend()
         try:
             step = build()
             for _ in range(2):
@@ -557,7 +689,8 @@ def compare(gpu: dict[str, Any], meta: dict[str, Any]) -> list[tuple[str, float 
             found.append((name, None, why))
             continue
         most = max(real[key] for key in FIGURES)
-        off = {key: 100 * (ours[key] - real[key]) / most for key in FIGURES}
+        by = {key: ours[key] - real[key] for key in FIGURES}
+        off = {key: 100 * b / most if abs(b) > ROUNDING else 0.0 for key, b in by.items()}
         worst = max(off.values(), key=abs)
         found.append((name, worst, ", ".join(
             f"{key} {real[key] / 2**20:.1f} -> {ours[key] / 2**20:.1f} MiB" for key in FIGURES

@@ -104,6 +104,9 @@ class _Compiled(torch.autograd.Function):
                 if isinstance(result, torch.Tensor) and result.requires_grad:
                     ctx.outputs.append((number, edge(result)))
                     results[number] = result.detach()
+        learned = {number for number, _ in ctx.outputs}
+        others = [r for n, r in enumerate(results) if n not in learned]
+        ctx.mark_non_differentiable(*(r for r in others if isinstance(r, torch.Tensor)))
         ctx.count = len(values)
         ctx.set_materialize_grads(False)
         outer.append(made)
@@ -112,17 +115,19 @@ class _Compiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         assert _live is not None
+        assert ctx.outputs is not None, "a second backward needs retain_graph=True in the first"
         found: list[torch.Tensor | None] = [None] * (ctx.count + 3)
         given = [(of, grads[number]) for number, of in ctx.outputs if grads[number] is not None]
         if given:
-            again = torch._C._autograd._get_current_graph_task_keep_graph()
-            with _live.inside():
+            with _live.inside():  # what was kept for it is there until its results are
                 made = torch.autograd.grad(
                     [of for of, _ in given], list(ctx.inputs.values()), [g for _, g in given],
-                    retain_graph=again, allow_unused=True,
+                    retain_graph=True, allow_unused=True,
                 )  # fmt: skip
             for number, grad in zip(ctx.inputs, made, strict=True):
                 found[number + 3] = grad
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.inputs = ctx.outputs = None
         return tuple(found)
 
 
