@@ -70,7 +70,7 @@ class GroupedLinearFP8(torch.autograd.Function):
         opts: SimpleNamespace,
         *params: Weight,
     ) -> torch.Tensor:
-        x = inp.reshape(-1, inp.shape[-1])
+        x = inp.contiguous().view(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
         get_workspace(x, grouped=True)
         check_dims(x[:0], weights[0], opts.fp8.weights[0].kind)
@@ -163,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
         opts: SimpleNamespace,
         *params: Weight,
     ) -> torch.Tensor:
-        x = inp.reshape(-1, inp.shape[-1])
+        x = inp.contiguous().view(-1, inp.shape[-1])
         weights, biases = params[: opts.count], params[opts.count :]
         get_workspace(x, grouped=True)
         out = x.new_empty(x.shape[0], weights[0].shape[0])

@@ -194,7 +194,7 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         opts: SimpleNamespace,
     ) -> torch.Tensor:
-        x = inp.reshape(-1, inp.shape[-1])
+        x = inp.contiguous().view(-1, inp.shape[-1])
         x, cast = cast_if_needed(x, opts.dtype), cast_if_needed(weight, opts.dtype)
         out = forward_product(x, cast, bias, opts)
         ctx.save_for_backward(x if weight.requires_grad else None, cast, weight, bias)
@@ -286,7 +286,7 @@ class _LayerNormLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         opts: SimpleNamespace,
     ) -> torch.Tensor:
-        x = inp.reshape(-1, inp.shape[-1])
+        x = inp.contiguous().view(-1, inp.shape[-1])
         normed, mean, rstd = norm_forward(x, gamma, beta, opts.norm)
         out = forward_product(normed, weight, bias, opts)
         ctx.save_for_backward(x, weight, weight, bias, gamma, normed, mean, rstd)

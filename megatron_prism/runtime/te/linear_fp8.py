@@ -285,7 +285,7 @@ class LinearFP8(torch.autograd.Function):
         bias: torch.Tensor | None,
         opts: SimpleNamespace,
     ) -> torch.Tensor:
-        x = cast_if_needed(inp.reshape(-1, inp.shape[-1]), opts.dtype)
+        x = cast_if_needed(inp.contiguous().view(-1, inp.shape[-1]), opts.dtype)
         check_dims(x, weight, opts.fp8.weights[0].kind)
         if opts.original is not None:
             opts.original = x
@@ -338,7 +338,7 @@ class LayerNormLinearFP8(torch.autograd.Function):
         bias: torch.Tensor | None,
         opts: SimpleNamespace,
     ) -> torch.Tensor:
-        rows = inp.reshape(-1, inp.shape[-1])
+        rows = inp.contiguous().view(-1, inp.shape[-1])
         check_dims(rows, weight, opts.fp8.weights[0].kind)
         normed, mean, rstd = norm_to_fp8(rows, opts, gamma, beta)
         out, kept, cast, stays = forward(normed, weight, opts)
