@@ -17,17 +17,18 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 if TYPE_CHECKING:
-    from megatron_prism.runtime.devices.signatures import AutogradContext
+    from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
 __all__ = ["choose_as_cuda", "replace_compile"]
 
@@ -51,7 +52,7 @@ def _compile(model: object = None, **options: object) -> object:
 
 
 def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    def one(*args: Any, **kwargs: Any) -> Any:
+    def one(*args: P.args, **kwargs: P.kwargs) -> R:
         if kernels.meter is None:
             return function(*args, **kwargs)
         with kernels.meter.held() as held:
@@ -74,7 +75,7 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
         ):
             with _live.inside():
                 return one(*args, **kwargs)
-        outer: list[Any] = []
+        outer: list[TreeSpec] = []
         results = _Compiled.apply(one, form, outer, *values)
         return tree_unflatten(results, outer[0])
 
@@ -86,34 +87,39 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], form: Any, outer: list[Any], *values: Any
-    ) -> Any:
+        ctx: AutogradContext,
+        function: Callable[..., object],
+        form: TreeSpec,
+        outer: list[TreeSpec],
+        *values: object,
+    ) -> tuple[object, ...]:
         """Flat results; ``form`` is that of ``values``, and theirs is added to ``outer``."""
         assert _live is not None, "compiled functions are nodes on tier meta alone"
         edge = torch.autograd.graph.get_gradient_edge
         inputs = list(values)
-        ctx.inputs, ctx.outputs = {}, []
+        into: dict[int, GradientEdge] = {}
+        out: list[tuple[int, GradientEdge]] = []
         with _live.inside(), torch.enable_grad():
             for number, value in enumerate(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
-                    inputs[number] = value.view_as(value)  # else the graph would hold leaves
-                    ctx.inputs[number] = edge(inputs[number])
+                    inputs[number] = view = value.view_as(value)  # a leaf the graph would hold
+                    into[number] = edge(view)
             args, kwargs = tree_unflatten(inputs, form)
             results, made = tree_flatten(function(*args, **kwargs))
             for number, result in enumerate(results):
                 if isinstance(result, torch.Tensor) and result.requires_grad:
-                    ctx.outputs.append((number, edge(result)))
+                    out.append((number, edge(result)))
                     results[number] = result.detach()
-        learned = {number for number, _ in ctx.outputs}
+        learned = {number for number, _ in out}
         others = [r for n, r in enumerate(results) if n not in learned]
         ctx.mark_non_differentiable(*(r for r in others if isinstance(r, torch.Tensor)))
-        ctx.count = len(values)
+        ctx.inputs, ctx.outputs, ctx.count = into, out, len(values)
         ctx.set_materialize_grads(False)
         outer.append(made)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> Grads:
         assert _live is not None
         assert ctx.outputs is not None, "a second backward needs retain_graph=True in the first"
         found: list[torch.Tensor | None] = [None] * (ctx.count + 3)

@@ -15,7 +15,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ def _is_view(func: OpOverload) -> bool:
     return seen and func._schema.name not in _FRESH
 
 
-def _in_place(func: OpOverload, caller: FrameType, args: Sequence[Any]) -> torch.Tensor | None:
+def _in_place(func: OpOverload, caller: FrameType, args: shapes.Args) -> torch.Tensor | None:
     """The argument that ``func`` changes on a GPU, if torch's engine calls it from C++."""
     if caller.f_code is not _ENGINE:
         return None
@@ -411,5 +411,5 @@ class LiveBytes(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self.track(item)
         if takes is not None and self._silent is None:
-            self.pass_by(takes(args, kwargs or {}, out))
+            self.pass_by(takes(args, cast(torch.Tensor, out)))
         return out

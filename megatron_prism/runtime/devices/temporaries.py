@@ -9,18 +9,22 @@ Source: torch 2.11, files of aten/src/ATen/native/cuda as named at each function
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+
+from megatron_prism.runtime.devices.shapes import Args
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 __all__ = ["IN_PLACE", "Temporaries", "reduction_bytes", "temporaries"]
 
-Temporaries = Callable[[Sequence[Any], Mapping[str, Any], Any], Sequence[int]]  # bytes of each
+Temporaries = Callable[
+    [Args, torch.Tensor], Sequence[int]
+]  # of arguments and result: bytes of each
 
 _aten = torch.ops.aten
 _PROCESSORS, _THREADS_PER_PROCESSOR = 132, 2048  # of an H100 and an H200
@@ -37,7 +41,7 @@ IN_PLACE = frozenset(
 
 
 def temporaries(func: OpOverload) -> Temporaries | None:
-    """What tells the bytes of each temporary of ``func`` from (args, kwargs, result), or None."""
+    """What tells the bytes of each temporary of ``func`` from (arguments, result), or None."""
     return _TEMPORARIES.get(func)
 
 
@@ -118,22 +122,18 @@ def reduction_bytes(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
     return element * outputs * blocks * (1 if along else columns * vector), 4 * grid
 
 
-def _reduction(args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor) -> Sequence[int]:
+def _reduction(args: Args, out: torch.Tensor) -> Sequence[int]:
     x = args[0]
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = args[1] if len(args) > 1 else ()
     return reduction_bytes(x, [dims] if isinstance(dims, int) else dims or ())
 
 
-def _softmax_backward(
-    args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
-) -> Sequence[int]:
+def _softmax_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """The product of gradient and result (softmax_backward_cuda_out, SoftMax.cu)."""
     return (args[0].nbytes,)
 
 
-def _embedding_backward(
-    args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
-) -> Sequence[int]:
+def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """The gradient in rows; sorted indices, and fp32 sums of up to ten rows each (Embedding.cu,
     EmbeddingBackwardKernel.cu)."""
     grad, indices, rows, padding, by_frequency = args
@@ -148,9 +148,7 @@ def _embedding_backward(
     return (*in_rows, *kept, parts * size, parts * width * max(4, out.itemsize))
 
 
-def _flash_backward(
-    args: Sequence[Any], kwargs: Mapping[str, Any], out: Sequence[torch.Tensor]
-) -> Sequence[int]:
+def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """fp32 gradient of the queries, and a number a row (mha_bwd, flash_attn/flash_api.cpp)."""
     query, key = args[1:3]
     batch, heads, rows, size = query.shape
