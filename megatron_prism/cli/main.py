@@ -22,6 +22,7 @@ import megatron_prism
 from megatron_prism.cli.hang import hang
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
+    check_working_directory,
     console,
     output_failed,
     prepare,
@@ -85,12 +86,9 @@ def emulate(args: argparse.Namespace) -> int:
     parameters, communication by group and the peak of live memory; -o keeps it all in a folder.
     """
     from megatron_prism.core import recipe as recipes
-    from megatron_prism.core.files import ArtefactFolder
 
     recipe = recipes.load(args.recipe, args.settings)
     out = args.out or (Path(recipe.prism.out) if recipe.prism.out else None)
-    if out is not None:
-        ArtefactFolder.check_free(out, args.force)  # before the minutes, not after
     from megatron_prism.emulate import recipe_job
 
     result = recipe_job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
@@ -247,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     prepare()
     try:
+        check_working_directory()
         status = _dispatch(words)
         sys.stdout.flush()  # here, where a full disk has a name
         return status
@@ -256,8 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("prism: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:  # `prism world … | head`, or a full disk
-        return output_failed(error)
+    except OSError as error:  # `prism world … | head`, a full disk, a place that cannot be used
+        failed = output_failed(error)
+        return last_resort(error, f"prism {' '.join(words)}") if failed is None else failed
     except Exception as error:
         if words[:1] == ["run"]:  # of the script: as Python says it
             raise

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_outputs",
+    "check_working_directory",
     "console",
     "output_failed",
     "prepare",
@@ -48,6 +49,16 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def check_working_directory() -> None:
+    """UsageError where it was deleted: libraries that look into it end the process."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory cannot be used: {error.strerror}", fix="cd to one that exists"
+        ) from error
 
 
 class _Visible:
@@ -80,13 +91,20 @@ def visible() -> Iterator[None]:
         yield
 
 
-def output_failed(error: OSError) -> int:
-    """Exit status where nobody reads our output any more, or there is no space for it.
+def output_failed(error: OSError) -> int | None:
+    """Exit status where nobody reads our output any more, there is no space for it, or a file or a
+    folder cannot be used; None for what is no user's to mend.
 
     What is still to be printed goes nowhere, so that the end does not fail once more.
     """
     if not isinstance(error, BrokenPipeError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        raise error
+        if error.filename is None:
+            return None
+        used = UsageError(
+            f"cannot use {error.filename}: {error.strerror}", fix="name another file or folder"
+        )
+        print(f"prism: error: {used}", file=sys.stderr)
+        return used.exit_code
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 141

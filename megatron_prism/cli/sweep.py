@@ -29,7 +29,7 @@ def sweep(args: argparse.Namespace) -> int:
     tries all that divide.  Points fall by Megatron's own checks, by a lower bound of their memory,
     and by the memory of their stages; each is listed with its reason.
 
-    machine=h200            the machine, as prism replay takes it
+    machine=h200            the machine, as prism replay takes it; default: the recipe's
     limit=80GiB             device memory; default: the machine's
     objective=time          or tokens_per_gpu, p95, cost (with price=, of a GPU for an hour)
     workers=2               local processes

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["world"]
 
-_MOST = 1 << 24  # ranks; a list of so many takes seconds
-
 
 def world(args: argparse.Namespace) -> int:
     """Show a world: its sizes, its stages, and one rank's coordinates and Megatron groups.
@@ -80,7 +78,7 @@ _KEYS: dict[str, arguments.Reader] = {
 
 def _world(names: Sequence[str], values: dict[str, Any]) -> World:
     """The world of a recipe, some sizes of which may be given otherwise."""
-    from megatron_prism.core.world import World, implied_size
+    from megatron_prism.core.world import MOST_RANKS, World, implied_size
 
     if len(names) > 1:
         raise UsageError(f"{' '.join(names)}: a world is that of one recipe", fix=names[0])
@@ -92,8 +90,8 @@ def _world(names: Sequence[str], values: dict[str, Any]) -> World:
         values = {**found, "size": p.world_size, **values}
     parts = {key: values[key] for key in ("tp", "cp", "pp", "ep", "etp") if key in values}
     size = values.pop("size", None) or implied_size(**parts)
-    if size > _MOST:
-        raise UsageError(f"{size:,} ranks are too many to list", fix=f"at most size={_MOST}")
+    if size > MOST_RANKS:
+        raise UsageError(f"{size:,} ranks are too many to list", fix=f"at most size={MOST_RANKS}")
     return World(size, **values)
 
 

@@ -5,6 +5,8 @@ work has succeeded; the rename is one step of the file system, so nobody ever re
 artefact.  An exception, Ctrl-C or SIGTERM removes the hidden folder.  After ``kill -9`` it stays
 behind, as
 ``.<name>.partial-<host>-<pid>-<random>``; the next run to the same place on that host clears it.
+Whoever works minutes for a folder claims it before (``claimed``): a second run into it is refused
+at once.
 
 >>> with ArtefactFolder("out/llama") as folder:                                    # doctest: +SKIP
 ...     folder.write_json("summary.json", {"ranks": 4})
@@ -15,6 +17,7 @@ behind, as
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -37,6 +40,7 @@ __all__ = [
     "ArtefactFolder",
     "check_not_taken",
     "check_writable",
+    "claimed",
     "no_collector",
     "rendered",
     "unwinding",
@@ -55,6 +59,71 @@ def no_collector() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+_claims: set[tuple[int, Path]] = set()  # (process, what it claims)
+
+
+@contextlib.contextmanager
+def claimed(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[None]:
+    """No other run claims ``path`` meanwhile; UsageError at entry if one has.
+
+    The claim is a lock on a hidden file beside ``path``, or ``inside`` the folder, which is made.
+    It ends with the block or with the process, also one that is killed.  A file system without
+    locks grants every claim.
+    """
+    path = Path(os.path.abspath(path))
+    lock = path / ".claim" if inside else path.with_name(f".{path.name}.claim")
+    claim = os.getpid(), lock
+    if claim in _claims:  # by an outer block
+        yield
+        return
+    made = not lock.parent.exists()
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked(lock)
+    except BlockingIOError:
+        whom = ""
+        with contextlib.suppress(OSError, ValueError):
+            whom = f" ({lock.read_text()})"
+        raise UsageError(
+            f"another run{whom} writes {path}", fix="wait for its end, or name another place"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {lock.parent}: {error.strerror}", fix="name a place you may write to"
+        ) from error
+    _claims.add(claim)
+    try:
+        with contextlib.suppress(OSError):  # a full disk
+            os.truncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        if claim[0] == os.getpid():  # no fork
+            _claims.discard(claim)
+            lock.unlink(missing_ok=True)
+            if made:
+                with contextlib.suppress(OSError):  # it is used
+                    lock.parent.rmdir()
+        os.close(file)
+
+
+def _locked(lock: Path) -> int:
+    """The file, open and locked.  BlockingIOError if somebody else has it."""
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise
+        except OSError:  # a file system without locks
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(lock).st_ino == os.fstat(file).st_ino:
+                return file
+        os.close(file)  # who had it has just ended, and removed it
 
 
 T = TypeVar("T")
@@ -85,8 +154,16 @@ class ArtefactFolder:
         self._unwinding = contextlib.ExitStack()
 
     def __enter__(self) -> ArtefactFolder:
-        self._clear_leftovers()
-        self.check_free(self.path, self.force)
+        with contextlib.ExitStack() as stack:
+            self.check_free(self.path, self.force)
+            stack.enter_context(claimed(self.path))
+            self._clear_leftovers()
+            self.check_free(self.path, self.force)
+            self._begin(stack)
+            self._unwinding = stack.pop_all()
+        return self
+
+    def _begin(self, stack: contextlib.ExitStack) -> None:
         name = f"{self._hidden()}{os.getpid()}-{secrets.token_hex(4)}"
         work = self.path.with_name(name)
         try:
@@ -98,8 +175,7 @@ class ArtefactFolder:
                 fix="name a folder you may write to with -o DIR",
             ) from error
         self.work = work
-        self._unwinding.enter_context(unwinding())
-        return self
+        stack.enter_context(unwinding())
 
     def __exit__(
         self,

@@ -8,6 +8,8 @@ and their source is parsed.
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -16,7 +18,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["UNKNOWN", "Release", "locate", "lookup", "megatron_release", "parse_release"]
+__all__ = [
+    "UNKNOWN",
+    "Release",
+    "locate",
+    "lookup",
+    "megatron_release",
+    "parse_release",
+    "versions",
+]
 
 Release = tuple[int, int]
 UNKNOWN = "unknown"  # the release where there is no megatron.core
@@ -156,3 +166,11 @@ def _plainly(source: str, name: str, member: str) -> bool:
     end = re.compile(r"^(?:class|def|async|@|[A-Za-z_])", re.MULTILINE).search(source, begin.end())
     body = source[begin.end() : end.start() if end else None]
     return bool(re.search(rf"^    (?:async )?def {member}\b", body, re.MULTILINE))
+
+
+def versions() -> dict[str, str]:
+    """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
+    found = {"torch": importlib.metadata.version("torch")}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
+    return found

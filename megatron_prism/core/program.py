@@ -503,8 +503,8 @@ def _assemble(version: int, head: _Head, arrays: dict[str, np.ndarray]) -> Progr
             raise ValueError(f"program {i} has {wrong}")
         programs.append(made)
     of = arrays["program_of"]
-    if of.dtype != np.int32:
-        raise ValueError(f"its program_of are {of.dtype}, not int32")
+    if of.dtype != np.int32 or of.ndim != 1:
+        raise ValueError(f"its program_of are {of.dtype} {of.shape}, not int32")
     unknown = sorted(set(head.world) - set(_WORLD_FIELDS))
     if unknown or not set(head.world) >= {"size"}:
         raise ValueError(f"its world has no size, or {unknown}")

@@ -186,7 +186,9 @@ BEYOND = (
 )
 
 
-MOST_LAYERS = 1 << 16
+# each is an object, a step or a call; a layer takes 30 ms to emulate, a microbatch as long
+MOST = {"num_layers": 1 << 12, "num_experts": 1 << 16, "iterations": 1 << 30}
+MOST_MICROBATCHES = 1 << 16
 
 
 def check(recipe: Recipe) -> None:
@@ -202,8 +204,7 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
-            # tensors of larger sizes overflow in torch; every layer is an object
-            most = MOST_LAYERS if name in ("num_layers", "num_moe_experts") else (1 << 31) - 1
+            most = MOST.get(name, (1 << 31) - 1)  # tensors of larger sizes overflow in torch
             if value is not None and value > most:
                 raise RecipeError(f"{section}.{name} is {value}", fix=f"use at most {most}")
     for rule in (_numbers, _extra):
@@ -337,6 +338,11 @@ def _batches(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"global_batch_size {t.global_batch_size} is not divisible by "
             f"micro_batch_size {t.micro_batch_size} x dp {dp} = {one}",
             f"use train.global_batch_size={nearest}",
+        )
+    if recipe.num_microbatches > MOST_MICROBATCHES:
+        yield (
+            f"{recipe.num_microbatches:,} microbatches an iteration",
+            f"use train.global_batch_size={MOST_MICROBATCHES * one} or less",
         )
     # core/pipeline_parallel/schedules.py:1007
     if p.vpp is not None and recipe.num_microbatches % p.pp:
@@ -479,7 +485,8 @@ class Prism:
 
 @dataclass
 class Hardware:
-    """What the job is meant for; a free name that only appears in titles."""
+    """What the job is meant for: the GPU of a machine that prism replay knows (H200), whose times
+    its ops get; another one, for which prism replay asks; CPU or nothing: the default machine."""
 
     name: str = ""
 
@@ -667,7 +674,7 @@ def _override(token: str) -> DictConfig:
         name, _, value = token.lstrip("-").partition("=")
         parts = [re.sub(r"\W+", "_", part.strip()) for part in name.split(".") if part.strip()]
         key = ".".join(parts) if len(parts) > 1 else f"{parts[0]}.KEY" if parts else "section.key"
-        close = difflib.get_close_matches(key, keys(), n=1, cutoff=0.6)
+        close = difflib.get_close_matches(key, keys(), n=1, cutoff=0.6) if len(parts) > 1 else []
         why = "an override has no dashes" if token.startswith("-") else "an override is key=value"
         raise RecipeError(
             f"{token!r}: {why}", fix=f"write {close[0] if close else key}={value or 'VALUE'}"

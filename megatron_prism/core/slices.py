@@ -7,12 +7,13 @@ goes on from there.  All slices of a folder are of one job: the same world, vers
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import MissingSlicesError, ProgramError, UsageError
-from megatron_prism.core.files import check_writable
+from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.ops import CODE, IS_PAIR, SHARED
 from megatron_prism.core.program import FIX, Program, Programs, load, save
 from megatron_prism.core.program_text import parse
@@ -106,6 +107,13 @@ class SliceStore:
                     raise  # it may be a good one
                 fix = f"delete {self.path(rank)}: it is captured again"
                 raise ProgramError(error.message, fix=fix) from error
+
+    @contextlib.contextmanager
+    def writing(self, force: bool) -> Iterator[None]:
+        """The folder as ``prepare`` makes it, and no other run's meanwhile."""
+        with claimed(self.folder, inside=True):
+            self.prepare(force)
+            yield
 
     def ranks(self) -> list[int]:
         """The ranks whose slices are there, ascending."""

@@ -41,6 +41,7 @@ COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _QUANTITY = re.compile(
     r"\s*(?P<number>[+-]?\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d{1,3})?)\s*(?P<unit>[^\d\s]*)\s*"
 )
+_MOST = 1 << 63  # what a column of a program holds
 _ALIASES = {"µs": "us", "μs": "us", "sec": "s", "m": "min", "K": "KB", "M": "MB", "G": "GB"}
 
 
@@ -103,6 +104,9 @@ def _parse(
             fix=f"did you mean {close[0]}?" if close else f"use {', '.join(filter(None, units))}",
         )
     value = Fraction(match["number"].replace(",", "").replace("_", "")) * units[unit]
+    if abs(value) >= _MOST:
+        said = f"{str(text)[:40]!r} is too large for a {what}"
+        raise UnitError(said, fix=f"write it like {like}")
     # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
     if not match["unit"] and value.denominator != 1:
         raise UnitError(

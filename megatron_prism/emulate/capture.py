@@ -14,9 +14,7 @@ quicker behind them: the iteration that follows is left out.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import socket
 import sys
 from pathlib import Path
@@ -28,12 +26,12 @@ from megatron_prism.core import program
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
 from megatron_prism.core.groups import subgroups
+from megatron_prism.core.megatron_source import versions
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
-from megatron_prism.core.recipe import Model, Recipe
 from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import host_benchmark, nvlink_keepalive
+from megatron_prism.emulate import nvlink_keepalive
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
@@ -43,22 +41,12 @@ __all__ = [
     "StockCapture",
     "check_free",
     "disturbed",
-    "of_recipe",
     "of_running_job",
     "source_of",
-    "versions",
 ]
 
 
 TIMING = "4"  # goes up when times of a GPU's slices mean something else; 4: no wait for the host
-
-
-def versions() -> dict[str, str]:
-    """What besides Megatron decides the memory: torch, and Transformer Engine if it is there."""
-    found = {"torch": importlib.metadata.version("torch")}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["transformer_engine"] = importlib.metadata.version("transformer-engine")
-    return found
 
 
 def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -> dict[str, str]:
@@ -77,46 +65,9 @@ def source_of(megatron: str, tier: str, device: str, pace: Path | None = None) -
     return found if pace is None else {**found, PEERS: PACED}
 
 
-# of model.extra, where recipes let it through: layers that this module does not know
-_OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")
-
-
-def of_recipe(recipe: Recipe) -> dict[str, str]:
-    """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
-    what a slice says of its job."""
-    m = recipe.model
-    tokens = recipe.train.global_batch_size * m.seq_length
-    found = {"tokens_per_iteration": str(tokens)}
-    if any(m.extra.get(key) for key in _OTHER):
-        return found
-    query = recipe.kv_channels * m.num_attention_heads
-    keys = recipe.kv_channels * recipe.num_query_groups
-    # projections; scores and their product with the values, half of which a causal mask leaves
-    attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
-    logits = m.hidden_size * recipe.padded_vocab_size
-    flops = 6 * tokens * (m.num_layers * attention + _mlp(m) + logits)
-    return {**found, "model_flops_per_iteration": str(flops)}
-
-
-def _mlp(m: Model) -> int:
-    """Multiplications per token in all MLPs and experts."""
-    ffn, products = m.ffn_hidden_size or 4 * m.hidden_size, 3 if m.swiglu else 2
-    every = range(m.num_layers)
-    if not m.num_experts:
-        experts = [False for _ in every]
-    elif isinstance(m.moe_layer_freq, int):
-        experts = [i % m.moe_layer_freq == 0 for i in every]
-    else:
-        experts = [bool(m.moe_layer_freq[i]) for i in every]
-    routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
-    shared = m.moe_shared_expert_intermediate_size or 0
-    width = sum(routed + shared if moe else ffn for moe in experts)
-    return m.hidden_size * products * width
-
-
 def of_running_job() -> dict[str, str]:
-    """The same of the stock job that trains in this process, as Megatron itself counts it; empty
-    if none does."""
+    """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the stock job in this process,
+    as Megatron itself counts them; empty if none trains."""
     training = sys.modules.get("megatron.training.training")
     known = sys.modules.get("megatron.training.global_vars")
     if getattr(known, "_GLOBAL_ARGS", None) is None:
@@ -391,6 +342,8 @@ class StockCapture(TrainingListener):
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self.store.source.update(self._flops)
         if self.tier.name == "cuda":  # the others' hosts are not in their slices
+            from megatron_prism.emulate import host_benchmark  # needs torch
+
             self.host = host_benchmark.measure(HOST_S)
             self.store.source[HOST_INDEX] = f"{self.rank}={self.host.index:.4f}"
         self.store.put(self.program, _cut_groups(self.store.world, self.program))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import enum
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import job_settings
-from megatron_prism.emulate.own_loop import program_settings
 
 __all__ = ["matters", "of_namespace", "of_running_job", "text_of"]
 
@@ -173,3 +173,25 @@ def _without_path(text: str) -> str:
 
 def _is_small(file: Path) -> bool:
     return file.is_file() and file.stat().st_size <= _LARGEST
+
+
+def program_words(words: Iterable[str]) -> dict[str, str]:
+    """A command line as settings, for a program whose arguments nobody else parses: ``--a b`` and
+    ``--a=b`` are one, and words before any flag count by their place."""
+    found: dict[str, str] = {}
+    name, place = "", 0
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            found[name] = value
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+        else:
+            place += 1
+            found[f"argument {place}"] = word
+    return {key: value for key, value in found.items() if not key.startswith("--prism-")}
+
+
+def program_settings() -> dict[str, str]:
+    """What tells this program from another: the script's name and its words."""
+    return {"script": os.path.basename(sys.argv[0]), **program_words(sys.argv[1:])}

@@ -7,16 +7,17 @@ virtual RANK and WORLD_SIZE, prepare the tier, register the patches and arrange 
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
-from megatron_prism.core.files import check_writable
+from megatron_prism.core.files import check_writable, claimed
 from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
 from megatron_prism.emulate import exit_status, workers
@@ -159,6 +160,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     run.monitor.listen(*run.training, report)
     report.banner()
     _arrange_verdict(run.monitor, session)
+    atexit.register(run.claims.close)  # before the verdict, which may end the process
     return context
 
 
@@ -224,7 +226,21 @@ def build_run(options: flags.Options, session: Session) -> Run:
     monitor = TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
     run = Run(options, tier, monitor, version=version, store=store, pace=pace)
     _add_listeners(run, session)
+    session.changes.on_undo(run.claims.close)
+    for place in _places(options):
+        run.claims.enter_context(claimed(place))
     return run
+
+
+def _places(options: flags.Options) -> Iterator[Path]:
+    """What this process will write when the job has trained."""
+    if options.out is not None and options.process == 0:
+        yield options.out
+    if options.capture is not None:
+        yield options.capture / f"slice-{options.rank:06d}.prism"
+    for folder in (options.record, options.memory):
+        if folder is not None:
+            yield folder / f"rank-{options.rank:06d}"
 
 
 def _add_listeners(run: Run, session: Session) -> None:

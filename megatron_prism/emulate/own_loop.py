@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,25 +175,3 @@ class OwnLoop:
         self._close()
         self.stand_back()
         self._monitor.finish_steps()
-
-
-def program_words(words: Iterable[str]) -> dict[str, str]:
-    """A command line as settings, for a program whose arguments nobody else parses: ``--a b`` and
-    ``--a=b`` are one, and words before any flag count by their place."""
-    found: dict[str, str] = {}
-    name, place = "", 0
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
-            found[name] = value
-        elif name:
-            found[name] = f"{found[name]} {word}".strip()
-        else:
-            place += 1
-            found[f"argument {place}"] = word
-    return {key: value for key, value in found.items() if not key.startswith("--prism-")}
-
-
-def program_settings() -> dict[str, str]:
-    """What tells this program from another: the script's name and its words."""
-    return {"script": os.path.basename(sys.argv[0]), **program_words(sys.argv[1:])}

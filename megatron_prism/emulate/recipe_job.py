@@ -7,6 +7,7 @@ artefact folder when all have trained.  It imports neither torch nor Megatron: t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -23,20 +24,20 @@ from megatron_prism.core import job_settings
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import NotTrainedError, UsageError
 from megatron_prism.core.files import ArtefactFolder
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.recipe import Model, Recipe
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import STAGES
 from megatron_prism.emulate import job_arguments, workers
-from megatron_prism.emulate.capture import of_recipe, versions
 from megatron_prism.emulate.workers import RankTask
+from megatron_prism.memory.estimates import memory_bound
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Summary
 
-__all__ = ["body", "capture", "emulate", "ranks_of", "run_ranks", "source_of"]
+__all__ = ["body", "capture", "emulate", "of_recipe", "ranks_of", "run_ranks", "source_of"]
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -195,17 +196,19 @@ def emulate(
     """
     console, recipe = console or Console(), recipes.given(recipe)
     ranks = ranks_of(recipe)
-    head(recipe, ranks, console)
-    start = time.perf_counter()
-    summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
-    result = EmulationResult(recipe, summaries, time.perf_counter() - start)
-    body(recipe, summaries, result.wall_s, console)
-    if out is not None:
-        with ArtefactFolder(Path(out), force=force) as folder:
+    folder = contextlib.nullcontext() if out is None else ArtefactFolder(Path(out), force=force)
+    with folder:
+        head(recipe, ranks, console)
+        start = time.perf_counter()
+        summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
+        result = EmulationResult(recipe, summaries, time.perf_counter() - start)
+        body(recipe, summaries, result.wall_s, console)
+        if isinstance(folder, ArtefactFolder):
             folder.write_json("summary.json", result.to_json())
             folder.write_json("recipe.json", asdict(recipe))
             for summary in summaries:
                 folder.write_json(f"rank-{summary['rank']:06d}.json", summary)
+    if out is not None:
         console.print(f"wrote {out}")
     return result
 
@@ -229,12 +232,28 @@ def run_ranks(
         raise UsageError(
             f"unknown tier {recipe.prism.tier!r}", fix="prism.tier is auto, cuda, cpu or meta"
         )
+    if recipe.prism.tier == "cpu":
+        _check_memory(recipe)
     tasks = [_task(recipe, rank, (slices, watch)) for rank in ranks]
     summaries = cast("list[Summary]", workers.run(tasks, console, num_workers))
     for summary in summaries:
         if summary["steps"] < recipe.train.iterations:
             raise NotTrainedError(f"rank {summary['rank']} made {summary['steps']} optimizer steps")
     return summaries
+
+
+def _check_memory(recipe: Recipe) -> None:
+    """UsageError if a rank needs more memory than this host has: it would be killed in the midst of
+    others' work."""
+    with contextlib.suppress(OSError):  # not Linux
+        said = Path("/proc/meminfo").read_text()
+        have, least = int(said.split("MemAvailable:")[1].split()[0]) << 10, memory_bound(recipe)
+        if least > have:
+            raise UsageError(
+                f"a rank needs at least {format_bytes(least)} of host memory on tier cpu, and "
+                f"{format_bytes(have)} are free",
+                fix="prism.tier=meta, which needs none for tensors, or a smaller model",
+            )
 
 
 def _task(recipe: Recipe, rank: int, more: tuple[SliceStore | None, Watch | None]) -> RankTask:
@@ -271,6 +290,43 @@ def _flat(section: Any, above: str = "") -> Iterator[tuple[str, str]]:
             yield key, job_arguments.text_of(value)
 
 
+# of model.extra, where recipes let it through: layers that this module does not know
+_OTHER = ("experimental_attention_variant", "attention_output_gate", "moe_latent_size")
+
+
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """``tokens_per_iteration`` and, of the models that recipes name, ``model_flops_per_iteration``:
+    what a slice says of its job."""
+    m = recipe.model
+    tokens = recipe.train.global_batch_size * m.seq_length
+    found = {"tokens_per_iteration": str(tokens)}
+    if any(m.extra.get(key) for key in _OTHER):
+        return found
+    query = recipe.kv_channels * m.num_attention_heads
+    keys = recipe.kv_channels * recipe.num_query_groups
+    # projections; scores and their product with the values, half of which a causal mask leaves
+    attention = m.hidden_size * (2 * query + 2 * keys) + m.seq_length * query
+    logits = m.hidden_size * recipe.padded_vocab_size
+    flops = 6 * tokens * (m.num_layers * attention + _mlp(m) + logits)
+    return {**found, "model_flops_per_iteration": str(flops)}
+
+
+def _mlp(m: Model) -> int:
+    """Multiplications per token in all MLPs and experts."""
+    ffn, products = m.ffn_hidden_size or 4 * m.hidden_size, 3 if m.swiglu else 2
+    every = range(m.num_layers)
+    if not m.num_experts:
+        experts = [False for _ in every]
+    elif isinstance(m.moe_layer_freq, int):
+        experts = [i % m.moe_layer_freq == 0 for i in every]
+    else:
+        experts = [bool(m.moe_layer_freq[i]) for i in every]
+    routed = (m.moe_ffn_hidden_size or ffn) * m.moe_router_topk
+    shared = m.moe_shared_expert_intermediate_size or 0
+    width = sum(routed + shared if moe else ffn for moe in experts)
+    return m.hidden_size * products * width
+
+
 def capture(
     recipe: Recipe | str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -293,12 +349,12 @@ def capture(
     console, folder, recipe = console or Console(), Path(folder), recipes.given(recipe)
     ranks = ranks_of(recipe)
     store = SliceStore(folder, recipe.world, source_of(recipe))
-    store.prepare(force)
-    head(recipe, ranks, console)
-    start = time.perf_counter()
-    made, summaries = workers.capture_world(
-        store, ranks, lambda more: run_ranks(recipe, more, console, slices=store), console
-    )
+    with store.writing(force):
+        head(recipe, ranks, console)
+        start = time.perf_counter()
+        made, summaries = workers.capture_world(
+            store, ranks, lambda more: run_ranks(recipe, more, console, slices=store), console
+        )
     for summary in summaries:
         cost = summary["recording"]
         console.print(

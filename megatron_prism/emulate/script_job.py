@@ -139,32 +139,32 @@ def capture(
         PrismError, NotTrainedError: a rank failed; slices that were finished are kept.
     """
     store = SliceStore(folder, job.world, {})  # workers compare the rest: Megatron knows it
-    store.prepare(force)
-    at_once = 1 if job.tier == "cuda" else min(os.cpu_count() or 1, 8)
-    console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
-    said = f"{len(ranks)} ranks ({format_ranks(ranks)}), {at_once} at once"
-    console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
+    with store.writing(force):
+        at_once = 1 if job.tier == "cuda" else min(os.cpu_count() or 1, 8)
+        console.print(f"{Path(job.words[0]).name}: {job.world}, tier {job.tier}")
+        said = f"{len(ranks)} ranks ({format_ranks(ranks)}), {at_once} at once"
+        console.print(f"  {'real here':<20} {said}; {job.world.size - len(ranks):,} are virtual")
 
-    def record(missing: Sequence[int]) -> list[workers.Json]:
-        tasks = [
-            workers.RankTask(
-                rank,
-                f"stage {job.world.coordinates(rank).pp}  rank {rank:,}",
-                job.command(rank, folder),
-                log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
-            )
-            for rank in missing
-        ]
-        return workers.run(tasks, console, at_once)
+        def record(missing: Sequence[int]) -> list[workers.Json]:
+            tasks = [
+                workers.RankTask(
+                    rank,
+                    f"stage {job.world.coordinates(rank).pp}  rank {rank:,}",
+                    job.command(rank, folder),
+                    log=folder.with_name(f"{folder.name}-rank-{rank}.log"),
+                )
+                for rank in missing
+            ]
+            return workers.run(tasks, console, at_once)
 
-    start = time.perf_counter()
-    there = set(store.ranks())
-    if there >= set(ranks):  # of this very job?  its own arguments say so
-        record(ranks[:1])
-    if whole:
-        _, found = workers.capture_world(store, ranks, record, console)
-    else:
-        found = record([rank for rank in ranks if rank not in there])
+        start = time.perf_counter()
+        there = set(store.ranks())
+        if there >= set(ranks):  # of this very job?  its own arguments say so
+            record(ranks[:1])
+        if whole:
+            _, found = workers.capture_world(store, ranks, record, console)
+        else:
+            found = record([rank for rank in ranks if rank not in there])
     for one in found:
         peak = "" if one["peak"] is None else f", {format_bytes(one['peak'])} allocated at the peak"
         console.print(f"rank {one['rank']:,}: {one['said']}{peak}")

@@ -53,6 +53,7 @@ class Run:
                of this run, where it has one
     on_arguments : told the job's arguments, as text, once Megatron has parsed them and before
                anything is trained; what is of another job refuses it there
+    claims   : of the places that this run will write
     """
 
     options: Options
@@ -67,6 +68,7 @@ class Run:
     recording: Any = None
     memory: MemoryWatch | None = None
     on_arguments: list[Callable[[str], None]] = field(default_factory=list)
+    claims: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 _PACKAGES = frozenset({"megatron", "transformer_engine", "triton"})

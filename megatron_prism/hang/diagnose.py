@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.files import claimed
 from megatron_prism.core.program import Programs
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import alignment, export, fault_planting, from_programs, hypotheses
@@ -114,15 +115,17 @@ def diagnose_faults(
         if progress is not None:
             progress(what, part)
 
-    if out is not None:
-        export.check_free(Path(out), force)
-    told("planting faults")
-    planted = fault_planting.plant(programs, planned, seed)
-    told("running all ranks")
-    state = stall.run_until_stalled(planted.programs, planted.faults)
-    if out is not None:
-        told("writing the dumps of all ranks")
-        export.write(state, out, force=force)
+    with contextlib.ExitStack() as stack:
+        if out is not None:
+            export.check_free(Path(out), force)
+            stack.enter_context(claimed(out, inside=True))
+        told("planting faults")
+        planted = fault_planting.plant(programs, planned, seed)
+        told("running all ranks")
+        state = stall.run_until_stalled(planted.programs, planted.faults)
+        if out is not None:
+            told("writing the dumps of all ranks")
+            export.write(state, out, force=force)
     verdict = from_programs.diagnose_stall(
         state, told=lambda part: told("the dumps of all ranks", part)
     )

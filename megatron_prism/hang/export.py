@@ -94,7 +94,9 @@ def check_free(folder: Path, force: bool) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder", fix="name another one with -o DIR")
-    if not force and any(not path.name.startswith(_HIDDEN) for path in folder.iterdir()):
+    if not force and any(
+        not path.name.startswith((_HIDDEN, ".claim")) for path in folder.iterdir()
+    ):
         raise UsageError(f"{folder} is not empty", fix="--force, or another folder")
 
 

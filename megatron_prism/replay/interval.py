@@ -18,9 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.ops import CODE
+from megatron_prism.core.units import format_ns
 from megatron_prism.replay import overlap
 from megatron_prism.replay.costs.host import ON_TARGET
 from megatron_prism.replay.costs.overlap_factors import OverlapFactors
+from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
 from megatron_prism.replay.timeline import Timeline, durations_of
 
@@ -135,7 +137,7 @@ class _Variations:
 
     def all(self) -> list[Uncertainty]:
         """Of every source that moves the iteration."""
-        found = [self.host(), self.python(), self.unmeasured_overlap()]
+        found = [self.host(), self.python(), self.unmeasured_overlap(), self.untimed()]
         chosen: dict[str, list[tuple[Range, np.ndarray]]] = {}
         for code, text in enumerate(self.prices.sources):
             mine = (self.codes == code) & ~self.hosts
@@ -212,6 +214,22 @@ class _Variations:
         why = "nobody measured how much calls and computing slow each other down"
         fix = "prism calibrate on two or more GPUs, then calibration=FILE"
         return Uncertainty("overlap", 0, max(0, high), why, fix)
+
+    def untimed(self) -> Uncertainty | None:
+        """Of segments that nobody said anything about: each may take as long as the longest that
+        is known."""
+        code = next(i for i, text in enumerate(self.prices.sources) if text.startswith(NO_TIME))
+        segments = self.dag.kind == COMPUTE
+        mine = segments & (self.codes == code)
+        if not mine.any() or mine[segments].all():
+            return None  # or nothing is known, which commands say
+        durations = self.durations.copy()
+        durations[mine] = longest = int(durations[segments & ~mine].max())
+        high = self.timeline.iteration_with(durations) - self.base
+        part = f"{mine.sum() / segments.sum():.0%} of the segments say"
+        why = f"{part} neither how long they take nor what they compute: the shortest kernel is "
+        why += f"the least, the longest segment that is known ({format_ns(longest)}) the most"
+        return Uncertainty("no time", 0, max(0, high), why, "capture them: prism capture RECIPE")
 
     def _scaled(
         self, what: str, parts: list[tuple[Range, np.ndarray]], why: str, fix: str

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
@@ -27,7 +28,7 @@ from megatron_prism.replay import overlap, whatif
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
 from megatron_prism.replay.costs.host import indices_of
-from megatron_prism.replay.costs.machine import Machine, machines, named_in
+from megatron_prism.replay.costs.machine import Machine, default_machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
@@ -41,7 +42,6 @@ Factor = Fraction | float | str
 Pairs = Mapping[int | str, Factor] | Iterable[tuple[int | str, Factor]]
 MachineLike = str | os.PathLike[str] | Machine
 CalibrationLike = str | os.PathLike[str] | Calibration
-_DEFAULT_MACHINE = "h200"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def price(
     Args:
         programs: what ``load`` or ``capture`` returned.
         machine: name of a shipped one, a JSON file like it, or a Machine; default: the one that
-            the programs were measured on, else h200.
+            the programs were measured on, or that their recipe names (hardware.name), else h200.
         calibration: what ``prism calibrate`` wrote, a path or read; its measured calls come before
             the machine's model, and computing and calls that overlap slow each other down as it
             measured.  None: calls are modelled.
@@ -309,8 +309,10 @@ def _name(machine: MachineLike) -> str:
 
 
 def _machine_of(programs: Programs) -> str:
-    """The machine that the programs were measured on, if it is shipped, else h200."""
-    return named_in(programs.source.get("device", "")) or _DEFAULT_MACHINE
+    """The machine that the programs were measured on, or that their recipe names."""
+    settings = job_settings.values(programs.source.get("settings", ""))
+    hardware = settings.get("hardware.name", "")
+    return default_machine(programs.source.get("device", ""), hardware)
 
 
 def _check_machine(programs: Programs, machine: MachineLike | None) -> None:

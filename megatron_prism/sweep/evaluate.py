@@ -23,8 +23,7 @@ from megatron_prism.core.program import Programs, load
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.capture import of_recipe
-from megatron_prism.emulate.recipe_job import source_of
+from megatron_prism.emulate.recipe_job import of_recipe, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import analyse, peak

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import check_writable, rendered
-from megatron_prism.core.megatron_source import megatron_release
+from megatron_prism.core.files import claimed, rendered
+from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.capture import versions
 from megatron_prism.emulate.recipe_flags import megatron_flags
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.sweep import engine, prune, space
 from megatron_prism.sweep.evaluate import FAILED, SweepSettings, family_of
@@ -109,7 +109,7 @@ def sweep(
     axes: Axes,
     out: str | os.PathLike[str],
     *,
-    machine: str = "h200",
+    machine: str | None = None,
     limit: int | None = None,
     objective: str = "",
     price: float | None = None,
@@ -122,7 +122,7 @@ def sweep(
         recipe: a Recipe, the name of a shipped one, or a YAML file.
         axes: axis -> values (``{"tp": [1, 2], "pp": "auto"}``), or words (``["tp=1,2"]``).
         out: folder of slices and results.
-        machine: name of a shipped one, or a JSON file like it.
+        machine: name of a shipped one, or a JSON file like it; None: the recipe's hardware.name.
         limit: bytes of device memory; None: ``device_memory`` of ``machine``, if it has one.
         objective: time, tokens_per_gpu, p95 or cost; "": time, or tokens_per_gpu where batch or
             world differ between points.
@@ -148,18 +148,31 @@ def sweep(
         raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and price is None:
         raise UsageError("objective=cost needs a price", fix="price=2.5, of a GPU for an hour")
+    machine = machine or default_machine("", recipe.hardware.name)
     nodes = read_machine(machine)
     limit = limit if limit is not None else nodes.device_memory or None
-    check_writable(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     settings = SweepSettings(
         folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
     )
+    with claimed(folder, inside=True):
+        return _evaluated(recipe, values, settings, objective, price, workers or 2, told)
 
+
+def _evaluated(
+    recipe: Recipe,
+    values: Mapping[str, Sequence[Value]],
+    settings: SweepSettings,
+    objective: str,
+    price: float | None,
+    workers: int,
+    told: Callable[[str], None],
+) -> Sweep:
+    """Every point of the sweep, ranked."""
+    folder, limit = settings.folder, settings.limit
     points = space.points(recipe, values)
     told(f"{len(points)} points")
     points = _pruned(points, settings, told)
-    results = folder.absolute() / "results" / _run_name(settings)
+    results = folder / "results" / _run_name(settings)
     left = [point for point in points if not point.by]
     families = _families([p for p in left if not _is_there(results / f"{p.key}.json")])
     waiting = sum(map(len, families))
@@ -169,7 +182,7 @@ def sweep(
         families,
         settings,
         results,
-        workers=workers or 2,
+        workers=workers,
         told=lambda done: told(f"{done} of {waiting} evaluated"),
     )
     found = {point.key: json.loads((results / f"{point.key}.json").read_text()) for point in left}
@@ -184,6 +197,7 @@ def sweep(
     ]  # fmt: skip
     commands = {p.key: megatron_flags(p.recipe) for p in left if p.recipe is not None}
     rows = tuple(ranked(good, objective, price))
+    nodes = read_machine(settings.machine)
     return Sweep(recipe.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
 
 

@@ -108,16 +108,16 @@ def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):
 
 
 def test_it_says_where_durations_are_from(world, capsys):
-    measured = "measured: segments of the slices"
+    given = "given: times of segments in the programs"
     assert cli.main(["predict", world, "samples=200"]) == 0
     caught = capsys.readouterr()
     durations = caught.out.split("durations: ")[1]
-    assert durations.startswith(measured)
+    assert durations.startswith(given)
     assert "modelled: NCCL's alpha-beta on 8 x H200" in durations
     assert "roofline" not in durations  # every segment is measured
     assert caught.err == ""
     assert cli.main(["predict", world, "samples=200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["durations"][0].startswith(measured)
+    assert json.loads(capsys.readouterr().out)["durations"][0].startswith(given)
 
 
 def test_what_was_measured_elsewhere_is_not_priced_as_this_machine(tmp_path, capsys):

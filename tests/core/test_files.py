@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.files import ArtefactFolder, whole_file, write_whole
+from megatron_prism.core.files import ArtefactFolder, claimed, whole_file, write_whole
 
 
 def write(path, text="x", force=False):
@@ -113,7 +113,7 @@ def test_sigterm_unwinds_and_leaves_nothing(tmp_path):
 def test_kill_9_leaves_no_artefact_and_the_next_run_clears_up(tmp_path):
     assert killed_while_writing(tmp_path / "one", signal.SIGKILL) == -signal.SIGKILL
     assert not (tmp_path / "one").exists()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert all(path.name[0] == "." for path in tmp_path.iterdir())
     write(tmp_path / "one")
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
 
@@ -188,3 +188,42 @@ def test_a_file_in_an_impossible_place_says_so(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="cannot write"):
         write_whole(tmp_path / "file" / "page.html", "x")
+
+
+CLAIM = """
+import sys
+from megatron_prism.core.files import claimed
+with claimed(sys.argv[1], inside=len(sys.argv) > 2):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("inside", [(), ("inside",)])
+def test_one_place_has_one_writer(tmp_path, inside):
+    """Until it ends, however: a killed one leaves a file that claims nothing."""
+    place = tmp_path / "new" / "out"
+    words = [sys.executable, "-c", CLAIM, str(place), *inside]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"mine\n"
+        with (
+            pytest.raises(UsageError, match=rf"process {other.pid} on .* writes {place}"),
+            claimed(place, inside=bool(inside)),
+        ):
+            pytest.fail("the block must not run")
+        other.kill()
+        other.wait()
+    with claimed(place, inside=bool(inside)), claimed(place, inside=bool(inside)):
+        pass
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_fork_does_not_end_its_parents_claim(tmp_path):
+    with claimed(tmp_path / "out"):
+        if not (child := os.fork()):
+            with pytest.raises(UsageError), claimed(tmp_path / "out"):
+                pass
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (tmp_path / ".out.claim").exists()
+    assert not any(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import pytest
 from helpers.needs import TRAINING
 
 from megatron_prism.core import recipe as recipes
-from megatron_prism.emulate import capture
+from megatron_prism.emulate import capture, recipe_job
 
 SETTINGS = {
     "tiny-gpt_1cpu": "",
@@ -48,7 +48,7 @@ def test_recipes_count_as_megatron_does(name, settings):
     from megatron.training import training
 
     recipe = recipes.load(name, settings.split())
-    found = capture.of_recipe(recipe)
+    found = recipe_job.of_recipe(recipe)
     wanted = training.num_floating_point_operations(
         arguments(recipe), recipe.train.global_batch_size
     )
@@ -57,7 +57,7 @@ def test_recipes_count_as_megatron_does(name, settings):
 
 def test_a_dense_model_by_hand():
     recipe = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200", [])
-    found = capture.of_recipe(recipe)
+    found = recipe_job.of_recipe(recipe)
     assert found["tokens_per_iteration"] == str(256 * 8192)
     per_token = 80 * (8192 * (2 * 8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 28_672)
     per_token += 8192 * 129_024  # logits; the embedding is no product
@@ -66,7 +66,7 @@ def test_a_dense_model_by_hand():
 
 def test_models_that_recipes_do_not_name_have_no_flops():
     recipe = recipes.load("tiny-gpt_1cpu", ["model.extra.attention_output_gate=true"])
-    assert set(capture.of_recipe(recipe)) == {"tokens_per_iteration"}
+    assert set(recipe_job.of_recipe(recipe)) == {"tokens_per_iteration"}
 
 
 def test_without_a_stock_job_nothing_is_said(monkeypatch):

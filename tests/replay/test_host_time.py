@@ -635,7 +635,7 @@ def test_reports_say_how_much_of_the_time_gpus_wait_for_python():
     assert timeline_metrics(found).host == pytest.approx(share)
     assert f"host         {share:.1%} of the critical path: GPUs wait for Python" in render(found)
     busy = {source.text: source.busy_ns for source in timeline_metrics(found).sources}
-    assert busy["measured: the host's time for segments (unknown)"] == 120 * US
+    assert busy["measured: the host's time for segments (nobody says where)"] == 120 * US
     assert busy[f"assumed: {CALL_NS // 1000} us of the host for a call"] == 2 * CALL_NS
     plain = replayed(WORLD.replace(" host=100us lead=30us", "").replace(" host=20us", ""))
     assert timeline_metrics(plain).host is None

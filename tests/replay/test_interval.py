@@ -57,3 +57,17 @@ def test_independent_sources_add_up_as_squares():
     assert (found.low_ns, found.high_ns) == (95, 150)
     assert [one.what for one in found.sources] == ["b", "a"]
     assert combined(100, [Uncertainty("a", 500, 0, "")]).low_ns == 0
+
+
+def test_a_segment_without_a_time_may_be_as_long_as_the_longest_known():
+    found = timeline("- compute ns=100ms", "- compute kernels=3", "- compute ns=1ms")
+    high = interval(found).high_ns - found.iteration_ns
+    assert high == pytest.approx(100e6, rel=1e-3)
+    (one,) = interval(found).sources
+    assert (one.what, one.low_ns) == ("no time", 0)
+    assert "33% of the segments" in one.why
+    said = [text.partition(":")[0] for text in found.prices.used()]
+    assert said == ["given", "unknown"]  # nobody says who measured the others
+    known = timeline("- compute ns=100ms", "- compute kernels=3 traffic=5", tier="meta")
+    assert [text.partition(":")[0] for text in known.prices.used()] == ["measured", "modelled"]
+    assert interval(timeline("- compute kernels=3")).sources == ()  # of which commands warn

@@ -162,7 +162,7 @@ def test_it_is_said():
     _, prices = found(BESIDE, 500, 1.5, 1.5)
     assert len(prices.used()) == 2
     assert all("overlap (overlap: 4 x X; " in said for said in prices.used())
-    assert prices.used()[0].startswith("measured: segments")  # and what it was before
+    assert prices.used()[0].startswith("given: times of segments")  # and what it was before
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 10, 11])  # the others hang on purpose

@@ -1,13 +1,17 @@
 """Costs: files that people write are refused by name, never half believed."""
 
+import dataclasses
 import json
 
 import pytest
 
 from megatron_prism.cli import main as cli
+from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs.collectives import read_calibration
-from megatron_prism.replay.costs.machine import machine, machines
+from megatron_prism.replay.costs.machine import default_machine, machine, machines
+from megatron_prism.replay.priced_graph import price
 
 GOOD = json.loads(machines()["h200"].read_text(encoding="utf-8"))
 
@@ -155,3 +159,24 @@ def test_a_calibration_that_cannot_be_is_refused_before_it_runs(tmp_path, capsys
     (tmp_path / "there.json").write_text("{}")
     assert cli.main(["calibrate", "-o", str(tmp_path / out), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_job_is_priced_on_the_hardware_that_its_recipe_names():
+    assert default_machine("", "") == default_machine("", "CPU") == "h200"
+    assert default_machine("", "NVIDIA B200") == default_machine("NVIDIA B200", "B200") == "b200"
+    assert default_machine("NVIDIA H100 80GB HBM3", "CPU") == "h100"
+    with pytest.raises(
+        UsageError, match="measured on NVIDIA H200, and .* meant for B200"
+    ) as caught:
+        default_machine("NVIDIA H200", "B200")
+    assert "moved=b200" in caught.value.fix
+    with pytest.raises(UsageError, match=r"meant for Quux \(hardware.name\)"):
+        default_machine("", "Quux")
+
+
+def test_slices_say_for_which_hardware_they_are():
+    text = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n- compute traffic=5000000000\n"
+    for name in ("B200", "H100"):
+        source = {"settings": job_settings.as_text({"hardware.name": name})}
+        priced = price(dataclasses.replace(parse(text), source=source))
+        assert f"8 x {name}" in priced.machine.name

@@ -79,8 +79,8 @@ def test_twice_slow_is_the_product_and_says_so():
     priced = whatif.slow_down_prices(world_graph, price_ops(world_graph, machine("h200")))
     assert [int(ns[0]) for ns in priced.compute] == [7, 21]
     labels = [priced.sources[source[0]] for source in priced.compute_source]
-    assert labels[0].startswith("measured")
-    assert labels[1].startswith("assumed: x 3, of measured")
+    assert labels[0].startswith("given")
+    assert labels[1].startswith("assumed: x 3, of given")
 
 
 def test_a_mark_says_nothing_but_its_note():

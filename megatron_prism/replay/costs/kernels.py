@@ -40,6 +40,7 @@ __all__ = [
     "MIXED",
     "OPS",
     "ROOFLINE",
+    "UNKNOWN",
     "compute_ns",
     "parts_of",
     "read",
@@ -332,6 +333,7 @@ def _rows(key: str, rows: Sequence[tuple[float, float, float]]) -> tuple[np.ndar
 
 MEASURED, ROOFLINE, NONE = 0, 1, 2
 OPS, MIXED = 5, 6  # an op table; one and rooflines
+UNKNOWN = 8  # a segment that says neither how long it takes nor what it computes
 SLIGHT = 0.05
 _MOST_NS = 1 << 59  # 18 years: what follows from it still fits into 64 bits
 _KERNEL = re.compile(
@@ -356,15 +358,19 @@ def compute_ns(program: Program, machine: Machine) -> tuple[np.ndarray, np.ndarr
     table = table_of(machine)
     known: dict[tuple[int, ...], SegmentParts] = {}
     found = []
-    for key in zip(*columns, strict=True):
+    unknown: set[tuple[int, ...]] = set()
+    keys = list(zip(*columns, strict=True))
+    for key in keys:
         if key not in known:
             note, flops, traffic, kernels = key
             known[key] = parts_of(program.strings[note], flops, traffic, kernels, machine, table)
+            if max(flops, traffic) < 0 and not _KERNEL.search(program.strings[note]):
+                unknown.add(key)
         found.append(known[key])
     slower = _slowdown(found, table)
     priced = {one: _priced(one, slower) for one in known.values()}
     ns[rest] = [priced[one][0] for one in found]
-    source[rest] = [priced[one][1] for one in found]
+    source[rest] = [UNKNOWN if k in unknown else priced[known[k]][1] for k in keys]
     return ns, source
 
 

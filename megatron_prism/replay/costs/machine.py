@@ -16,7 +16,7 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 
-__all__ = ["Machine", "machine", "machines", "named_in", "read"]
+__all__ = ["Machine", "default_machine", "machine", "machines", "named_in", "read"]
 
 
 T = TypeVar("T")
@@ -105,3 +105,25 @@ def named_in(text: str) -> str | None:
     """The shipped machine whose GPU the text names: NVIDIA H200 is h200; None if it names none."""
     words = text.lower().replace(",", " ").split()
     return next((name for name in machines() if name.partition("_")[0] in words), None)
+
+
+_DEFAULT = "h200"
+
+
+def default_machine(device: str, hardware: str) -> str:
+    """The machine of programs that were measured on ``device`` and are meant for ``hardware``.
+
+    UsageError where they contradict each other, and for hardware of which no rates are known.
+    """
+    there, meant = named_in(device), named_in(hardware)
+    if there and meant and there != meant:
+        raise UsageError(
+            f"the segments were measured on {device}, and the job is meant for {hardware}",
+            fix=f"machine={there} for the former, and moved={meant} with it for the latter",
+        )
+    if not there and not meant and hardware.upper() not in ("", "CPU"):
+        raise UsageError(
+            f"the job is meant for {hardware} (hardware.name), whose rates are not known",
+            fix=f"machine={_DEFAULT} as if it were that ({', '.join(machines())}), or machine=FILE",
+        )
+    return there or meant or _DEFAULT

@@ -14,11 +14,22 @@ from megatron_prism.core.program import Program
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.replay.costs.collectives import Calibration, Shape, modelled
 from megatron_prism.replay.costs.host import host_ns, host_sources
-from megatron_prism.replay.costs.kernels import MEASURED, MIXED, OPS, ROOFLINE, compute_ns, table_of
+from megatron_prism.replay.costs.kernels import (
+    MEASURED,
+    MIXED,
+    OPS,
+    ROOFLINE,
+    UNKNOWN,
+    compute_ns,
+    table_of,
+)
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, NcclSettings, parse
 
-__all__ = ["Prices", "price_ops", "relabelled"]
+__all__ = ["GIVEN", "NO_TIME", "Prices", "price_ops", "relabelled"]
+
+GIVEN = "given: times of segments in the programs, which do not say who measured them, or where"
+NO_TIME = "unknown: segments that say neither how long they take nor what they compute"
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,9 @@ def price_ops(
     with_nccl = f" with {nccl}" if nccl else ""
     if nccl.unmodelled:
         with_nccl += f", of which the model ignores {', '.join(nccl.unmodelled)}"
-    tier = graph.programs.source.get("device", graph.programs.source.get("tier", "unknown"))
+    tier = graph.programs.source.get("device", graph.programs.source.get("tier", ""))
     sources = (
-        f"measured: segments of the slices ({tier})",
+        f"measured: segments of the slices ({tier})" if tier else GIVEN,
         f"modelled: roofline of {machine.name} ({machine.source})",
         "none: not a segment",
         f"measured: calls ({calibration.source})",
@@ -80,7 +91,8 @@ def price_ops(
         f" ({_table_source(machine)}; {machine.source})",
         f"modelled: NCCL's alpha-beta{with_nccl}, times the calls that were measured with"
         f" {calibration.nccl or 'none of them'} ({calibration.source})",
-        *host_sources(calibration, tier),
+        f"{NO_TIME}, so each counts as the shortest kernel",
+        *host_sources(calibration, tier or "nobody says where"),
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
@@ -91,7 +103,7 @@ def price_ops(
     }
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, collective_source = _meetings(graph, machine, calibration, nccl)
-    assert (MEASURED, ROOFLINE, OPS, MIXED) == (0, 1, 5, 6)  # the order of ``sources``
+    assert (MEASURED, ROOFLINE, OPS, MIXED, UNKNOWN) == (0, 1, 5, 6, 8)  # the order of ``sources``
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),

@@ -1,0 +1,205 @@
+"""What people feed the commands by mistake or by malice: every one ends soon, with what to type."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+import zipfile
+
+import numpy as np
+import pytest
+from helpers.mutations import DUMPS
+
+from megatron_prism.cli import main as cli
+from megatron_prism.core import foreign, program
+from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
+from megatron_prism.core.program_text import parse
+from megatron_prism.core.recipe import load
+from megatron_prism.emulate import recipe_job
+from megatron_prism.hang.dumps import read_in_process
+from megatron_prism.hang.fault_plan import load_plan
+
+ONE = "prism-program 1\nworld size=1\nprogram rank=0 ranks=0\n- compute ns=7us\n"
+LONG = "x" * 300
+
+
+def refused(capsys, *words):
+    """What is said of a command that cannot be: two lines, no traceback, status 2."""
+    assert cli.main([str(word) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("prism: error: ")
+    assert "\n  fix: " in said
+    return said
+
+
+# -- aliases: a few bytes that mean billions -------------------------------------------------------
+def laughs(value="x"):
+    for _ in range(10):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize("key", ["pg_id", "profiling_name", "input_dtypes", "frames"])
+def test_aliases_in_a_dump_are_not_expanded(key, tmp_path):
+    for rank, dump in list(DUMPS[0].items())[:4]:
+        entries = [{**dump["entries"][0], key: laughs()}, *dump["entries"][1:]]
+        made = {**dump, "entries": entries} if rank == 1 else dump
+        (tmp_path / f"_dump_{rank}").write_bytes(pickle.dumps(made))
+    assert "means more than" in read_in_process(tmp_path).unreadable[1]
+
+
+@pytest.mark.parametrize("opcode", [b"\x80\x02r\x00\x00\x00\x10.", b"\x80\x04\x8e" + bytes(
+    [0, 0, 0, 16, 0, 0, 0, 0]) + b"abc."])  # fmt: skip
+def test_announced_bytes_are_not_allocated(opcode, tmp_path):
+    (tmp_path / "_dump_0").write_bytes(pickle.dumps(DUMPS[0][0]))
+    (tmp_path / "_dump_1").write_bytes(opcode)
+    assert list(read_in_process(tmp_path).unreadable) == [1]
+
+
+def test_billion_laughs_in_yaml_are_refused(tmp_path):
+    file = tmp_path / "laughs.yaml"
+    rows = [f"- &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 10)}]" for i in range(10)]
+    file.write_text("\n".join(["- &a [x,x,x,x,x,x,x,x,x,x]", *rows]))
+    with pytest.raises(UsageError, match="means more than 100,000 values"):
+        load_plan(str(file))
+    with pytest.raises(RecipeError, match="means more than 100,000 values"):
+        load(file)
+
+
+# -- files of programs -----------------------------------------------------------------------------
+@pytest.fixture
+def members(tmp_path):
+    """(path, its arrays) of a good file."""
+    path = program.save(parse(ONE), tmp_path / "one.prism")
+    with np.load(path) as archive:
+        return path, dict(archive)
+
+
+def array_head(shape):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "|u1", "fortran_order": False, "shape": shape}
+    )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1,), "U5"), ((1,), float), ((1,), np.int64), ((1, 1), np.int32), ((2,), np.int32)],
+)
+def test_program_of_is_not_converted(members, shape, dtype):
+    path, arrays = members
+    np.savez(path.with_suffix(".npz"), **{**arrays, "program_of": np.zeros(shape, dtype)})
+    with pytest.raises(ProgramError, match=r"program_of|ranks need"):
+        program.load(path.with_suffix(".npz"))
+
+
+def test_members_are_bounded_before_they_are_read(members, monkeypatch):
+    path, arrays = members
+    monkeypatch.setattr(foreign, "_INFLATED", 1 << 20)
+    bomb = {f"history{i}": np.zeros(1 << 19, np.uint8) for i in range(900, 903)}
+    np.savez_compressed(path.with_suffix(".bomb"), **arrays, **bomb)
+    with pytest.raises(ProgramError, match="would inflate to"):
+        program.load(f"{path.with_suffix('.bomb')}.npz")
+    for name, data in (
+        ("history9.npy", array_head((1 << 40,))),
+        ("head", b"{}"),
+        ("head.npy", b"{}"),
+        ("other.npy", array_head((0,))),
+    ):
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(path.read_bytes())
+        with zipfile.ZipFile(copy, "a") as archive, warnings.catch_warnings(action="ignore"):
+            archive.writestr(name, data)  # a duplicate name is the point
+        with pytest.raises(ProgramError, match=r"bytes for a shape|is unknown|there twice"):
+            program.load(copy)
+
+
+# -- recipes ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", ["${", "${oc.env:HOME}", "${oc.${name}:HOME}", "${oc\\.env:HOME}", "${name}", "${no.x}"]
+)
+def test_recipes_look_up_nothing_but_their_own_keys(name):
+    with pytest.raises(RecipeError):
+        load("tiny-gpt_1cpu", [f"name='{name}'"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["model.num_layers=1000000000", "model.num_experts=1000000000", "train.iterations=1e12",
+     "train.iterations=9000000000", "parallel.world_size=67108864",
+     "train.global_batch_size=2000000000", "model.=1", ".=1", "model=1", "=1", "model..x=1"],
+)  # fmt: skip
+def test_what_cannot_end_is_refused_at_once(word, capsys):
+    said = refused(capsys, "emulate", "tiny-gpt_1cpu", word)
+    assert word not in said.partition("fix: ")[2].split()
+
+
+def test_nesting_is_bounded(tmp_path, capsys):
+    file = tmp_path / "deep.yaml"
+    file.write_text("model: " + "{a: " * 900 + "1" + "}" * 900)
+    assert "nested too deeply" in refused(capsys, "emulate", file)
+    file.write_text("- " * 900 + "x")
+    with pytest.raises(UsageError, match="nested too deeply"):
+        load_plan(str(file))
+
+
+def test_a_job_larger_than_this_host_is_not_started():
+    recipe = load("tiny-gpt_1cpu", ["model.num_layers=4096", "model.hidden_size=8192"])
+    with pytest.raises(UsageError, match="of host memory"):
+        recipe_job.run_ranks(recipe, (0,), None)
+
+
+def test_refusing_a_recipe_needs_no_torch():
+    code = "import sys, megatron_prism.emulate.recipe_job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# -- values, places --------------------------------------------------------------------------------
+@pytest.mark.parametrize("plan", ["- 5", "5", "- [drop]", "- null", "{a: b}", "- {kind: 5}",
+                                  "- drop@rank=99999999999999999999,group=tp,nth=1",
+                                  "- {kind: drop, rank: {a: 1}}", "- 2001-01-01"])  # fmt: skip
+def test_plans_of_another_type(plan, tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text(plan)
+    (tmp_path / "one.txt").write_text(ONE)
+    refused(capsys, "hang", tmp_path / "one.txt", f"plan={tmp_path / 'plan.yaml'}")
+
+
+@pytest.mark.parametrize(
+    "word", ["mtbf=1e400s", "mtbf=1e300s", "mtbf=infs", "checkpoint=1e999h", "deadline=1e305d",
+             "samples=1e400", "slow=1e400", "seed=1e30"],
+)  # fmt: skip
+def test_numbers_without_end(word, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text(ONE)
+    assert len(refused(capsys, "predict", tmp_path / "one.txt", word)) < 500
+
+
+def test_infinities_and_text_for_numbers_of_nccl_tests(tmp_path, capsys):
+    row = {"size": "16", "type": 1, "redop": 2, "out_of_place": {"time": "x"}, "in_place": {}}
+    for stored in ({"results": [row]}, {"results": 1}, {"config": {"nranks": 10**400}}):
+        (tmp_path / "a.json").write_text(json.dumps(stored))
+        refused(capsys, "calibrate", "--from-nccl-tests", tmp_path / "a.json", "-o", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show", LONG], ["hang", "--dumps", LONG], ["replay", "ONE", "--html", LONG],
+     ["predict", "ONE", "--html", LONG], ["hang", "ONE", "--markdown", LONG],
+     ["emulate", "tiny-gpt_1cpu", "-o", LONG], ["capture", "tiny-gpt_1cpu", "-o", LONG],
+     ["patches", "--megatron", LONG], ["schedule", "pp=2", "microbatches=2", "-o", LONG],
+     ["memory", "check", "ONE", f"baseline={LONG}"], ["replay", "ONE", f"calibration={LONG}"]],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)  # fmt: skip
+def test_names_too_long(words, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text(ONE)
+    refused(capsys, *(str(tmp_path / "one.txt") if word == "ONE" else word for word in words))
+
+
+def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    assert "working directory" in refused(capsys, "recipes")
