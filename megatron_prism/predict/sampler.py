@@ -20,6 +20,7 @@ nothing else.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,22 +63,29 @@ def replica_of(graph: WorldGraph, ranks: np.ndarray) -> np.ndarray:
     return np.asarray((tp + world.tp * (cp + world.cp * dp)) // _together(graph))
 
 
-LANES = 128  # a power of two
-ROWS = 4096  # draws of a node's own factor, a power of two; nodes pick a row by a hash
+LANES = 512  # a power of two
+ROWS = 256  # times LANES draws of each kind.  A node's are LANES in a row, from where a hash says:
+# nodes that share some of them do so in different iterations
 _FEW = 8  # predecessors up to which implied waits are looked for three steps back
 THREADS = 2
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Nodes in an order in which predecessors come first.
+    """Nodes in an order in which predecessors come first, and how much later than in the replay
+    each of them ends.
 
-    lasts : float64 [n] ns
-    row   : int64 [n], which factor a node takes: its class; the number of classes for meetings;
-            that, one and its class for the host's time
-    node  : int64 [n], the node of the Dag
-    slot  : int64 [n], where its end is kept; start, before: slots of its predecessors
-    ends  : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
+    That is kept as float32, so nothing is rounded where nothing varies.
+
+    lasts  : float64 [n] ns
+    row    : int64 [n], which factor a node takes: its class; the number of classes for meetings;
+             that, one and its class for the host's time
+    node   : int64 [n], the node of the Dag
+    slot   : int64 [n], where its end is kept; start, before: slots of its predecessors
+    spare  : float32 [edges] ns, by how much the predecessor may be late without delaying the node
+    ends   : uint8 [n], 2: the last iteration may end with it, 1: the one before may, 0: neither
+    margin : float32 [n] ns, of ``ends``: by how much it may be late without being the end
+    steady : ns of the last iteration where nothing varies
     """
 
     lasts: np.ndarray
@@ -86,7 +94,10 @@ class Paths:
     slot: np.ndarray
     start: np.ndarray
     before: np.ndarray
+    spare: np.ndarray
     ends: np.ndarray
+    margin: np.ndarray
+    steady: int
 
     def longest(
         self,
@@ -101,7 +112,7 @@ class Paths:
 
         factors  : float64 [rows, replicas, iterations], by ``row``
         share    : float64 [n]: how much of its own factor's deviation a node takes; 0: none
-        table    : float64 [kinds * ROWS, LANES], draws of own factors
+        table    : float32 [kinds * ROWS, LANES], deviations from 1 of own factors
         kind     : int64 [n], whose draws a node takes
         crossing : bool [n], meetings between replicas: one draw of an iteration for all of them
         seeds    : of what each replica draws, and of what all share
@@ -109,25 +120,28 @@ class Paths:
         rows, replicas, count = factors.shape
         width, long = _lanes(count)
         blocks = -(-replicas * long // LANES)
-        padded = np.ones((rows, blocks * LANES))
+        padded = np.zeros((rows, blocks * LANES), np.float32)
         own = padded[:, : replicas * long].reshape(rows, replicas, long)
-        own[:, :, :count] = factors
+        own[:, :, :count] = factors - 1
         lanes = np.ascontiguousarray(padded.reshape(rows, blocks, LANES).swapaxes(0, 1))
-        whole = _with_shared(table, width) if share.any() else table
-        found = np.zeros((blocks, LANES))
-        slots = int(self.slot.max(initial=0)) + 1
-        given = (self.lasts, self.row, self.slot, self.ends, self.start, self.before, share, whole)
-        run = loops._compiled(_longest)
+        found = np.zeros((blocks, LANES), np.float32)
+        given = (
+            *(self.lasts.astype(np.float32), self.row, self.slot, self.ends, self.margin),
+            *(self.start, self.before, self.spare, share.astype(np.float32), table.ravel(), kind),
+            crossing,
+        )
+        slots, run = int(self.slot.max(initial=0)) + 1, loops._compiled(_latest)
 
         def part(first: int, last: int) -> None:
             if first < last:
-                where = (seeds[0] + first, seeds[1], first, max(1, long // LANES))
-                run(*given, kind, crossing, lanes[first:last], *where, slots, found[first:last])
+                where = (seeds[0] + first, seeds[1], first, max(1, long // LANES), width)
+                run(*given, lanes[first:last], *where, slots, found[first:last])
 
         edges = [blocks * i // THREADS for i in range(THREADS + 1)]
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(part, edges[:-1], edges[1:]))
-        return found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
+        late = found.ravel()[: replicas * long].reshape(replicas, long)[:, :count]
+        return self.steady + late.astype(float)
 
 
 def _lanes(count: int) -> tuple[int, int]:
@@ -136,72 +150,78 @@ def _lanes(count: int) -> tuple[int, int]:
     return width, -(-count // width) * width
 
 
-def _with_shared(table: np.ndarray, width: int) -> np.ndarray:
-    """``table``, and below it what meetings between replicas take: the same draws in all parts of
-    a block."""
-    shared = np.tile(table[:, :width], (1, LANES // width)).reshape(-1, ROWS, LANES)
-    return np.concatenate([table, shared[:, ::-1].reshape(-1, LANES)])
-
-
-def _longest(  # type: ignore[no-untyped-def]
-    lasts, row, slot, ends, start, before, share, table, kind, crossing, factors,
-    seed, shared, place, period, slots, found,
+def _latest(  # type: ignore[no-untyped-def]
+    lasts, row, slot, ends, margin, start, before, spare, share, draws, kind, crossing, factors,
+    seed, shared, place, period, width, slots, found,
 ):  # fmt: skip
-    end, latest, earlier = np.zeros((slots, LANES)), np.zeros(LANES), np.zeros(LANES)
-    others = len(table) // 2  # where the draws begin that replicas share
+    late, latest = np.zeros((slots, LANES), np.float32), np.zeros(LANES, np.float32)
+    earlier, none = np.zeros(LANES, np.float32), np.float32(-np.inf)
+    of_kind, same = ROWS * LANES, np.zeros(LANES, np.float32)
     for block in range(len(found)):
         top = found[block]
-        earlier[:] = 0.0
+        top[:] = none
+        earlier[:] = none
         for node in range(len(lasts)):
-            last, own, to = lasts[node], factors[block, row[node]], end[slot[node]]
+            last, own, to = lasts[node], factors[block, row[node]], late[slot[node]]
             first, after = start[node], start[node + 1]
-            if first == after:
-                for lane in range(LANES):
-                    latest[lane] = 0.0
+            if after == first + 1:
+                begin = late[before[first]]
             else:
-                source = end[before[first]]
-                for lane in range(LANES):
-                    latest[lane] = source[lane]
-                for edge in range(first + 1, after):
-                    source = end[before[edge]]
-                    for lane in range(LANES):
-                        if source[lane] > latest[lane]:
-                            latest[lane] = source[lane]
-            if share[node] != 0.0:
-                if crossing[node]:
-                    mixed = node * 40503 + ((place + block) % period + shared) * 30011
+                begin = latest
+                if after == first:
+                    latest[:] = np.float32(0.0)
                 else:
-                    mixed = node * 40503 + (seed + block) * 30011
+                    one, less = late[before[first]], spare[first]
+                    other, gap = late[before[first + 1]], spare[first + 1]
+                    for lane in range(LANES):
+                        x, y = one[lane] - less, other[lane] - gap
+                        latest[lane] = x if x > y else y
+                for edge in range(first + 2, after):
+                    other, gap = late[before[edge]], spare[edge]
+                    for lane in range(LANES):
+                        x, y = latest[lane], other[lane] - gap
+                        latest[lane] = x if x > y else y
+            part = share[node]
+            if part != 0.0:
+                which = (place + block) % period + shared if crossing[node] else seed + block
+                mixed = node * 40503 + which * 30011
                 mixed = (mixed ^ (mixed >> 7)) * 7919
-                pick = ((mixed ^ (mixed >> 11)) & (ROWS - 1)) + kind[node] * ROWS
-                if crossing[node]:
-                    pick += others
-                draws, part = table[pick], share[node]
+                pick = kind[node] * of_kind + (mixed ^ (mixed >> 11)) % (of_kind - LANES)
+                drawn = draws[pick : pick + LANES]
+                if crossing[node] and width < LANES:  # the same for all replicas in the block
+                    for replica in range(0, LANES, width):
+                        same[replica : replica + width] = drawn[:width]
+                    drawn = same
                 for lane in range(LANES):
-                    to[lane] = latest[lane] + last * own[lane] * (1 + part * (draws[lane] - 1))
+                    mine = part * drawn[lane]
+                    to[lane] = begin[lane] + last * (own[lane] + mine + own[lane] * mine)
             else:
                 for lane in range(LANES):
-                    to[lane] = latest[lane] + last * own[lane]
+                    to[lane] = begin[lane] + last * own[lane]
             if ends[node]:
-                last_of = top if ends[node] == 2 else earlier
+                last_of, gap = top if ends[node] == 2 else earlier, margin[node]
                 for lane in range(LANES):
-                    if to[lane] > last_of[lane]:
-                        last_of[lane] = to[lane]
+                    x, y = last_of[lane], to[lane] - gap
+                    last_of[lane] = x if x > y else y
         for lane in range(LANES):
-            top[lane] -= earlier[lane]
+            if earlier[lane] != none:
+                top[lane] -= earlier[lane]
 
 
 def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
-    """Compact form of ``dag``; ``durations`` (ns) only decide the order of its nodes."""
-    waits = _implied_gone(dag)
-    begin, _ = timeline.evaluate(dag, durations)
+    """Compact form of ``dag``, whose nodes take ``durations`` (ns) in the replay."""
+    waits = _points_gone(dag, _implied_gone(dag))
+    begin, end = timeline.evaluate(dag, durations)
     place = np.empty(len(dag), dtype=np.int64)
     place[dag.order] = np.arange(len(dag))
     kept = np.fromiter(waits, dtype=np.int64, count=len(waits))
     order = kept[np.lexsort((place[kept], begin[kept]))]
     slot, last = _slots(order.tolist(), waits)
-    edges = [[slot[p] for p in waits[n]] for n in order.tolist()]
+    counts = [len(waits[n]) for n in order.tolist()]
+    before = np.array([p for n in order.tolist() for p in waits[n]], dtype=np.int64)
     owner = dag.owner[order].astype(np.int64)
+    ends = _ends(dag, order, waits)
+    until = [int(end[order[ends == which]].max(initial=0)) for which in (0, 1, 2)]
     return Paths(
         lasts=durations[order].astype(np.float64),
         row=np.where(
@@ -209,9 +229,12 @@ def build(dag: dependencies.Dag, durations: np.ndarray, classes: int) -> Paths:
         ),
         node=order,
         slot=np.array([slot[n] for n in order.tolist()], dtype=np.int64),
-        start=np.concatenate(([0], np.cumsum([len(e) for e in edges]))).astype(np.int64),
-        before=np.array([p for e in edges for p in e], dtype=np.int64),
-        ends=_ends(dag, order, waits),
+        start=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
+        before=np.array([slot[p] for p in before.tolist()], dtype=np.int64),
+        spare=(np.repeat(begin[order], counts) - end[before]).astype(np.float32),
+        ends=ends,
+        margin=(np.array(until)[ends] - end[order]).astype(np.float32),
+        steady=until[2] - until[1],
     )
 
 
@@ -242,6 +265,22 @@ def _implied_gone(dag: dependencies.Dag) -> dict[int, list[int]]:
         found[node] = sorted(waits)
         if not (point[node] and len(waits) == 1):
             kept[node] = found[node]
+    return kept
+
+
+def _points_gone(dag: dependencies.Dag, waits: dict[int, list[int]]) -> dict[int, list[int]]:
+    """``waits`` without points in time that one node of the same iteration waits for: it waits for
+    what they wait for."""
+    readers = Counter(p for before in waits.values() for p in before)
+    point, iteration = dag.kind == dependencies.JOIN, dag.iteration
+    kept = dict(waits)
+    for node, before in waits.items():
+        inner = [p for p in before if point[p] and readers[p] == 1]
+        inner = [p for p in inner if iteration[p] == iteration[node]]
+        if inner:
+            kept[node] = sorted({*before, *(q for p in inner for q in kept[p])} - {*inner})
+            for p in inner:
+                del kept[p]
     return kept
 
 
@@ -308,7 +347,7 @@ class Sampler:
         self.calls, self.regime = calls, seed if regime is None else regime
         self.replicas, self.members = replicas(self.graph)
         self.op = timeline.dag.op
-        self._table: tuple[Any, np.ndarray] = (None, self._still())
+        self._table: tuple[Any, np.ndarray] = (None, np.zeros((ROWS, LANES), np.float32))
         self.paths = build(timeline.dag, timeline.durations, len(self.members))
         self.crossing = self._crossing()
         self.kind = self._kinds()
@@ -427,16 +466,16 @@ class Sampler:
     def _tables(
         self, spread: Variability, share: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(own factors, how much of them counts)."""
+        """(deviations of own factors from 1, how much of them counts)."""
         shapes = self.shapes(spread)
         vary = np.array([float(np.ptp(one.at(np.array([-8.0, 8.0])))) > 0 for one in shapes])
         if self._table[0] != shapes:  # a million draws each: kept for the next call
             rng = np.random.default_rng([self.seed, _TABLE])
             parts = [
-                one.at(rng.standard_normal((ROWS, LANES))) if any_ else self._still()
+                one.at(rng.standard_normal((ROWS, LANES))) if any_ else np.ones((ROWS, LANES))
                 for one, any_ in zip(shapes, vary.tolist(), strict=True)
             ]
-            self._table = shapes, np.concatenate(parts)
+            self._table = shapes, (np.concatenate(parts) - 1).astype(np.float32)
         own = np.where(self.kind > 1, spread.calls_by, 1.0) * vary[self.kind]
         hosts = self.paths.row > len(self.members)  # they vary as a whole
         own = own * ((self.paths.lasts > 0) & ~hosts)
@@ -446,9 +485,6 @@ class Sampler:
         """Distributions of own factors: of calls, of segments, of each kind of sampled calls."""
         sampled = () if self.calls is None else self.calls.shapes
         return (spread.of("call"), spread.of("segment"), *sampled)
-
-    def _still(self) -> np.ndarray:
-        return np.ones((ROWS, LANES))
 
     def _run(
         self,

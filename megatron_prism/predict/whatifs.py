@@ -33,7 +33,7 @@ __all__ = [
 
 FACTORS = (1.05, 1.1, 1.2, 1.5, 2.0)
 SIZES = tuple(1 << n for n in range(6, 18))  # 64 … 131,072 ranks
-_DRAWS, _FEWEST, _MOST = 1 << 16, 200, 2000
+_DRAWS, _FEWEST, _MOST = 1 << 15, 200, 2000
 _KINDS = 8  # kinds of calls that are looked at, those that take longest
 _STAGES = 16
 CLASSES = 64  # in which one rank is made slow: those that compute longest
@@ -118,13 +118,11 @@ def study(
 
     count = _count(sampler.replicas)
     each = sampler.draw(spread, count)
-    bars = tornado(sampler, spread, count, lambda part: told(0.6 * part))
+    bars = tornado(sampler, spread, count, lambda part: told(0.45 * part))
     placed = placement(sampler, spread, each, factors)
-    told(0.7)
     hot = hot_nodes(sampler, spread, each, priced.machine.gpus_per_node, factors)
-    told(0.75)
-    points, note = scale(sampler, spread, priced)
-    told(1.0)
+    told(0.5)
+    points, note = scale(sampler, spread, priced, progress=lambda part: told(0.5 + 0.5 * part))
     return Study(p95(each.max(axis=1)), bars, placed, hot, points, note)
 
 
@@ -266,11 +264,13 @@ def scale(
     spread: Variability,
     priced: PricedGraph,
     sizes: Sequence[int] = SIZES,
+    progress: Callable[[float], object] | None = None,
 ) -> tuple[tuple[Point, ...], str]:
     """(points, what they leave as it is): the same model with more or fewer replicas.
 
-    The slowest of n replicas, for all n from the same draws; the path without variation is that of
-    the programs in a world of that size (``replay.scale``), which moves all quantiles.
+    The slowest of n replicas, for all n from the same draws: those for the largest world make
+    several of each smaller one.  The path without variation is that of the programs in a world of
+    that size, which moves all quantiles.  ``progress`` is told which part is done, 0 to 1.
     """
     programs = sampler.graph.programs
     own = programs.world.size // sampler.replicas
@@ -282,7 +282,15 @@ def scale(
     if most * count > 1 << 22:  # small replicas: fewer of them, rather than hours
         wanted = [size for size in wanted if size // own * count <= 1 << 22]
         most = max(wanted, default=own) // own
-    slowest = np.maximum.accumulate(sampler.draw(spread, count, replicas=range(most)), axis=1)
+    done = 0
+
+    def told(draws: int) -> None:
+        nonlocal done
+        done += draws
+        if progress is not None:
+            progress(0.9 * done / (most * count))
+
+    each = sampler.draw(spread, count, replicas=range(most), progress=told)
     here = sampler.timeline.iteration_ns
     points, note = [], ""
     for size in wanted:
@@ -295,9 +303,14 @@ def scale(
             note = (
                 f"calls between replicas cost what they do in the captured world: {error.message}"
             )
-        times = np.sort(slowest[:, size // own - 1]) + steady - here
+        worlds = most // (size // own)
+        slowest = each[:, : worlds * (size // own)].reshape(count, worlds, -1).max(axis=2)
+        times = np.sort(slowest, axis=None) + steady - here
         points.append(Point(size, steady, float(np.median(times)), p95(times)))
-    said = f"{own} ranks a replica, {count} iterations each; the global batch grows with the world"
+        if progress is not None:
+            progress(0.9 + 0.1 * len(points) / len(wanted))
+    said = f"{own} ranks a replica, {count} iterations or more of each; the global batch grows"
+    said += " with the world"
     return tuple(points), f"{said}; {note}" if note else said
 
 
