@@ -185,7 +185,9 @@ def queues() -> str:
 
 def without_engine() -> bool:
     """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
-    optimizer, and Megatron takes torch's AdamW."""
+    optimizer, and Megatron takes torch's AdamW.  Who sets a variable NVTE_* has it."""
+    if any(name.startswith("NVTE_") for name in os.environ):
+        return False
     words, flag = sys.argv, "--transformer-impl"
     given = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
     given += [word.partition("=")[2] for word in words if word.startswith(flag + "=")]

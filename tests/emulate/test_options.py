@@ -1,6 +1,7 @@
 """What the --prism-* flags mean, what they leave to be derived, and how bad input is refused."""
 
 import argparse
+import os
 import subprocess
 import sys
 import types
@@ -390,7 +391,11 @@ def test_reading_the_flags_imports_neither_torch_nor_megatron():
 )
 def test_local_layers_are_without_an_engine(monkeypatch, words, local):
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *words.split()])
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        monkeypatch.delenv(name)
     assert options.without_engine() is local
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # of who has one
+    assert not options.without_engine()
 
 
 def test_tasks_of_srun_are_processes_of_one_job():

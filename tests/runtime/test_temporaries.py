@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_prism.runtime.devices import cuda_choices
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
@@ -62,6 +63,17 @@ def test_a_tensor_that_is_used_elsewhere_is_not_changed():
         found = torch.autograd.grad(out, (y, z), grad)
     assert found[0].untyped_storage()._cdata != found[1].untyped_storage()._cdata
     assert grad.untyped_storage()._cdata != found[0].untyped_storage()._cdata
+
+
+def test_only_what_a_wrapper_holds_has_memory():
+    live = LiveBytes("meta", cublas=True)
+    with live:
+        both = TwoTensor(empty(KIB), empty(KIB))
+        assert live.now == 2 * 4 * KIB
+        doubled = torch.zeros_like(both * 2)
+        assert live.now == 4 * 4 * KIB
+        del doubled, both
+        assert live.now == 0
 
 
 def test_a_compiled_function_is_one_node(monkeypatch):

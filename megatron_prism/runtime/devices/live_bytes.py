@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megatron_prism.core.ops import EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
@@ -271,6 +271,8 @@ class LiveBytes(TorchDispatchMode):
         """Count the storage of ``tensor`` if it is on the device and not yet counted."""
         if not (tensor.is_meta if self.meta else tensor.device.type == self.device_type):
             return
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+            return  # a DTensor: what it wraps has memory
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -382,6 +384,8 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # DTensor makes of it what its rank does, which comes here alone
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = self._ask(func)

@@ -152,6 +152,7 @@ class AllocationOwners:
         for tensors in (self._of_models(), self._of_optimizer(), _workspaces()):
             known = set(found)  # main gradients are pieces of the model's buffers
             for kind, name, tensor in tensors:
+                tensor = getattr(tensor, "_local_tensor", tensor)  # noqa: PLW2901 - of a DTensor
                 if isinstance(tensor, torch.Tensor):
                     key = tensor.untyped_storage()._cdata
                     if key not in known:
