@@ -472,6 +472,10 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
             f"too few to make {wanted} microbatches of them",
             fix=_captured(wanted, there),
         )
+    if (size := sum(len(one.program) + more * one.length for one in found)) > _MOST_OPS:
+        raise ProgramError(
+            f"{wanted:,} microbatches are {size:,} ops, too many to hold", fix="fewer microbatches"
+        )
     made = tuple(one.repeated(more) for one in found)
     source = {**programs.source}
     for key in (k for k in _GROWS_WITH_MICROBATCHES & set(source) if source[k].isdecimal()):
@@ -481,6 +485,8 @@ def with_microbatches(programs: Programs, wanted: int) -> Programs:
         changed, f"{wanted} microbatches instead of {there}: the steady state's periods repeated"
     )
 
+
+_MOST_OPS = 1 << 25  # 4 GB
 
 SIZES = {  # of the model, with Megatron's flag
     "tp": "--tensor-model-parallel-size",

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.core.errors import UnsupportedError
+from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.values import Values, rms
 
 __all__ = [
@@ -64,7 +65,10 @@ def reduced(tensor: torch.Tensor, op: str, n: int, values: Values) -> None:
     A sum of parts (``Values.of_parts``) is completed.  Sums and products of bools are ``or`` and
     ``and``, as NCCL has them.
     """
-    if n == 1 or op in _IDENTITIES or tensor.is_meta:
+    if n == 1 or op in _IDENTITIES:
+        return
+    if tensor.is_meta:
+        forget(tensor)
         return
     target = tensor.detach()
     if target.dtype == torch.bool and op != "bxor":

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import answers
+from megatron_prism.runtime.known_values import forget
 from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
 from megatron_prism.runtime.partial_sums import holds_sequences
 from megatron_prism.runtime.values import Exchange, Values, is_ring
@@ -72,6 +73,7 @@ def arguments(op: str, args: Args) -> tuple[list[torch.Tensor], list[torch.Tenso
     return _flat(args[1]), first
 
 
+_KEEP = {"all_reduce", "reduce", "broadcast"}  # what is known of a value, or see to that themselves
 _unfinished: list[tuple[DeviceEvent, object]] = []  # (end, tensors) of calls whose handles are gone
 
 
@@ -277,6 +279,9 @@ class PrismGroup(dist.ProcessGroup):
         self._count(self.desc, self._n, op, num_bytes, distance)
         for observe in self.world.observers:
             observe(self, op, ins, outs)
+        if self.world.shapes_only and op not in _KEEP:
+            for out in outs:
+                forget(out)
         return CompletedWork(outs)
 
     def _mixed_for(self, tensor: torch.Tensor) -> PartiallyLocalGroup | None:

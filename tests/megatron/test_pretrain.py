@@ -98,7 +98,9 @@ def test_any_rank_trains_and_says_so(rank, more, tmp_path):
     assert summary["trained"]["steps"] == 3
     assert summary["world_size"] == 64
     assert "iteration        3/" in said
-    if "meta" not in more:
+    if "meta" in more:  # what does not depend on data is as it is
+        assert re.search(r"learning rate: 6.666667E-04 .* scale: 1.0 . grad norm: unknown", said)
+    else:
         assert summary["trained"]["master_parameter_moved"] is True
         assert all(0 < i["grad_norm"] < 1e6 for i in summary["iterations"])
 

@@ -59,6 +59,8 @@ def test_what_does_not_repeat_is_refused():
     with pytest.raises(ProgramError, match="periods of 4") as caught:
         whatif.with_microbatches(schedule.schedules(pp=4, vpp=2, microbatches=16), 18)
     assert caught.value.fix == "microbatches=20"
+    with pytest.raises(ProgramError, match="ops, too many"):
+        whatif.with_microbatches(schedule.schedules(pp=2, microbatches=16), 1 << 24)
     same = schedule.schedules(pp=2, microbatches=4)
     assert whatif.with_microbatches(same, 4) is same
 

@@ -89,6 +89,22 @@ assert x.tolist() == [[2.0] * 8] * 4 and x.long().tolist() == [[0] * 8] * 4
 assert x.cpu().shape == (4, 8) and x.to("cpu").device.type == "cpu"
 assert torch.tensor([[x.sum()], [x.sum()]]).shape == (2, 1)
 host = torch.zeros(4, 8); host.copy_(x); assert float(host.sum()) == 0
+from megatron_prism.runtime.known_values import Unknown
+assert f"{x.sum().item() / 3 + 1:.3E} {x.sum().item() ** .5:9.1f}|" == "unknown   unknown|"
+rate = torch.tensor([1e-4], device="cuda")  # made of a number of the host: not of data
+least = torch.tensor([1e-9], device="cuda")
+scale = (torch.max(rate.double() * 2, least) * 0.5).reciprocal().float()
+assert abs(rate.item() - 1e-4) < 1e-9 and abs(scale.item() - 1e4) < 1 and float(scale) > 9999
+view, zero = rate.view(()), torch.tensor(0, device="cuda")
+view.mul_(4)
+assert abs(rate.item() - 4e-4) < 1e-9 and not zero and zero.tolist() == 0 and rate.cpu() > 0
+for write in (lambda t: t.add_(x.sum()), lambda t: t.copy_(x[0, :1]), lambda t: t.fill_(x[0, 0]),
+              lambda t: t.__setitem__(0, x[0, 0]), lambda t: torch.add(t, x[0, :1], out=t),
+              lambda t: torch._amp_foreach_non_finite_check_and_unscale_([x], t, torch.ones(1))):
+    known = torch.tensor([3.0], device="cuda")
+    write(known)
+    assert isinstance(known.item(), Unknown), write
+assert isinstance(torch.tensor([x.sum().item()], device="cuda").item(), Unknown)
 from megatron_prism.runtime import te as virtual_te
 named = [text for text in tier.stand_in if text.startswith("Transformer Engine")]  # not if real
 assert all(virtual_te.VERSION in text for text in named)

@@ -138,9 +138,7 @@ def _without_cuda(name: str, changes: ProcessChanges, engine: bool, queues: str)
         live.__enter__()
         changes.on_undo(lambda: live.__exit__(None, None, None))
         cuda.set_memory_source(live)
-        stand_in.append(
-            "values: none, shapes only; losses and norms in the log are the placeholder 2.0"
-        )
+        stand_in.append("values: none, shapes only; what depends on data is unknown in the log")
     return Tier(name, torch.device(name), live, tuple(stand_in))
 
 

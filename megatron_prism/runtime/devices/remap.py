@@ -5,9 +5,9 @@ A ``TorchFunctionMode`` that rewrites device arguments: ``cpu`` tier (real value
 
 * ``tensor.type()`` says ``torch.cuda.FloatTensor``: DistributedOptimizer tests that string
   (core/optimizer/distrib_optimizer.py:361 @0.16.1)
-* on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer ``ANSWER``:
-  a finite positive number where a loss or gradient norm is asked for, False for truth values;
-  ``equal`` compares sizes
+* on ``meta``, ``item()``, ``tolist()``, ``bool()`` and friends, which need data, answer what is
+  known (``known_values``), else ``Unknown``: a finite positive number where a loss or gradient norm
+  is asked for, False for truth values; ``equal`` compares sizes
 
 Everything else passes through.  The mode stays active until the session is closed; backward runs in
 the calling thread (``torch.autograd.set_multithreading_enabled(False)``), so it applies there too.
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_prism.runtime import known_values
 from megatron_prism.runtime.devices import cuda
+from megatron_prism.runtime.known_values import PLACEHOLDER, Unknown, UnknownCount
 
 __all__ = ["Remap"]
-
-ANSWER = 2.0
 
 _TO_CUDA = torch.Tensor.cuda
 _TO = torch.Tensor.to
@@ -49,9 +49,9 @@ _READS: dict[object, str] = {
 _OF_HOST = "core/tensor_parallel/random.py"
 _NUMBERS = {
     torch.Tensor.item: lambda t: _number(t),
-    torch.Tensor.__float__: lambda t: ANSWER,
-    torch.Tensor.__int__: lambda t: int(ANSWER),
-    torch.Tensor.__index__: lambda t: int(ANSWER),
+    torch.Tensor.__float__: lambda t: float(_known(t, PLACEHOLDER)),
+    torch.Tensor.__int__: lambda t: int(_known(t, PLACEHOLDER)),
+    torch.Tensor.__index__: lambda t: int(_known(t, PLACEHOLDER)),
 }
 _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
     getattr(torch.cuda, f"{name}Tensor"): dtype
@@ -67,10 +67,19 @@ _LEGACY = {  # torch.cuda.FloatTensor, …, which its stubs do not declare
 }
 
 
+_UNKNOWN, _COUNT = Unknown(PLACEHOLDER), UnknownCount(0)
+
+
+def _known(tensor: torch.Tensor, otherwise: float) -> float:
+    """The number in a tensor of one element, if it is known."""
+    value = known_values.known(tensor)
+    return otherwise if value is None else value.item()
+
+
 def _number(tensor: torch.Tensor) -> float | int | bool:
     if tensor.dtype == torch.bool:
-        return False
-    return ANSWER if tensor.is_floating_point() else 0
+        return _known(tensor, False)
+    return _known(tensor, _UNKNOWN if tensor.is_floating_point() else _COUNT)
 
 
 def _filled(shape: Sequence[int], value: Any) -> Any:
@@ -96,7 +105,7 @@ def _shape_of(data: Any) -> tuple[int, ...]:
 
 def _asks_the_host() -> bool:
     """Whether the tensor that is read would be the host's on a GPU, too."""
-    return sys._getframe(2).f_code.co_filename.endswith(_OF_HOST)
+    return sys._getframe(3).f_code.co_filename.endswith(_OF_HOST)
 
 
 class Remap(TorchFunctionMode):
@@ -124,6 +133,12 @@ class Remap(TorchFunctionMode):
                 kwargs = {**kwargs, "pin_memory": False}
         else:
             kwargs = {}
+        out = self._answer(func, args, kwargs)
+        if self.meta:
+            known_values.follow(func, args, kwargs, out)
+        return out
+
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         if func in _READS and args[0].device.type == self.target.type and not _asks_the_host():
             cuda.host_waits(_READS[func])
         special = _SPECIAL.get(func)
@@ -182,7 +197,7 @@ class Remap(TorchFunctionMode):
 
     def _false(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
-            return False
+            return bool(_known(args[0], False))
         return func(*args, **kwargs)
 
     def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +213,9 @@ class Remap(TorchFunctionMode):
 
     def _host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if args[0].is_meta:
-            return torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
+            value = known_values.known(args[0])
+            empty = torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu")
+            return empty if value is None else value.clone()
         return func(*args, **kwargs)
 
     def _tensor(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +223,9 @@ class Remap(TorchFunctionMode):
         data = args[0] if args else kwargs.get("data")
         leaf = _first_leaf(data) if self.meta else None
         if leaf is None:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            known_values.learn(made, data)
+            return made
         dtype = kwargs.get("dtype") or leaf.dtype
         return torch.empty(_shape_of(data), dtype=dtype, device="meta")
 
