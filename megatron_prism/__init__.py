@@ -1,12 +1,13 @@
 """Run any rank of a large Megatron-LM job on one machine, and see what the job does.
 
-Eleven packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
+Twelve packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
     graph/     ranks that cannot be told apart, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, baselines
     predict/   the distribution of the iteration time and of a whole run
+    traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
     hang/      from dumps or programs to a verdict; faults to plant
     report/    a result as text, HTML page or trace; no analysis
     runtime/   torch without Megatron: process group, recorder/, pacing/, devices/, te/
@@ -41,6 +42,7 @@ _HOMES = {  # public name -> module:attribute
     "diagnose": "hang.diagnose:diagnose",
     "diagnose_faults": "hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",
+    "import_traces": "traces.programs:import_traces",
     "load": "core.slices:open_programs",
     "load_recipe": "core.recipe:load",
     "peak_memory": "memory.baseline:peak_memory",

@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "memory": "graph core",
     "predict": "replay graph core",
     "hang": "replay graph core",
-    "report": "sweep predict replay memory hang graph core",
+    "traces": "predict replay graph core",
+    "report": "traces sweep predict replay memory hang graph core",
     "runtime": "core",
     "emulate": "runtime hang replay predict memory graph core",
     "sweep": "emulate predict memory replay graph core",
-    "cli": "sweep emulate report predict hang memory replay graph runtime core",
+    "cli": "sweep emulate report traces predict hang memory replay graph runtime core",
 }
 # The command line, and whoever is loaded into programs of others, start without torch: what needs
 # it is imported where it is used.
@@ -45,13 +46,14 @@ PACKAGES = {
     "omegaconf": ["core/recipe.py"],
     "yaml": ["core/recipe.py", "core/foreign.py", "hang/fault_plan.py"],
     # types of files, checked by core/foreign.py
-    "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*"],
+    "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
+                "traces/*"],
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
     "debugpy": ["emulate/debugger.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
-              "runtime/*", "emulate/*", "sweep/*", "cli/*"],
+              "traces/*", "runtime/*", "emulate/*", "sweep/*", "cli/*"],
 }  # fmt: skip
 WITHOUT_NUMPY = {"core/errors.py", "core/units.py", "cli/main.py"}
 

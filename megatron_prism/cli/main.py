@@ -36,6 +36,7 @@ from megatron_prism.cli.programs import calibrate, capture, check, classes, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.sweep import sweep
+from megatron_prism.cli.traces import import_
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import unwinding
@@ -186,6 +187,15 @@ COMMANDS = {
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
             (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
+            FORCE,
+            JSON,
+        ),
+    ),
+    "import": Command(
+        import_,
+        (
+            (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
+            OUT,
             FORCE,
             JSON,
         ),

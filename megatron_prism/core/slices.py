@@ -152,9 +152,10 @@ class SliceStore:
 
 
 def _ours(path: Path) -> bool:
-    """Slices, the world and calls that go with them, and what a killed writer left behind."""
+    """Slices, the world, calls and spreads that go with them, what a killed writer left behind."""
     name = path.name
-    return bool(_NAME.fullmatch(name)) or name in (WORLD, "calibration.json") or name[0] == "."
+    beside = (WORLD, "calibration.json", "variability.json", "import.json")
+    return bool(_NAME.fullmatch(name)) or name in beside or name[0] == "."
 
 
 def _instead(folder: Path) -> str:

@@ -134,7 +134,8 @@ def right_after(program: Program) -> np.ndarray:
     broadcasts of a batch.  What they need is still in the CPU's caches."""
     ops = program.ops
     calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
-    launched = np.concatenate(([0], np.cumsum(ops["ns"] > 0)))
+    kernels = (ops["ns"] > 0) & (ops["name"] == NAMES.index("compute"))
+    launched = np.concatenate(([0], np.cumsum(kernels)))
     found = np.zeros(len(ops), dtype=bool)
     found[calls[1:]] = launched[calls[1:]] == launched[calls[:-1]]
     return found & program.knows_host

@@ -32,6 +32,9 @@ GIVEN = "given: times of segments in the programs, which do not say who measured
 NO_TIME = "unknown: segments that say neither how long they take nor what they compute"
 
 
+_OWN = 11  # the source of calls whose times the programs know
+
+
 @dataclass(frozen=True)
 class Prices:
     """Durations in ns, whole and not negative.
@@ -93,17 +96,19 @@ def price_ops(
         f" {calibration.nccl or 'none of them'} ({calibration.source})",
         f"{NO_TIME}, so each counts as the shortest kernel",
         *host_sources(calibration, tier or "nobody says where"),
+        f"measured: times of calls in the slices ({tier})" if tier else f"{GIVEN}, of calls",
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
     pairs = [once[program] for program in graph.classes.programs]
     hosts = {
-        p: host_ns(graph.programs.programs[p], calibration, len(sources) - 2)
+        p: host_ns(graph.programs.programs[p], calibration, len(sources) - 3)
         for p in set(graph.classes.programs)
     }
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, collective_source = _meetings(graph, machine, calibration, nccl)
     assert (MEASURED, ROOFLINE, OPS, MIXED, UNKNOWN) == (0, 1, 5, 6, 8)  # the order of ``sources``
+    assert len(sources) - 1 == _OWN
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),
@@ -162,6 +167,9 @@ def _meetings(
                 table = "exchange" if exchange else NAMES[name]
                 known[key] = _call(NAMES[name], shape, size, machine, calibration, table, nccl)
             ns[place], source[place] = known[key]
+        own = program.ops["ns"][ops[mine]]
+        ns[mine] = np.where(own >= 0, own, ns[mine])
+        source[mine] = np.where(own >= 0, _OWN, source[mine])
     return ns, source
 
 

@@ -1,0 +1,521 @@
+"""Measured ranks -> programs with times, as a capture writes them.
+
+In : Measured, one per traced rank.  Out: Imported: programs whose segments have samples of every
+iteration and whose calls have their time on the wire.  The rank that comes last waits for
+nobody, so the shortest of its members' times is the wire's; ranks of one node share a clock, and
+there it is the time from the last one's coming to when they end, on average.  What a rank took
+longer is skew.
+
+What a trace does not say: the world's sizes follow from the names and members of its groups; ranks
+without a trace run what the traced one of their stage does; calls of gloo name no group, and are
+given the largest one whose members were all in the call at the same time, in every iteration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megatron_prism.core.errors import PrismError, UsageError, WorldError
+from megatron_prism.core.groups import WORLD_GROUP, of_family
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.program import Builder, Program, Programs
+from megatron_prism.core.slices import SliceStore, stand_in_for
+from megatron_prism.core.world import World, format_ranks
+from megatron_prism.graph.world_graph import WorldGraph, build
+from megatron_prism.replay import dependencies
+from megatron_prism.replay.dependencies import COMPUTE, MEET
+from megatron_prism.replay.priced_graph import PricedGraph
+from megatron_prism.replay.timeline import durations_of, evaluate
+from megatron_prism.traces.events import read_trace
+from megatron_prism.traces.timing import Measured, measure
+
+__all__ = ["Imported", "assemble", "import_traces", "write"]
+
+_TRACE = re.compile(r"\.(json|json\.gz|sqlite)$")
+_SIZES = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP",
+    "cp": "CONTEXT_PARALLEL_GROUP",
+    "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
+}
+Groups = dict[str, tuple[tuple[int, ...], ...]]
+
+
+@dataclass
+class Imported:
+    """A job out of its traces.
+
+    measured : by rank; programs.programs[i] is that of the i-th
+    call_op  : per traced rank int64 [calls]: the op of every call in its program
+    numbers  : iterations that every traced rank has
+    wire     : float64 [numbers, matched calls] ns once all who are traced have come; nan: nobody is
+    skew     : per traced rank float64 [numbers, calls] ns that it waited for the others
+    whole    : bool [matched calls]: every member is traced
+    notes    : what did not align and what was inferred, in words
+    """
+
+    programs: Programs
+    measured: list[Measured]
+    graph: WorldGraph
+    call_op: list[np.ndarray]
+    numbers: list[int]
+    wire: np.ndarray
+    skew: list[np.ndarray]
+    whole: np.ndarray
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [program.rank for program in self.programs.programs]
+
+    def rows(self, index: int) -> list[int]:
+        """Rows of the ``numbers`` in the arrays of ``measured[index]``."""
+        own = self.measured[index].numbers
+        return [own.index(number) for number in self.numbers]
+
+    def replayed_ns(self, priced: PricedGraph) -> np.ndarray:
+        """float64 [numbers]: every iteration replayed with its own times, one after the other."""
+        count = len(self.numbers)
+        dag = dependencies.build(priced.graph, count)
+        durations = durations_of(dag, priced.prices)
+        wire = np.nan_to_num(self.wire).astype(np.int64)
+        for row in range(count):
+            mine = dag.iteration == row
+            meets = np.flatnonzero(mine & (dag.kind == MEET))
+            if len(meets):
+                durations[meets] = wire[row, dag.op[meets]]
+            for c, index in enumerate(priced.graph.classes.programs):
+                nodes = np.flatnonzero(mine & (dag.kind == COMPUTE) & (dag.owner == c))
+                program = self.programs.programs[index]
+                own = np.zeros(len(program), dtype=np.int64)
+                own[program.ops["name"] == CODE["compute"]] = program.samples[self.rows(index)[row]]
+                durations[nodes] = own[dag.op[nodes]]
+        _, end = evaluate(dag, durations)
+        ends = [end[dag.iteration == row].max(initial=0) for row in range(count)]
+        return np.diff([0, *ends]).astype(float)
+
+    @property
+    def iteration_ns(self) -> np.ndarray:
+        """Measured, float64 [numbers]: the mean over ranks of each iteration."""
+        each = [self.measured[i].totals[self.rows(i)] for i in range(len(self.measured))]
+        return np.asarray(np.mean(each, axis=0))
+
+
+# -- the world and its groups ---------------------------------------------------------------------
+def _ranked(measured: Sequence[Measured]) -> list[Measured]:
+    """By rank; UsageError for two of one rank, or of two jobs."""
+    found = [one.recorded for one in measured]
+    if all(one.rank is None for one in found):
+        for rank, one in enumerate(found):
+            one.rank = rank
+    if lost := [one.path for one in found if one.rank is None]:
+        raise UsageError(f"{lost[0]} does not say of which rank it is", fix="name it rank3.json.gz")
+    twice = [rank for rank, count in Counter(one.rank for one in found).items() if count > 1]
+    if twice:
+        paths = [one.path for one in found if one.rank == twice[0]]
+        raise UsageError(
+            f"two traces are of rank {twice[0]}: {paths[0]} and {paths[1]}",
+            fix="give the traces of one job, one per rank",
+        )
+    sizes = sorted({one.world for one in found if one.world})
+    if len(sizes) > 1:
+        by = {one.world: one.path for one in found}
+        raise UsageError(
+            f"these are traces of two jobs: {by[sizes[0]]} is of {sizes[0]} ranks, "
+            f"{by[sizes[1]]} of {sizes[1]}",
+            fix="give the traces of one job",
+        )
+    size = max(*sizes, 0, 1 + max(one.rank or 0 for one in found))
+    if size > 1 << 24:
+        raise UsageError(f"{found[0].path} is of a world of {size:,} ranks", fix="a real one")
+    for one in found:
+        one.world = size
+        one.groups = one.groups or {"": (WORLD_GROUP, tuple(range(size)))}
+        wrong = [r for _, ranks in one.groups.values() for r in ranks if not 0 <= r < size]
+        if wrong:
+            raise UsageError(f"{one.path} has a group with rank {wrong[0]} of {size}", fix="see it")
+    return sorted(measured, key=lambda one: one.recorded.rank or 0)
+
+
+def _world(measured: Sequence[Measured]) -> World:
+    """The sizes that the names of Megatron's groups tell; data parallel where they tell nothing."""
+    sizes: dict[str, int] = {}
+    for one in measured:
+        for desc, ranks in one.recorded.groups.values():
+            for axis, name in _SIZES.items():
+                if desc == name:
+                    sizes[axis] = max(sizes.get(axis, 1), len(ranks))
+    size = measured[0].recorded.world
+    try:
+        return World(size, **sizes)  # type: ignore[arg-type]
+    except WorldError:
+        return World(size)
+
+
+class _Names:
+    """What groups are called in programs, and who is in those that the world does not give."""
+
+    def __init__(self, measured: Sequence[Measured], world: World) -> None:
+        self.world = world
+        self.named: list[dict[str, str]] = []  # per rank: torch's name -> ours
+        self.members: list[dict[str, tuple[int, ...]]] = []  # per rank: our name -> members
+        lists: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+        for one in measured:
+            descs = Counter(desc for desc, ranks in one.recorded.groups.values() if len(ranks) > 1)
+            named, members = dict[str, str](), dict[str, tuple[int, ...]]()
+            for key, (desc, ranks) in one.recorded.groups.items():
+                name = desc if desc not in ("", "undefined") and descs[desc] <= 1 else ""
+                if not name:
+                    name, again = _shape(ranks, world.size), 1
+                    while name in members:
+                        again += 1
+                        name = f"{_shape(ranks, world.size)}_{again}"
+                named[key] = name = re.sub(r"[\s\"#=]", "_", name)
+                members[name] = tuple(ranks)
+                if len(ranks) > 1:
+                    lists[name].add(tuple(ranks))
+            self.named.append(named)
+            self.members.append(members)
+        self.lists = {
+            name: found for name, some in lists.items() if (found := self._all(name, some))
+        }
+
+    def _all(self, name: str, some: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Every group of that name; none if the world gives them."""
+        try:
+            family = of_family(self.world, name)
+            if all(set(family.group(ranks[0]).tolist()) == set(ranks) for ranks in some):
+                return ()
+        except PrismError:
+            pass
+        size, first = self.world.size, min(some)
+        step = first[1] - first[0]
+        block = len(first) * step
+        if size % block == 0 and all(b - a == step for a, b in zip(first, first[1:], strict=False)):
+            tiled = {
+                tuple(range(start + at, start + at + block, step))
+                for start in range(0, size, block)
+                for at in range(step)
+            }
+            if some <= tiled:
+                return tuple(sorted(tiled))
+        return tuple(sorted(some))
+
+
+def _shape(ranks: Sequence[int], size: int) -> str:
+    """A name for a group that has none: by how its ranks lie."""
+    if len(ranks) == size:
+        return WORLD_GROUP
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return f"group_of_{len(ranks)}" + (f"_every_{step}" if step > 1 else "")
+
+
+# -- groups that the trace does not name ----------------------------------------------------------
+def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> list[list[str]]:
+    """Per rank and call the group; inferred where the trace has none."""
+    found = [
+        [names.named[i].get(call.group, "") for call in one.calls] for i, one in enumerate(measured)
+    ]
+    where = {one.recorded.rank: i for i, one in enumerate(measured)}
+    guessed = Counter[str]()
+    for i, one in enumerate(measured):
+        shared = [(n, m) for n, m in names.members[i].items() if len(m) > 1]
+        largest = sorted(shared, key=lambda item: -len(item[1]))
+        by_key: dict[object, list[int]] = defaultdict(list)
+        for k, call in enumerate(one.calls):
+            if not call.group or call.group not in names.named[i]:
+                by_key[call.key].append(k)
+        for key, places in by_key.items():
+            fits = {
+                name: _feasible(measured, where, i, ranks, key, places) for name, ranks in largest
+            }
+            for at, k in enumerate(places):
+                name = next((n for n, ok in fits.items() if ok.all()), None)
+                name = name or next((n for n, ok in fits.items() if ok[at]), None)
+                if name is None:
+                    raise PrismError(
+                        f"rank {one.recorded.rank}: of call {k}, {one.calls[k]}, it is not known "
+                        "which group makes it: the trace does not say, and no group of it has all "
+                        "members in such a call at that time",
+                        fix="give the traces of all ranks, or --slices DIR of the same job",
+                    )
+                found[i][k] = name
+                guessed[name] += 1
+    if guessed:
+        said = ", ".join(f"{count} in {name}" for name, count in guessed.most_common())
+        notes.append(f"the traces name no groups: inferred from who was in a call at once ({said})")
+    return found
+
+
+def _feasible(
+    measured: list[Measured],
+    where: Mapping[int | None, int],
+    own: int,
+    ranks: tuple[int, ...],
+    key: object,
+    places: list[int],
+) -> np.ndarray:
+    """bool [places]: whether the members of a group may have made these calls together."""
+    call = measured[own].calls[places[0]]
+    no = np.zeros(len(places), bool)
+    if call.op in ("send", "recv"):
+        if not 0 <= call.peer < len(ranks) or ranks[call.peer] == measured[own].recorded.rank:
+            return no
+        other = where.get(ranks[call.peer])
+        if other is None:
+            return ~no
+        back = (
+            "recv" if call.op == "send" else "send",
+            ranks.index(measured[own].recorded.rank or 0),
+        )
+        there = [c for c in measured[other].calls if (c.op, c.peer) == back]
+        return ~no if len(there) >= len(places) else no
+    if any(rank not in where for rank in ranks):
+        return ~no if len(ranks) == measured[own].recorded.world else no
+    numbers = sorted(set.intersection(*(set(measured[where[r]].numbers) for r in ranks)))
+    if not numbers:
+        return no
+    begun, done = [], []
+    for rank in ranks:
+        one = measured[where[rank]]
+        mine = [k for k, c in enumerate(one.calls) if c.key == key]
+        if len(mine) != len(places):
+            return no
+        rows = [one.numbers.index(number) for number in numbers]
+        begun.append(one.begun[np.ix_(rows, mine)])
+        done.append(one.done[np.ix_(rows, mine)])
+    return np.asarray((np.max(begun, axis=0) <= np.min(done, axis=0)).all(axis=0))
+
+
+# -- programs -------------------------------------------------------------------------------------
+def _program(
+    one: Measured, groups: Sequence[str], members: Mapping[str, tuple[int, ...]]
+) -> tuple[Program, np.ndarray]:
+    """A program with the times of its segments, and the op of every call."""
+    rank = one.recorded.rank or 0
+    builder, where = Builder(), np.full(len(one.calls), -1, dtype=np.int64)
+    kept = one.segments.max(axis=0, initial=0) > 0
+    tokens = one.tokens
+    waited = {token.of for token in tokens if token.kind == "wait"}
+    at_once = {
+        a.of
+        for a, b in zip(tokens, tokens[1:], strict=False)
+        if a.kind == "call" and b.kind == "wait" and a.of == b.of
+    }
+    typical = np.rint(one.segments.mean(axis=0)).astype(np.int64)
+    for token in tokens:
+        if token.kind == "segment":
+            if kept[token.of]:
+                builder.add("compute", ns=int(typical[token.of]))
+        elif token.kind == "wait":
+            if token.of not in at_once:
+                builder.add("wait", handle=int(where[token.of]))
+        else:
+            call, name = one.calls[token.of], groups[token.of]
+            place = members[name].index(rank)
+            if call.op in ("send", "recv") and not 0 <= call.peer < len(members[name]):
+                raise PrismError(
+                    f"{one.recorded.path} does not say with whom rank {rank} exchanges messages "
+                    f"(call {token.of}, {call})",
+                    fix="profile with record_shapes=True",
+                )
+            where[token.of] = len(builder)
+            handle = -1 if token.of in at_once else len(builder)
+            if token.of not in waited:
+                handle = len(builder)
+            builder.add(
+                call.op,
+                group=name,
+                dtype=call.dtype,
+                num_in=call.num_in,
+                num_out=call.num_out,
+                peer=(call.peer - place) % len(members[name]) if call.peer >= 0 else 0,
+                root=call.root,
+                handle=handle,
+                batch=call.batch,
+            )
+    builder.add("mark", note=f"rank {rank}'s own times")  # ranks that run the same stay apart
+    samples = one.segments[:, kept]
+    return dataclasses.replace(builder.build(rank), samples=samples), where
+
+
+def _renumbered(one: Measured) -> None:
+    """Batches count from 0 in every iteration."""
+    known: dict[int, int] = {}
+    one.calls = [
+        dataclasses.replace(c, batch=known.setdefault(c.batch, len(known)) if c.batch >= 0 else -1)
+        for c in one.calls
+    ]
+
+
+def assemble(measured: Sequence[Measured]) -> Imported:
+    """A job out of its measured ranks.
+
+    Raises:
+        UsageError: the traces are of two jobs, or of one rank twice.
+        PrismError: their calls do not fit together, with the first place.
+    """
+    ranked, notes = _ranked(measured), list[str]()
+    for one in ranked:
+        _renumbered(one)
+        notes += [f"rank {one.recorded.rank}: {note}" for note in one.notes]
+    world = _world(ranked)
+    if len(ranked) < world.size:
+        traced = format_ranks([one.recorded.rank or 0 for one in ranked])
+        notes.append(
+            f"{len(ranked)} of {world.size:,} ranks are traced ({traced}); they stand for the rest"
+        )
+    names = _Names(ranked, world)
+    groups = _guess_groups(ranked, names, notes)
+    found = _joined(ranked, world, names, groups, notes)
+    if not _runs(found.graph):
+        for one in ranked:
+            one.tokens = [t for t in one.tokens if t.kind != "wait" or one.calls[t.of].op != "send"]
+        notes.append("sends end without their receivers here: the job would hang if they waited")
+        found = _joined(ranked, world, names, groups, notes)
+    return _with_wire(found)
+
+
+def _runs(graph: WorldGraph) -> bool:
+    """Whether nobody waits forever."""
+    dag = dependencies.build(graph)
+    return len(dag.order) == len(dag)
+
+
+def _joined(
+    ranked: list[Measured], world: World, names: _Names, groups: list[list[str]], notes: list[str]
+) -> Imported:
+    """The programs, and who meets whom."""
+    made = [_program(one, groups[i], names.members[i]) for i, one in enumerate(ranked)]
+    programs, call_op = [p for p, _ in made], [w for _, w in made]
+    used = {name for program in programs for name in program.groups()}
+    of = stand_in_for(world, [program.rank for program in programs])
+    gpu = next((one.recorded.gpu for one in ranked if one.recorded.gpu), "")
+    source = {"from": "traces", "device": gpu or "cpu"}
+    joined = Programs(
+        world, tuple(programs), of, {n: g for n, g in names.lists.items() if n in used}, source
+    )
+    graph = build(joined)
+    if findings := graph.check():
+        raise PrismError(
+            f"the calls of the traced ranks do not fit together:\n\n{findings[0]}",
+            fix="profile the same iterations on every rank (schedule= of torch.profiler)",
+        )
+    none = np.empty(0)
+    return Imported(joined, ranked, graph, call_op, [], none, [], none, notes)
+
+
+def _with_wire(found: Imported) -> Imported:
+    """Fill in what calls took on the wire and who waited; the programs' calls get it as ``ns``."""
+    measured, graph = found.measured, found.graph
+    shared = set.intersection(*(set(one.numbers) for one in measured))
+    found.numbers = sorted(shared)
+    came = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
+    freed = [np.zeros_like(one) for one in came]  # when the call before it in the group had ended
+    for index, one in enumerate(measured):
+        groups = found.programs.programs[index].ops["group"][found.call_op[index]]
+        for group in np.unique(groups).tolist():  # one after the other, as NCCL's; gloo has threads
+            mine = np.flatnonzero(groups == group)
+            over = np.maximum.accumulate(one.done[:, mine], axis=1)
+            one.begun[:, mine[1:]] = np.maximum(one.begun[:, mine[1:]], over[:, :-1])
+            one.done[:, mine] = over
+            freed[index][:, mine[1:]] = over[found.rows(index)][:, :-1]
+    if not shared:
+        raise UsageError(
+            "no iteration is in all of these traces: rank "
+            f"{measured[0].recorded.rank} has {measured[0].numbers[0]} to "
+            f"{measured[0].numbers[-1]}, another has others",
+            fix="profile the same iterations on every rank",
+        )
+    meet = graph.matched_calls
+    begun = [one.begun[found.rows(i)].astype(float) for i, one in enumerate(measured)]
+    done = [one.done[found.rows(i)].astype(float) for i, one in enumerate(measured)]
+    took = [b - a for a, b in zip(begun, done, strict=True)]
+    wire = np.full((len(shared), len(meet)), np.nan)
+    last, free, ends = (np.zeros_like(wire) for _ in range(3))
+    nodes = {one.recorded.node or one.recorded.path for one in measured}
+    members = np.zeros(len(meet), dtype=np.int64)
+    size = np.ones(len(meet), dtype=np.int64)
+    at: list[np.ndarray] = [np.empty(0, np.int64)] * len(measured)
+    for index, program in enumerate(found.programs.programs):
+        rank = program.rank
+        c = int(graph.classes.of[rank])
+        of = at[index] = meet.of[c][found.call_op[index]]
+        wire[:, of] = np.fmin(wire[:, of], took[index])
+        last[:, of] = np.maximum(last[:, of], came[index])
+        free[:, of] += freed[index]
+        ends[:, of] += done[index]
+        np.add.at(members, of, 1)
+        for name, ops in program.groups().items():
+            count = len(graph.groups[name].group(rank))
+            pairs = IS_PAIR[program.ops["name"][ops]]
+            size[meet.of[c][ops]] = np.where(pairs, 2, count)
+    found.whole = members >= size
+    if len(nodes) == 1:
+        shown = np.maximum(1, members)
+        together = ends / shown - np.maximum(last, free / shown)
+        wire = np.where(found.whole, np.maximum(wire, together), wire)
+    least = wire if found.whole.all() else _fastest(found, wire, at)
+    found.wire = wire
+    found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
+    typical = np.rint(np.nanmean(wire, axis=0)) if len(meet) else np.empty(0)
+    for c, index in enumerate(graph.classes.programs):
+        ops = graph.programs.programs[index].ops
+        calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
+        value = typical[meet.of[c][calls]]
+        ops["ns"][calls] = np.where(np.isnan(value), -1, np.nan_to_num(value)).astype(np.int64)
+    return found
+
+
+def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.ndarray:
+    """``wire``, but where members are not traced the fastest of equal calls."""
+    pools: dict[object, list[int]] = defaultdict(list)
+    for i, one in enumerate(found.measured):
+        for k, call in enumerate(one.calls):
+            known = min(call.num_in, call.num_out) >= 0 and call.op != "all_to_all"
+            if not found.whole[at[i][k]]:
+                pools[call.key if known else (i, k)].append(int(at[i][k]))
+    least = wire.copy()
+    for numbers in pools.values():
+        least[:, numbers] = np.nanmin(wire[:, numbers])
+    found.notes.append(
+        f"{int((~found.whole).sum()):,} calls have members without a trace: what these calls take "
+        "has waiting for those members in it; what exceeds the fastest of equal calls is shown so"
+    )
+    return least
+
+
+# -- a job ----------------------------------------------------------------------------------------
+def import_traces(paths: Sequence[str | os.PathLike[str]]) -> Imported:
+    """Read the traces of one job: files, or folders of them.  Errors as of ``read_trace`` and
+    ``assemble``."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted(p for p in path.iterdir() if _TRACE.search(p.name)) if path.is_dir() else []
+        if path.is_dir() and not inside:
+            raise UsageError(f"{path} holds no traces", fix="files *.json, *.json.gz or *.sqlite")
+        files += inside or [path]
+    return assemble([measure(one) for file in files for one in read_trace(file)])
+
+
+def write(found: Imported, folder: Path, *, force: bool = False) -> None:
+    """Keep a job as slices in ``folder``.  UsageError if other things are there."""
+    programs = found.programs
+    store = SliceStore(folder, programs.world, programs.source)
+    store.prepare(force)
+    if (taken := store.ranks()) and not force:
+        raise UsageError(
+            f"{folder} holds slices already, of ranks {format_ranks(taken)}",
+            fix="name another folder with -o DIR, or replace them with --force",
+        )
+    for program in programs.programs:
+        store.put(program, programs.groups)

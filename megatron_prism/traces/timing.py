@@ -1,0 +1,591 @@
+"""One rank's iterations, out of what a profiler recorded of it: calls, and times between them.
+
+In : Recorded.  Out: Measured: the same calls in every kept iteration, how long the rank computed
+between them, and from when to when each was on its way.  Work on the device is ordered by when the
+host launched it, as its program is; on a host without a device its operators are the work.
+
+What a profiler does not say is found so: a rank waits for a call where its work pauses until the
+call ends (``_Iteration.resumes``); most iterations decide.  A call that nothing pauses for has no
+wait.  Where a captured program is given, its waits count and nothing is inferred.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_prism.core.collectives import TABLE
+from megatron_prism.core.errors import PrismError
+from megatron_prism.traces.events import HostCall, Recorded
+
+__all__ = ["Call", "Measured", "Token", "measure"]
+
+_NAMES = {method: row.name for row in TABLE for method in (row.recorder, row.name, *row.methods)}
+_NAMES |= {
+    "alltoallv": "all_to_all",
+    "all_to_allv": "all_to_all",
+    "allgatherv": "all_gather",
+    "coalesced": "coalesced",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatterv": "reduce_scatter",
+}
+_DTYPES = {
+    "float": "fp32",
+    "double": "fp64",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "long": "int64",
+    "long int": "int64",
+    "int": "int32",
+    "short": "int16",
+    "char": "int8",
+    "signed char": "int8",
+    "byte": "uint8",
+    "unsigned char": "uint8",
+    "bool": "bool",
+    "c10::bfloat16": "bf16",
+    "c10::half": "fp16",
+    "float8_e4m3fn": "fp8e4m3",
+    "float8_e5m2": "fp8e5m2",
+    "c10::float8_e4m3fn": "fp8e4m3",
+    "c10::float8_e5m2": "fp8e5m2",
+}
+_NCCL = re.compile(r"nccl|rccl", re.IGNORECASE)
+_AT_ONCE = 1000  # ns: what begins so soon before a call ends has waited for it
+_MOST_ELEMENTS = 1 << 56
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a rank; ``key`` is what it is, the rest is when.
+
+    group  : torch's name of its process group; "": the trace does not say
+    peer   : of a message, the other's place in the group; root: of a rooted collective; -1: unknown
+    issued : when the host asked for it; start, end: when it was on its way, this rank's wait for
+             others included
+    batch  : calls of one batch have the same; -1: it is in none
+    """
+
+    op: str
+    dtype: str
+    num_in: int
+    num_out: int
+    group: str
+    peer: int = -1
+    root: int = -1
+    issued: int = 0
+    start: int = 0
+    end: int = 0
+    batch: int = -1
+
+    @property
+    def key(self) -> tuple[str, str, int, int, str, int]:
+        """What makes it the same call in another iteration; how much is sent to whom may change."""
+        if self.op == "all_to_all":
+            return self.op, self.dtype, -1, -1, self.group, -1
+        return self.op, self.dtype, self.num_in, self.num_out, self.group, self.peer
+
+    def __str__(self) -> str:
+        size = max(self.num_in, self.num_out)
+        words = [self.op, self.group and f"in {self.group}", self.dtype, f"of {size:,} elements"]
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A segment, a call or a wait (``kind``) in an iteration; ``of``: its or its call's number."""
+
+    kind: str
+    of: int
+
+
+@dataclass
+class Measured:
+    """One rank's iterations.
+
+    numbers  : of the kept iterations, as the profiler counts
+    calls    : of the first of them; all have the same
+    tokens   : what happens in which order
+    segments : int64 [iterations, segments] ns
+    begun, done : int64 [iterations, calls], when each call was on its way
+    totals   : int64 [iterations] ns, from the beginning of one to that of the next
+    busy     : int64 [iterations] ns in which anything ran
+    notes    : what was left out, in words
+    """
+
+    recorded: Recorded
+    numbers: list[int]
+    calls: list[Call]
+    tokens: list[Token]
+    segments: np.ndarray
+    begun: np.ndarray
+    done: np.ndarray
+    totals: np.ndarray
+    busy: np.ndarray
+    starts: np.ndarray
+    notes: list[str] = field(default_factory=list)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+@dataclass
+class _Asked:
+    """A call as the host sees it: all spans that lie in one."""
+
+    first: HostCall
+    names: list[str]
+    fields: dict[str, Any]
+    inner: tuple[int, int] | None = None  # in which gloo does it at once
+
+    @property
+    def op(self) -> str:
+        """Our name of it; "" for what is no call."""
+        said = str(self.fields.get("Collective name", ""))
+        words = [
+            said,
+            *(n.partition("::")[2].rstrip("_") or n.partition(":")[2] for n in self.names),
+        ]
+        return next((_NAMES[word] for word in words if word in _NAMES), "")
+
+
+def _asked(calls: Sequence[HostCall]) -> list[_Asked]:
+    """Calls of the host, each with all spans that it consists of, by start."""
+    found: list[_Asked] = []
+    open_: dict[int, _Asked] = {}
+    for call in calls:
+        outer = open_.get(call.thread)
+        if outer is None or call.start >= outer.first.end:
+            outer = open_[call.thread] = _Asked(call, [], {})
+            found.append(outer)
+        outer.names.append(call.name)
+        if call.name.startswith("gloo:") and call is not outer.first:
+            outer.inner = call.start, call.end
+        inner = {f"{call.name}/{key}": value for key, value in call.fields.items()}
+        outer.fields |= {**inner, **call.fields}
+    return [one for one in found if one.op]
+
+
+def _numel(dims: object) -> int:
+    """Elements of all tensors in a nested list of shapes."""
+    if not isinstance(dims, list):
+        return -1
+    if all(isinstance(side, int) for side in dims):
+        return min(math.prod(dims), _MOST_ELEMENTS) if dims else 0
+    sizes = [size for one in dims if (size := _numel(one)) > 0]
+    return sum(sizes) if sizes else -1
+
+
+def _sizes(one: _Asked) -> tuple[int, int]:
+    """Elements (in, out) of a call."""
+    into, out = one.fields.get("In msg nelems"), one.fields.get("Out msg nelems")
+    if isinstance(into, int) and isinstance(out, int):
+        return max(-1, min(into, _MOST_ELEMENTS)), max(-1, min(out, _MOST_ELEMENTS))
+    dims = one.fields.get(f"{one.first.name}/Input Dims")
+    if not isinstance(dims, list) or not dims:
+        return -1, -1
+    first = _numel(dims[0])
+    two = len(dims) > 1 and isinstance(dims[1], list) and _numel(dims[1]) > 0
+    if (
+        one.first.name.startswith("c10d::")
+        and one.op in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+        and two
+    ):
+        return _numel(dims[1]), first  # c10d takes outputs first
+    if one.op == "recv":
+        return -1, first
+    return first, -1 if one.op == "send" else first
+
+
+def _call(one: _Asked, issued: int, start: int, end: int, batch: int = -1) -> Call:
+    fields = one.fields
+    kinds = [fields.get("dtype")]
+    kinds += [
+        kind
+        for key, value in fields.items()
+        if key.endswith("Input type")
+        for kind in (value if isinstance(value, list) else [])
+    ]
+    known = (_DTYPES[k.lower()] for k in map(str, kinds) if k.lower() in _DTYPES)
+    numbers = fields.get(f"{one.first.name}/Concrete Inputs")
+    third = numbers[2] if isinstance(numbers, list) and len(numbers) > 2 else ""
+    place = int(third) if isinstance(third, str) and re.fullmatch(r"\d{1,9}", third) else -1
+    num_in, num_out = _sizes(one)
+    if one.op == "send":
+        num_out = -1
+    elif one.op == "recv":
+        num_in = -1
+    elif one.op == "barrier":
+        num_in = num_out = -1
+    group = str(fields.get("Process Group Name", ""))
+    return Call(
+        one.op,
+        next(known, ""),
+        num_in,
+        num_out,
+        group,
+        place if one.op in ("send", "recv") else -1,
+        place if one.op in ("broadcast", "reduce", "gather", "scatter") else -1,
+        issued,
+        start,
+        end,
+        batch,
+    )
+
+
+@dataclass
+class _Work:
+    """What a rank ran beside its calls: int64 [n] each, by launch."""
+
+    launch: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    def part(self, begin: int, end: int) -> _Work:
+        """What was launched in [begin, end)."""
+        first, last = np.searchsorted(self.launch, (begin, end))
+        return _Work(self.launch[first:last], self.start[first:last], self.end[first:last])
+
+    @cached_property
+    def until(self) -> np.ndarray:
+        """When all launched so far has ended."""
+        return np.maximum.accumulate(self.end) if len(self.end) else self.end
+
+    @cached_property
+    def since(self) -> np.ndarray:
+        """When the first of all that is still to be launched begins."""
+        return np.minimum.accumulate(self.start[::-1])[::-1]
+
+    def busy(self) -> int:
+        """ns in which anything of it ran."""
+        if not len(self.start):
+            return 0
+        order = np.argsort(self.start, kind="stable")
+        start, end = self.start[order], np.maximum.accumulate(self.end[order])
+        before = np.concatenate(([start[0]], end[:-1]))
+        return int(np.maximum(0, end - np.maximum(start, before)).sum())
+
+
+def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]:
+    """Work and calls of a rank on a GPU, and when what was launched before had ended."""
+    device, before = found.device, 0
+    place = np.searchsorted(found.launch[:, 0], device[:, 3])
+    place = np.minimum(place, max(0, len(found.launch) - 1))
+    known, launched = np.zeros(len(device), bool), device[:, 0]
+    if len(found.launch):
+        known = (found.launch[place, 0] == device[:, 3]) & (device[:, 3] >= 0)
+        launched = np.where(known, found.launch[place, 1], device[:, 0])
+        early = ~known & (device[:, 3] < found.launch[:, 0].min())
+        if early.any():
+            before = int(device[early, 1].max())
+            notes.append(
+                f"{int(early.sum()):,} of {len(device):,} kernels were launched before the "
+                "profiler began and are left out"
+            )
+            device, place, known, launched = (x[~early] for x in (device, place, known, launched))
+    if lost := int((~known).sum()):
+        notes.append(f"{lost:,} of {len(device):,} kernels have no launch: ordered by their start")
+    names = np.array([bool(_NCCL.search(name)) for name in found.names])
+    talks = names[device[:, 4]] if len(names) else known
+    asked, calls = _asked(found.calls), list[Call]()
+    begins = np.array([one.first.start for one in asked], dtype=np.int64)
+    used, pending, batches, explained = set[int](), list[_Asked](), 0, np.zeros(len(device), bool)
+    kernels: dict[int, list[int]] = defaultdict(list)
+    for number in np.flatnonzero(talks & known).tolist():
+        when, thread = int(launched[number]), int(found.launch[place[number], 2])
+        at = int(np.searchsorted(begins, when, side="right")) - 1
+        while at >= 0 and not (asked[at].first.thread == thread and asked[at].first.end >= when):
+            at = at - 1 if begins[at] > when - 10**9 else -1
+        if at >= 0:
+            kernels[at].append(number)
+            explained[number] = True
+    for at, one in enumerate(asked):
+        mine = kernels.get(at)
+        if mine is None:
+            pending.append(one)
+            continue
+        span = int(launched[mine].min()), int(device[mine, 0].min()), int(device[mine, 1].max())
+        if one.op == "coalesced":
+            calls += [_call(part, *span, batches) for part in pending]
+            batches, pending = batches + 1, []
+        else:
+            calls.append(_call(one, *span))
+        used.add(at)
+    if pending:
+        notes.append(
+            f"{len(pending):,} calls have no kernel and are left out, the first of them "
+            f"{_call(pending[0], 0, 0, 0)}"
+        )
+    if strange := int((talks & ~explained).sum()):
+        notes.append(
+            f"{strange:,} kernels of NCCL belong to no call of torch.distributed: they "
+            "count as computing"
+        )
+    rest = ~explained
+    order = np.argsort(launched[rest], kind="stable")
+    work = _Work(launched[rest][order], device[rest, 0][order], device[rest, 1][order])
+    calls.sort(key=lambda call: (call.issued, call.start))
+    return work, calls, before
+
+
+def _on_host(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]:
+    """Work and calls of a rank without a GPU, whose backend is gloo."""
+    asked = _asked(found.calls)
+    own = [one for one in asked if one.names[0].startswith("c10d::")]
+    apart: dict[str, list[_Asked]] = defaultdict(list)
+    for one in asked:
+        if one.names[0].startswith("gloo:"):
+            apart[one.op].append(one)
+    threads = Counter(one.first.thread for one in own)
+    main = threads.most_common(1)[0][0] if threads else _busiest(found.host)
+    calls, lost = list[Call](), 0
+    for one in own:
+        if one.inner:
+            span = one.inner
+        elif apart[one.op]:
+            other = apart[one.op].pop(0)
+            span = other.first.start, other.first.end
+            one.fields |= {f"gloo/{k}": v for k, v in other.fields.items() if "/" not in k}
+        else:
+            lost += 1
+            continue
+        calls.append(_call(one, one.first.start, *span))
+    if lost:
+        notes.append(f"{lost:,} calls have no span in which they run and are left out")
+    spans = {(one.first.start, one.first.end) for one in asked}
+    host = found.host[found.host[:, 2] == main]
+    kept = np.array([(s, e) not in spans for s, e in host[:, :2].tolist()], dtype=bool)
+    host = host[kept] if len(host) else host
+    return _Work(host[:, 0], host[:, 0], host[:, 1]), calls, 0
+
+
+def _busiest(host: np.ndarray) -> int:
+    if not len(host):
+        return 0
+    busy = np.bincount(host[:, 2], weights=(host[:, 1] - host[:, 0]).astype(float))
+    return int(busy.argmax())
+
+
+# -- iterations -----------------------------------------------------------------------------------
+@dataclass
+class _Iteration:
+    """One iteration: its work, its calls and where they stand in each other's order."""
+
+    number: int
+    begin: int
+    end: int
+    work: _Work
+    calls: list[Call]
+    on_host: bool
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """int64 [calls]: how much of the work was launched before each."""
+        issued = np.array([call.issued for call in self.calls], dtype=np.int64)
+        return np.searchsorted(self.work.launch, issued)
+
+    @cached_property
+    def cut(self) -> np.ndarray:
+        """int64 [calls], ascending: when the work before each call was over."""
+        cuts, last = [], self.begin
+        for call, place in zip(self.calls, self.place.tolist(), strict=True):
+            done = int(self.work.until[place - 1]) if place else self.begin
+            free = int(self.work.since[place]) if place < len(self.work.since) else self.end
+            ready = call.issued if self.on_host else call.start
+            last = max(last, min(max(ready, done), max(done, free)))
+            cuts.append(last)
+        return np.array(cuts, dtype=np.int64)
+
+    def done_before(self, place: int, since: int) -> int:
+        """When the work up to ``place`` was over, ``since`` at the earliest."""
+        return max(since, int(self.work.until[place - 1])) if place else since
+
+    @cached_property
+    def resumes(self) -> list[tuple[int, int] | None]:
+        """Of each call: (the last call before it, the work) that waited for it to end; None if
+        nothing did."""
+        found: list[tuple[int, int] | None] = []
+        count, place = len(self.calls), self.place
+        for k, call in enumerate(self.calls):
+            soon = call.end - _AT_ONCE
+            work = max(int(np.searchsorted(self.work.since, soon)), int(place[k]))
+            stretch = int(np.searchsorted(place, work, side="right")) - 1
+            between = range(k + 1, min(count, stretch + 1))
+            for j in between:
+                other = self.calls[j]
+                began = other.issued if self.on_host else other.start
+                if began >= soon and (self.on_host or other.group != call.group):
+                    stretch, work = j - 1, int(place[j])
+                    break
+            else:  # calls of its own group run after it anyway
+                own = all(self.calls[j].group == call.group for j in between)
+                if not self.on_host and own and work == place[k]:
+                    stretch = k
+            paused = self.done_before(work, self.begin) < call.end
+            found.append((stretch, work) if paused else None)
+        return found
+
+    def measure(self, tokens: Sequence[Token], count: int) -> np.ndarray:
+        """int64 [count]: ns of every segment."""
+        found = np.zeros(count, dtype=np.int64)
+        now, at, place = self.begin, 0, self.place
+        cuts = [*self.cut.tolist(), self.end]
+        places = [*place.tolist(), len(self.work.launch)]
+        k = -1  # the call before
+        slot: int | None = None
+        for token in tokens:
+            if token.kind == "segment":
+                slot = token.of
+            elif token.kind == "call":
+                k = token.of
+                if slot is not None:
+                    found[slot] += max(0, cuts[k] - now)
+                now, slot, at = max(now, cuts[k]), None, places[k]
+            else:
+                call = self.calls[token.of]
+                resumed = self.resumes[token.of]
+                work = resumed[1] if resumed else int(np.searchsorted(self.work.since, call.end))
+                at = min(max(at, work), places[k + 1])
+                done = min(self.done_before(at, now), cuts[k + 1])
+                if slot is not None:
+                    found[slot] += max(0, done - now)
+                    now = max(now, done)
+                now, slot = max(now, min(call.end, cuts[k + 1])), None
+        if slot is not None:
+            found[slot] += max(0, self.end - now)
+        return found
+
+
+def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> list[_Iteration]:
+    """By the profiler's steps; all of it is one where there are none."""
+    on_host = not len(found.device)
+    low = min([int(work.launch[0])] * bool(len(work.launch)) + [c.issued for c in calls], default=0)
+    steps = found.steps or [(0, low, 1 << 62)]
+    made = []
+    for place, (number, begin, end) in enumerate(steps):
+        last = place + 1 == len(steps)
+        until = steps[place + 1][1] if not last else end
+        part = work.part(begin, until)
+        own = [call for call in calls if begin <= call.issued < until]
+        if not len(part.launch) and not own:
+            continue
+        starts = [int(part.start.min())] * bool(len(part.start)) + [c.start for c in own]
+        ends = [int(part.end.max())] * bool(len(part.end)) + [c.end for c in own]
+        first = begin if on_host and found.steps else min(starts)
+        over = end if on_host and found.steps else max(ends)
+        made.append(_Iteration(number, first, over, part, own, on_host))
+    if made:
+        made[0].begin = max(made[0].begin, idle)
+    for one, following in zip(made, made[1:], strict=False):
+        if not on_host:  # what is fetched early for the next one does not end this one
+            following.begin = max(following.begin, int(one.work.end.max(initial=one.begin)))
+        one.end = max(one.begin, following.begin)
+    return made
+
+
+def _alike(made: list[_Iteration], notes: list[str]) -> list[_Iteration]:
+    """The iterations with the calls that most have."""
+    keys = [tuple(call.key for call in one.calls) for one in made]
+    usual, count = Counter(keys).most_common(1)[0]
+    for one, key in zip(made, keys, strict=True):
+        if key == usual:
+            continue
+        at = next(
+            (i for i, (a, b) in enumerate(zip(key, usual, strict=False)) if a != b),
+            min(len(key), len(usual)),
+        )
+        shown = f"call {at} is {one.calls[at]}" if at < len(key) else f"it ends after {at} calls"
+        notes.append(
+            f"iteration {one.number} is left out: its calls are not those of {count} "
+            f"others; {shown}"
+        )
+    return [one for one, key in zip(made, keys, strict=True) if key == usual]
+
+
+def _tokens(made: Sequence[_Iteration]) -> list[Token]:
+    """What happens in which order, as most iterations have it."""
+    count = len(made[0].calls)
+    votes = [
+        Counter(
+            None if one.resumes[k] is None else one.resumes[k][0]  # type: ignore[index]
+            for one in made
+        ).most_common(1)[0][0]
+        for k in range(count)
+    ]
+    at_once = [
+        2 * sum(one.resumes[k] == (k, int(one.place[k])) for one in made) >= len(made)
+        for k in range(count)
+    ]
+    waits: dict[int, list[int]] = defaultdict(list)
+    last, calls, place = count - 1, made[0].calls, made[0].place
+    for k in reversed(range(count)):
+        pair = calls[k].op in ("send", "recv")
+        if k + 1 == count or calls[k + 1].op not in ("send", "recv") or place[k] != place[k + 1]:
+            last = k
+        stretch = votes[k]
+        if stretch is not None:  # messages one after the other are on their way together
+            stretch = max(stretch, last if pair else k)
+            at_once[k] &= stretch == k
+            waits[stretch].append(k)
+    tokens, slots = [Token("segment", 0)], 1
+    for k in range(count):
+        tokens.append(Token("call", k))
+        for other in sorted(waits[k]):
+            if not (other == k and at_once[k]):
+                tokens.append(Token("segment", slots))
+                slots += 1
+            tokens.append(Token("wait", other))
+        tokens.append(Token("segment", slots))
+        slots += 1
+    return tokens
+
+
+def measure(found: Recorded, tokens: Sequence[Token] | None = None) -> Measured:
+    """The iterations of a rank.
+
+    Args:
+        tokens: what happens in which order, if that is known; None: as the times show.
+
+    Raises:
+        PrismError: there is nothing to measure.
+    """
+    notes = [f"{count:,} {why}" for why, count in found.dropped.items()]
+    on_host = not len(found.device)
+    work, calls, idle = (_on_host if on_host else _on_device)(found, notes)
+    made = _iterations(found, work, calls, idle)
+    if not made:
+        raise PrismError(
+            f"{found.path} has no work of a device or a host in any of its steps",
+            fix="profile with ProfilerActivity.CPU and CUDA, and call the profiler's step()",
+        )
+    if not found.steps:
+        notes.append("the profiler marked no steps: all of it counts as one iteration")
+    kept = _alike(made, notes)
+    tokens = list(tokens) if tokens is not None else _tokens(kept)
+    slots = 1 + max((token.of for token in tokens if token.kind == "segment"), default=0)
+    segments = np.stack([one.measure(tokens, slots) for one in kept])
+    if (segments < 0).any():
+        raise PrismError(f"{found.path} has times that run backwards", fix="profile it again")
+    times = np.array([[(c.start, c.end) for c in one.calls] for one in kept], dtype=np.int64)
+    times = times.reshape(len(kept), -1, 2)
+    return Measured(
+        found,
+        [one.number for one in kept],
+        kept[0].calls,
+        tokens,
+        segments,
+        times[:, :, 0],
+        times[:, :, 1],
+        np.array([one.end - one.begin for one in kept], dtype=np.int64),
+        np.array([one.work.busy() for one in kept], dtype=np.int64),
+        np.array([one.begin for one in kept], dtype=np.int64),
+        notes,
+    )

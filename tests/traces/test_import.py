@@ -1,0 +1,134 @@
+"""Traces of real jobs over gloo and of GPUs with known times become programs that replay alike."""
+
+import json
+import sys
+
+import pytest
+from helpers import traced_jobs
+from helpers.kineto import Trace, two_ranks
+
+from megatron_prism.cli.main import main
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.slices import open_programs
+from megatron_prism.predict.variability import read_variability
+from megatron_prism.replay.priced_graph import price
+from megatron_prism.traces.programs import import_traces
+from megatron_prism.traces.variance import vary
+
+
+def test_known_times_come_back(tmp_path):
+    two_ranks(tmp_path, slow=1.5)
+    found = import_traces([tmp_path])
+    assert [op.name for op in found.programs.programs[0]] == [
+        "compute",
+        "all_reduce",
+        "all_reduce",
+        "compute",
+        "wait",
+        "compute",
+        "mark",
+    ]
+    first, second = (one.samples[1] // 1000 for one in found.programs.programs)
+    assert first.tolist() == [1000, 400, 400]
+    assert second.tolist() == [1500, 400, 400]
+    assert (found.wire[1] // 1000).tolist() == [100, 600]
+    assert found.skew[0][1].tolist() == [500_000, 0]
+    priced = price(found.programs)
+    assert priced.timeline.iteration_ns == pytest.approx(2_600_000, rel=1e-3)
+    assert set(priced.prices.used()) == {
+        "measured: segments of the slices (NVIDIA H200)",
+        "measured: times of calls in the slices (NVIDIA H200)",
+    }
+    assert found.replayed_ns(priced)[1] == pytest.approx(found.iteration_ns[1], rel=1e-3)
+
+
+def test_one_rank_stands_for_the_others_and_its_waits_are_theirs(tmp_path):
+    two_ranks(tmp_path, slow=1.5)
+    found = import_traces([tmp_path / "rank0.json.gz"])
+    assert found.programs.program_of.tolist() == [0, 0]
+    assert any("1 of 2 ranks are traced" in note for note in found.notes)
+    assert any("have members without a trace" in note for note in found.notes)
+    assert not found.whole.any()
+
+
+def test_groups_are_named_as_megatron_names_them(tmp_path):
+    for rank in range(4):
+        first = rank // 2 * 2
+        groups = {
+            "0": ("default_pg", [0, 1, 2, 3]),
+            str(1 + rank // 2): ("TENSOR_MODEL_PARALLEL_GROUP", [first, first + 1]),
+            str(5 + rank % 2): ("undefined", [rank % 2, rank % 2 + 2]),
+        }
+        trace = Trace(rank, 4, groups=groups)
+        for number, name in enumerate(groups):
+            trace.kernel(10 * number, 100 * number, 100 * number + 50)
+            trace.call(10 * number + 5, 100 * number + 50, 100 * number + 90, group=name)
+        trace.write(tmp_path)
+    programs = import_traces([tmp_path]).programs
+    assert (programs.world.size, programs.world.tp) == (4, 2)
+    assert dict(programs.groups) == {"group_of_2_every_2": ((0, 2), (1, 3))}
+    assert set(programs.of(3).groups()) == {
+        "default_pg",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        "group_of_2_every_2",
+    }
+
+
+def test_what_does_not_align_is_said_with_the_first_place(tmp_path):
+    trace, now = Trace(0, 1), 1000
+    for number in range(3):
+        trace.step(number, now, now + 100)
+        trace.kernel(now + 1, now + 10, now + 40)
+        trace.call(now + 2, now + 50, now + 60, sizes=(8, 8) if number == 1 else (4, 4))
+        now += 100
+    found = import_traces([trace.write(tmp_path)])
+    assert found.numbers == [0, 2]
+    (said,) = [note for note in found.notes if "left out" in note]
+    assert "iteration 1" in said
+    assert "call 0 is all_reduce in 0 bf16 of 8 elements" in said
+
+
+def test_ranks_whose_calls_differ_are_refused(tmp_path):
+    for rank, size in ((0, 8), (1, 16)):
+        trace = Trace(rank)
+        trace.kernel(1, 10, 40)
+        trace.call(2, 50, 60, sizes=(size, size))
+        trace.write(tmp_path)
+    with pytest.raises(PrismError, match="do not fit together"):
+        import_traces([tmp_path])
+
+
+def test_two_jobs_in_one_folder_are_refused(tmp_path):
+    for rank, world in ((0, 2), (1, 4)):
+        trace = Trace(rank, world)
+        trace.kernel(1, 10, 40)
+        trace.write(tmp_path)
+    with pytest.raises(UsageError, match="two jobs"):
+        import_traces([tmp_path])
+    with pytest.raises(UsageError, match="two traces are of rank 0"):
+        import_traces([tmp_path / "rank0.json.gz"] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it forks")
+def test_a_real_job_with_a_slow_rank_and_a_slow_iteration(tmp_path, capsys):
+    traces, out = tmp_path / "traces", tmp_path / "job"
+    traces.mkdir()
+    traced_jobs.trace(traces, slow={2: 1.8}, long=6)
+    found = import_traces([traces])
+    again, took = found.replayed_ns(price(found.programs)), found.iteration_ns
+    assert again.mean() == pytest.approx(took.mean(), rel=0.05)
+    varies = vary(found)
+    assert [one.ranks for one in varies.findings if one.kind == "gpu"] == [(2,)]
+    assert 6 in [one.number for one in varies.findings if one.kind == "iteration"]
+    groups = {name for one in found.programs.programs for name in one.groups()}
+    assert groups == {"default_pg", traced_jobs.TP}
+    assert main(["import", str(traces), "-o", str(out)]) == 0
+    assert "slow gpu: rank 2" in capsys.readouterr().out
+    assert open_programs(out) == found.programs
+    spreads = read_variability(out / "variability.json")
+    assert spreads.source.startswith("measured: 4 ranks x 8 iterations")
+    assert spreads.slow_gpu[0] == 0.25
+    assert json.loads((out / "import.json").read_text())["schema"] == "prism.import/1"
+    assert main(["predict", str(out), f"variability={out}/variability.json", "samples=200"]) == 0
+    assert main(["import", str(traces), "-o", str(out)]) == 2  # it is there already
