@@ -96,7 +96,9 @@ def price_ops(
         f" {calibration.nccl or 'none of them'} ({calibration.source})",
         f"{NO_TIME}, so each counts as the shortest kernel",
         *host_sources(calibration, tier or "nobody says where"),
-        f"measured: times of calls in the slices ({tier})" if tier else f"{GIVEN}, of calls",
+        f"measured: times of calls in the slices ({tier})"
+        if tier
+        else GIVEN.replace("segments", "calls"),
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
