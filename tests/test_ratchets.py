@@ -30,8 +30,8 @@ def parsed(name):
 def test_public_names():
     assert megatron_prism.__all__ == [
         "PricedGraph", "PrismError", "Recipe", "WhatIf", "World", "attach", "capture", "compare",
-        "diagnose", "diagnose_faults", "emulate", "load", "load_recipe", "peak_memory", "predict",
-        "price", "replay", "sweep", "__version__",
+        "diagnose", "diagnose_faults", "emulate", "import_traces", "load", "load_recipe",
+        "peak_memory", "predict", "price", "replay", "sweep", "__version__",
     ]  # fmt: skip
     for name in megatron_prism.__all__:
         assert getattr(megatron_prism, name) is not None
@@ -43,7 +43,7 @@ def test_public_names():
 def test_commands():
     assert list(cli.COMMANDS) == [
         "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
-        "predict", "sweep", "memory", "calibrate", "world", "recipes", "patches"
+        "predict", "import", "sweep", "memory", "calibrate", "world", "recipes", "patches"
     ]  # fmt: skip
 
 
@@ -76,6 +76,7 @@ def test_options_of_commands():
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--trace", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
+        "import": ["-o", "--out", "--force", "--json"],
         "sweep": ["-o", "--out", "--explain", "--csv", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force", "--host", "--from-nccl-tests"],

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -64,7 +64,7 @@ class HostCall:
     thread: int
     start: int
     end: int
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
 
 @dataclass
@@ -125,7 +125,14 @@ class _Sink:
     def drop(self, why: str) -> None:
         self.found.dropped[why] = self.found.dropped.get(why, 0) + 1
 
-    def on_host(self, name: str, start: int, end: int, thread: int, fields: Any = None) -> None:
+    def on_host(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        thread: int,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
         """A span of the host: a step, a call, or an operator."""
         if (step := _STEP.match(name)) is not None:
             self.found.steps.append((int(step[1]), start, end))
@@ -199,7 +206,7 @@ class _Head(msgspec.Struct):
     distributedInfo: _Distributed | None = None
     host_name: str = ""
     baseTimeNanoseconds: int = 0
-    deviceProperties: list[dict[str, Any]] | None = None
+    deviceProperties: list[dict[str, object]] | None = None
 
 
 _DECODER = msgspec.json.Decoder(list[_Event])
@@ -346,7 +353,7 @@ def _keep(sink: _Sink, event: _Event) -> None:
     return None
 
 
-def _fields(args: msgspec.Raw) -> Any:
+def _fields(args: msgspec.Raw) -> Mapping[str, object]:
     try:
         value = msgspec.json.decode(args) if args else {}
     except (msgspec.DecodeError, RecursionError):

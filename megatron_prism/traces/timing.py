@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from megatron_prism.core.collectives import TABLE
 from megatron_prism.core.errors import PrismError
 from megatron_prism.traces.events import HostCall, Recorded
 
-__all__ = ["Call", "Measured", "Token", "measure"]
+__all__ = ["Call", "Measured", "Moment", "measure"]
 
 _NAMES = {method: row.name for row in TABLE for method in (row.recorder, row.name, *row.methods)}
 _NAMES |= {
@@ -102,7 +101,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Token:
+class Moment:
     """A segment, a call or a wait (``kind``) in an iteration; ``of``: its or its call's number."""
 
     kind: str
@@ -126,7 +125,7 @@ class Measured:
     recorded: Recorded
     numbers: list[int]
     calls: list[Call]
-    tokens: list[Token]
+    tokens: list[Moment]
     segments: np.ndarray
     begun: np.ndarray
     done: np.ndarray
@@ -143,7 +142,7 @@ class _Asked:
 
     first: HostCall
     names: list[str]
-    fields: dict[str, Any]
+    fields: dict[str, object]
     inner: tuple[int, int] | None = None  # in which gloo does it at once
 
     @property
@@ -433,7 +432,7 @@ class _Iteration:
             found.append((stretch, work) if paused else None)
         return found
 
-    def measure(self, tokens: Sequence[Token], count: int) -> np.ndarray:
+    def measure(self, tokens: Sequence[Moment], count: int) -> np.ndarray:
         """int64 [count]: ns of every segment."""
         found = np.zeros(count, dtype=np.int64)
         now, at, place = self.begin, 0, self.place
@@ -510,7 +509,7 @@ def _alike(made: list[_Iteration], notes: list[str]) -> list[_Iteration]:
     return [one for one, key in zip(made, keys, strict=True) if key == usual]
 
 
-def _tokens(made: Sequence[_Iteration]) -> list[Token]:
+def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
     """What happens in which order, as most iterations have it."""
     count = len(made[0].calls)
     votes = [
@@ -535,20 +534,20 @@ def _tokens(made: Sequence[_Iteration]) -> list[Token]:
             stretch = max(stretch, last if pair else k)
             at_once[k] &= stretch == k
             waits[stretch].append(k)
-    tokens, slots = [Token("segment", 0)], 1
+    tokens, slots = [Moment("segment", 0)], 1
     for k in range(count):
-        tokens.append(Token("call", k))
+        tokens.append(Moment("call", k))
         for other in sorted(waits[k]):
             if not (other == k and at_once[k]):
-                tokens.append(Token("segment", slots))
+                tokens.append(Moment("segment", slots))
                 slots += 1
-            tokens.append(Token("wait", other))
-        tokens.append(Token("segment", slots))
+            tokens.append(Moment("wait", other))
+        tokens.append(Moment("segment", slots))
         slots += 1
     return tokens
 
 
-def measure(found: Recorded, tokens: Sequence[Token] | None = None) -> Measured:
+def measure(found: Recorded, tokens: Sequence[Moment] | None = None) -> Measured:
     """The iterations of a rank.
 
     Args:

@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.replay.priced_graph import PricedGraph, price
 from megatron_prism.traces.programs import Imported
 
-__all__ = ["Component", "Finding", "GroupTime", "Variation", "vary"]
+__all__ = ["Component", "Outlier", "GroupTime", "Variation", "vary"]
 
 _SHARE = 0.95  # of a time: the longest parts that make it up are looked at
 _SLOW, _DRIFT, _LONG = 0.03, 0.02, 0.2  # what is named: of a rank, over the trace, of an iteration
@@ -49,7 +48,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Outlier:
     """What stands out.
 
     kind      : gpu, node, drift or iteration
@@ -96,11 +95,11 @@ class Variation:
     replayed_ns: tuple[float, ...]
     typical_ns: float
     components: tuple[Component, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Outlier, ...]
     groups: tuple[GroupTime, ...]
     notes: tuple[str, ...]
 
-    def variability(self) -> dict[str, Any]:
+    def variability(self) -> dict[str, object]:
         """As ``predict variability=FILE`` reads it."""
         by = {one.name: one for one in self.components}
 
@@ -116,7 +115,7 @@ class Variation:
             source += f"; 0, as nothing tells it: {', '.join(unknown)}"
         if longer:
             source += f"; without {len(longer)} slow iterations, which it cannot express"
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "name": "traces",
             "gpu": of("gpu", "node"),
             "step": of("iteration", "rank x iteration"),
@@ -190,7 +189,7 @@ def _spread_of(values: np.ndarray) -> float:
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
-def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Finding]:
+def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) -> list[Outlier]:
     """GPUs and nodes that are slower than those that run the same, and those that drift."""
     named = []
     for members in alike:
@@ -212,7 +211,7 @@ def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) ->
                     chosen = tuple(ranks[at] for at in nodes[name])
                     factor = math.exp(mine - float(np.median(others)))
                     effect = _without(priced, chosen, factor)
-                    named.append(Finding("node", f"node {name}", factor, effect, chosen))
+                    named.append(Outlier("node", f"node {name}", factor, effect, chosen))
         for at, rank in enumerate(ranks):
             others = np.delete(own, [at, *slow_nodes])
             if (
@@ -222,12 +221,12 @@ def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) ->
             ):
                 factor = math.exp(own[at] - float(np.median(others)))
                 named.append(
-                    Finding(
+                    Outlier(
                         "gpu", f"rank {rank}", factor, _without(priced, (rank,), factor), (rank,)
                     )
                 )
             elif (drift := _drift(rest[at])) is not None:
-                named.append(Finding("drift", f"rank {rank}", drift, 0.0, (rank,)))
+                named.append(Outlier("drift", f"rank {rank}", drift, 0.0, (rank,)))
     return named
 
 
@@ -257,7 +256,7 @@ def _without(priced: PricedGraph, ranks: tuple[int, ...], factor: float) -> floa
     return float(priced.timeline.iteration_ns - other.timeline.iteration_ns)
 
 
-def _slow_iterations(found: Imported) -> list[Finding]:
+def _slow_iterations(found: Imported) -> list[Outlier]:
     """Iterations that took longer, with the rank that computed longer in them, if one did."""
     took = found.iteration_ns
     if len(took) < _FEWEST:
@@ -278,7 +277,7 @@ def _slow_iterations(found: Imported) -> list[Finding]:
         if len(late) == len(more) > 1:
             why = "computing of all ranks"
         named.append(
-            Finding(
+            Outlier(
                 "iteration",
                 f"iteration {found.numbers[at]}: {why}",
                 took[at] / usual,
