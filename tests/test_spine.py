@@ -21,7 +21,7 @@ PARTS = {
     },
     "megatron_prism.replay.overlap.replay_with_overlap": {"replay/priced_graph.py"},
     "megatron_prism.replay.timeline.evaluate": {
-        "replay/timeline.py", "replay/overlap.py", "predict/sampler.py",
+        "replay/timeline.py", "replay/overlap.py", "predict/sampler.py", "traces/programs.py",
     },
     "megatron_prism.predict.sampler.Sampler": {
         "predict/__init__.py", "predict/predict.py", "predict/compare.py", "predict/whatifs.py",
