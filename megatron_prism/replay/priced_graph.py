@@ -23,11 +23,17 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.program import Programs
+from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import overlap, whatif
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import Calibration, read_calibration
-from megatron_prism.replay.costs.host import indices_of
+from megatron_prism.replay.costs.host import (
+    MODELLED_INDEX,
+    indices_of,
+    modelled_total,
+    with_modelled_host,
+)
 from megatron_prism.replay.costs.machine import Machine, default_machine, machines, named_in
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
@@ -168,7 +174,10 @@ def price(
             f"hangs or is wrong and has no timeline:\n\n{findings[0]}{more}",
             fix=f"prism check {path} explains every mismatch",
         )
-    prices = _prices(graph, here, there, measured, what_if)
+    prices = None if what_if.host else _prices(graph, here, there, measured, what_if)
+    if prices is None or _host_may_be_late(graph, prices):
+        graph = _with_modelled_hosts(graph)
+        prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if)
     if measured is not None and measured.overlap:
         settled = overlap.replay_with_overlap(
@@ -275,6 +284,32 @@ def _prices(
     if host is not None:
         prices = whatif.scale_hosts(graph, prices, host)
     return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
+
+
+_LATE = (
+    0.5  # of its computing: with less, a host is ahead of its GPU also where it is twice as slow
+)
+
+
+def _host_may_be_late(graph: WorldGraph, prices: Prices) -> bool:
+    """Whether some rank's host needs so long that its GPU may wait: of slices without a GPU."""
+    if graph.programs.source.get("tier") != "meta":
+        return False
+    programs = {index: graph.programs.programs[index] for index in set(graph.classes.programs)}
+    needs = {index: modelled_total(program) for index, program in programs.items()}
+    pairs = zip(graph.classes.programs, prices.compute, strict=True)
+    return any(needs[index] > _LATE * int(ns.sum()) for index, ns in pairs)
+
+
+def _with_modelled_hosts(graph: WorldGraph) -> WorldGraph:
+    """The world in which ranks that were captured without a GPU have a host that takes time."""
+    programs = graph.programs
+    if programs.source.get("tier") != "meta":
+        return graph
+    hosted = tuple(with_modelled_host(program) for program in programs.programs)
+    indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
+    source = {**programs.source, HOST_INDEX: indices}
+    return build(dataclasses.replace(programs, programs=hosted, source=source))
 
 
 _P2P_CHANNELS, _BUFFSIZE = 8, 4 << 20  # of a message of up to 64 MiB on 4 x H200; NCCL's default

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prism.core.units import format_bytes, format_ns
+from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.metrics import ClassMetrics, Metrics, Value, timeline_metrics
@@ -99,7 +100,9 @@ def _basis(found: Metrics) -> str:
     if not total:
         return "nothing takes time"
     shares = [f"{ns / total:.0%} {kind}" for kind, ns in kinds.items() if ns]
-    late = "host never late" if found.host is None else "hosts as late as in the slices"
+    modelled = any(MODELLED in source.text for source in found.sources)
+    late = "as their kernels let expect" if modelled else "as in the slices"
+    late = "host never late" if found.host is None else f"hosts as late {late}"
     links = "links shared" if found.links else "no contention"
     return f"{', '.join(shares)}; {links}, {late}"
 

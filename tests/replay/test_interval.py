@@ -6,14 +6,16 @@ import pytest
 
 import megatron_prism as prism
 from megatron_prism.core.program_text import parse
+from megatron_prism.replay.costs.host import KERNEL_NS
 from megatron_prism.replay.interval import HOST_FACTOR, Uncertainty, combined, interval
 
 HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"
 
 
-def timeline(*ops, **source):
+def timeline(*ops, host=None, **source):
     programs = parse(HEAD + "".join(f"{op}\n" for op in ops))
-    return prism.replay(dataclasses.replace(programs, source=source), machine="h200")
+    programs = dataclasses.replace(programs, source=source)
+    return prism.replay(programs, machine="h200", what_if=prism.WhatIf(host=host))
 
 
 def by_source(*ops, **source):
@@ -37,13 +39,23 @@ def test_a_host_that_is_ahead_counts_only_as_far_as_it_may_be_late():
     assert found["host"].low_ns < 0.01 * 8e6 < found["host"].high_ns < 1.75 * 6e6
 
 
-def test_without_a_gpu_the_host_may_need_longer_than_the_kernels():
-    small = by_source("- compute kernels=1000 flops=1", tier="meta")
-    assert small["host"].low_ns == 0
-    assert small["host"].high_ns > 50e6  # a thousand kernels are no 2 ms of Megatron
-    assert "GPU" in small["host"].fix
-    large = by_source("- compute kernels=10 flops=685000000000000", tier="meta")
-    assert "host" not in large
+def test_without_a_gpu_the_host_is_expected_to_take_longer_than_few_flops():
+    found = timeline("F0 compute kernels=1000 flops=1", tier="meta")
+    assert found.iteration_ns == pytest.approx(1000 * KERNEL_NS, rel=0.01)
+    (host,) = (one for one in interval(found).sources if one.what == "host")
+    assert host.low_ns > 0.4 * found.iteration_ns
+    assert host.high_ns > 0.9 * found.iteration_ns
+    assert "GPU" in host.fix
+    loops = timeline("O compute kernels=1000 flops=1", tier="meta")
+    assert loops.iteration_ns < found.iteration_ns / 4  # the optimizer's, launched by C++
+    large = timeline("F0 compute kernels=10 flops=685000000000000", tier="meta")
+    assert "host" not in {one.what for one in interval(large).sources}
+
+
+def test_another_host_than_that_of_the_model():
+    ops = "F0 compute kernels=1000 flops=1"
+    once, twice = (timeline(ops, tier="meta", host=factor) for factor in (1.0, 2.0))
+    assert twice.iteration_ns == pytest.approx(2 * once.iteration_ns, rel=0.01)
 
 
 def test_delays_inside_segments_are_the_hosts():

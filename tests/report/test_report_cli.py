@@ -190,7 +190,7 @@ def test_what_is_modelled_widens_the_figure(tmp_path, capsys):
     world.write_text(text.format("ns=1ms"))
     sure = figures_of(world, capsys=capsys)
     assert (sure["low_ns"], sure["iteration_ns"], sure["high_ns"]) == (4_000_000,) * 3
-    for work in ("flops=685000000000 traffic=1", "kernels=100", "flops=0", "traffic=8"):
+    for work in ("flops=685000000000 traffic=1", "flops=0", "traffic=8"):
         world.write_text(text.format(work))
         found = figures_of(world, capsys=capsys)
         modelled = found["iteration_ns"] - 3_000_000
