@@ -529,6 +529,8 @@ def _wrong(program: Program) -> str:
         (name, program.ops[name], bounds.get(name) or limits(name)) for name in OP.names or ()
     ]
     columns.append(("note", program.allocations["note"], (0, texts)))
+    largest = limits("bytes")[1]
+    columns.append(("bytes", program.allocations["bytes"], (-largest, largest)))
     columns.append(("before", program.allocations["before"], (0, len(program))))
     columns.append(("samples", program.samples, limits("ns")))
     columns.append(("hosts", program.hosts, (0, limits("host")[1])))

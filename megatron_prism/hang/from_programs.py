@@ -92,8 +92,13 @@ class _Jury:
         found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group, tie=True)]
         if found and len(found) < len(ranks):
             return found
-        members = self.graph.groups[group].group(min(ranks)).tolist() if group else []
+        members = self.members(group, min(ranks))
         return [r for r in members if self._outvoted(r, members, group, together=True)]
+
+    def members(self, group: str, rank: int) -> list[int]:
+        """Whom ``rank`` meets in ``group``; a wait for nothing is of no group."""
+        known = self.graph.groups.get(group)
+        return [] if known is None else known.group(rank).tolist()
 
     def _siblings(self, rank: int) -> list[int]:
         classes = self.graph.classes
@@ -122,7 +127,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
         alike = graph.classes.ranks(int(graph.classes.of[rank])).tolist()
         ranks = sorted({*alike, *(r for r, n in odd.items() if n == odd[rank])})
     first = next((f for f in findings if odd.keys() & set(f.ranks)), findings[0])
-    members = graph.groups[first.group].group(first.ranks[0]).tolist()
+    members = jury.members(first.group, first.ranks[0])
     line = next((x for x in first.picture.splitlines() if "<-- here" in x), first.picture)
     op = line.partition(f"#{first.number} ")[2].split()
     name = op[1] if len(op) > 1 else ""

@@ -12,17 +12,16 @@ arguments) and one array per value.  Replay refuses another format, world, rank 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
+import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from megatron_prism.core import job_settings
+from megatron_prism.core import foreign, job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import whole_file
 from megatron_prism.runtime.listeners import CallListener, TrainingListener
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ValueRecorder", "ValueReplayer"]
 
-FORMAT = 1
+FORMAT = 2
+_MEMBERS = re.compile(r"(?:gather|route) .*#\d{1,9}", re.DOTALL)
 _LARGEST = 1 << 16  # elements: token counts are far smaller, activations far larger
 
 
@@ -82,9 +82,10 @@ class ValueRecorder(CallListener, TrainingListener):
     def save(self) -> None:
         """Write the file, all or nothing."""
         arrays = {f"{k}#{i}": v for k, values in self._values.items() for i, v in enumerate(values)}
-        header = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
+        text = json.dumps({"format": FORMAT, "rank": self.rank, **self.header})
+        head = np.frombuffer(text.encode(), dtype=np.uint8)
         with whole_file(_file(self.folder, self.rank), force=True) as file:
-            np.savez_compressed(file, header=np.array(header), **arrays)  # type: ignore[arg-type]
+            np.savez_compressed(file, head=head, **arrays)  # type: ignore[arg-type]
 
 
 class ValueReplayer(CallListener):
@@ -97,23 +98,16 @@ class ValueReplayer(CallListener):
         self.missing = self.replayed = 0
         self._values: dict[str, deque[np.ndarray]] = {}
         file = _file(folder, rank)
-        try:
-            with np.load(file, allow_pickle=False) as stored:
-                found = json.loads(str(stored["header"]))
-                names = sorted((n for n in stored.files if n != "header"), key=_order)
-                for name in names:
-                    queue = self._values.setdefault(name.rpartition("#")[0], deque())
-                    queue.append(stored[name])
-        except FileNotFoundError:
-            raise UsageError(
-                f"there is no recording of rank {rank} in {folder}",
-                fix=f"record it first: all ranks local, --prism-record {folder}",
-            ) from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise UsageError(
-                f"{file} is no recording of ours, or it is truncated ({type(error).__name__})",
-                fix="record again with --prism-record",
-            ) from error
+        fix = "record again with --prism-record"
+        absent = f"record it first: all ranks local, --prism-record {folder}"
+        with foreign.reading(file, "a recording of ours", fix, absent=absent):
+            found, values = foreign.read_arrays(file, dict[str, Any], _MEMBERS)
+            for name in sorted(values, key=_order):
+                kind, value = name.partition(" ")[0], values[name]
+                if value.dtype != (np.uint8 if kind == "route" else np.int64):
+                    raise ValueError(f"{name[:80]!r} is {value.dtype}")
+                queue = self._values.setdefault(name.rpartition("#")[0], deque())
+                queue.append(value)
         self._file, self._arguments = file, found.get("arguments")
         for key, wanted in {"format": FORMAT, "rank": rank, **header}.items():
             if found.get(key) != wanted:

@@ -58,7 +58,7 @@ def test_what_was_not_recorded_stays_and_is_counted(folder):
 @pytest.mark.parametrize(
     ("rank", "header", "words"),
     [
-        (1, HEADER, "no recording of rank 1"),
+        (1, HEADER, "cannot read a recording of ours"),
         (2, {**HEADER, "world": "8 ranks"}, "recorded with world 4 ranks"),
     ],
 )
@@ -86,5 +86,5 @@ def test_a_damaged_file_is_refused(folder, damage):
         file.write_text("hello")
     else:
         np.savez(file, x=np.arange(3))
-    with pytest.raises(UsageError, match="no recording of ours"):
+    with pytest.raises(UsageError, match="not a recording of ours"):
         ValueReplayer(folder, 2, HEADER)

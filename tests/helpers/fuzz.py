@@ -1,0 +1,523 @@
+"""Damaged copies of every kind of file and text that others hand us, and what reads them.
+
+``PARSERS`` has a row for each kind: good examples, how they are damaged, what reads one.  Damage
+knows the structure: values of a tree are replaced, removed, nested and aliased, words of a text are
+exchanged, columns of an archive are cast and cut; now and then bytes are flipped.
+
+    PYTHONPATH=tests python -m helpers.fuzz --count 100000 [--seed 0] [--only REGEX]
+
+prints a row per parser and keeps what failed under --keep.  ``tests/corpus`` has what once failed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import pickle
+import random
+import re
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import yaml
+from helpers.mutations import DUMPS
+from helpers.programs import WORLDS, healthy
+
+from megatron_prism.core import foreign, job_settings, program, program_text, recipe, slices, units
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.world import World
+from megatron_prism.graph import world_graph
+from megatron_prism.hang import analyze, dumps, fault_plan, fault_planting
+from megatron_prism.hang.diagnose import diagnose
+from megatron_prism.memory import allocator, baseline, nccl_buffers
+from megatron_prism.memory.baseline import peak_memory
+from megatron_prism.predict.variability import read_variability
+from megatron_prism.replay import network
+from megatron_prism.replay.costs import kernels, machine, nccl_settings, nccl_tests
+from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay.costs.host import read_host_index
+from megatron_prism.replay.priced_graph import price, replay
+
+ROOT = Path(__file__).parents[2]
+CORPUS = ROOT / "tests" / "corpus"
+MOST_S, MOST_BYTES = 10, 1 << 30
+
+WORDS = [
+    "", "0", "-1", "1e400", "-1e400", "nan", "inf", "99999999999999999999", "9" * 400, "0x10",
+    "None", "null", "true", "~", "x" * 300, "\x1b[2J", "\x00", "\u202e", "a=b", "=", ",", "-", "..",
+    "[0]", "{}", "&a", "*a", "${x}", "${oc.env:HOME}", "!!python/object:os.system", "0,0",
+    "2097152", "67108864", "1/0", "8 GiB", "é", "all_reduce", "send", "recv", "rank=0", "1F0", "#",
+    "0-9", "%", "1_0",
+]  # fmt: skip
+VALUES = [
+    None, True, 0, -1, 1, 1.5, 1e308, 1 << 62, 1 << 70, -(1 << 63), "", "x", "9" * 400, "\x1b[2J",
+    [], {}, [[]], [0, 0], {"": 0}, {"ranks": 1}, [None], ["a"], [1 << 40], "[0, 1]", "[0, 0]",
+    "2.10", "nccl:send 9->9", "all_reduce", 10**400, -0.0,
+]  # fmt: skip
+
+
+# -- damage ---------------------------------------------------------------------------------------
+def flipped(rng, data):
+    data = bytearray(data or b"x")
+    for _ in range(rng.randint(1, 8)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    if rng.randrange(3) == 0:
+        del data[rng.randrange(len(data)) :]
+    if rng.randrange(8) == 0:
+        place = rng.randrange(len(data) + 1)
+        data[place:place] = data[:64] * rng.randint(1, 50)
+    return bytes(data)
+
+
+def damaged(rng, value, depth=0):
+    """A copy of a tree with one place changed."""
+    if isinstance(value, dict | list) and value and (depth < 1 or rng.randrange(10) < 7):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key, copy = rng.choice(keys), value.copy()
+        how = rng.randrange(12)
+        if how == 0:
+            del copy[key]
+        elif how == 1 and isinstance(copy, list):
+            copy.insert(key, copy[rng.choice(keys)])
+        elif how == 1:
+            copy[rng.choice(["x", "", 5, key * 2 if isinstance(key, str) else "y"])] = copy[key]
+        elif how == 2:
+            copy[key] = copy[rng.choice(keys)]
+        else:
+            copy[key] = damaged(rng, copy[key], depth + 1)
+        return copy
+    if rng.randrange(12) == 0:
+        for _ in range(rng.choice([2, 8, 40])):  # aliases: a few bytes that mean many
+            value = [value] * rng.choice([1, 10])
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and rng.randrange(2):
+        return rng.choice([value + 1, -value, value * 1000, str(value), 0, value - 1])
+    return rng.choice(VALUES)
+
+
+def more(rng, change, value):
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        value = change(rng, value)
+    return value
+
+
+def as_tree(write, read):
+    """Damage of what ``read`` makes a tree of, and of its bytes."""
+
+    def change(rng, data):
+        if rng.randrange(5) == 0:
+            return flipped(rng, data)
+        try:
+            return write(more(rng, damaged, read(data)))
+        except (RecursionError, ValueError, TypeError, yaml.YAMLError, MemoryError):
+            return flipped(rng, data)  # it cannot be written
+
+    return change
+
+
+class Plain(yaml.SafeDumper):
+    """Writes aliases for what is there twice."""
+
+
+def to_yaml(value):
+    foreign.expanded_size(value, 1 << 20)
+    return yaml.dump(value, Dumper=Plain).encode(errors="surrogateescape")
+
+
+def to_json(value):
+    foreign.expanded_size(value, 1 << 20)
+    return json.dumps(value).encode()
+
+
+of_json = as_tree(to_json, json.loads)
+of_yaml = as_tree(to_yaml, yaml.safe_load)
+of_pickle = as_tree(lambda value: pickle.dumps(value, protocol=4), pickle.loads)
+_WORD = re.compile(r"([\s=,:@;()/|-]+)")
+
+
+def of_text(rng, data):
+    if rng.randrange(8) == 0:
+        return flipped(rng, data)
+    lines = data.decode(errors="replace").split("\n")
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        place = rng.randrange(len(lines))
+        parts = _WORD.split(lines[place])
+        words = range(0, len(parts), 2)
+        how = rng.randrange(8)
+        if how == 0:
+            lines.insert(place, rng.choice(lines))
+        elif how == 1 and len(lines) > 1:
+            del lines[place]
+        elif how == 2:
+            parts[rng.choice(words)] = parts[rng.choice(words)]
+        elif how == 3:
+            del parts[rng.choice(words)]
+        elif how == 4:
+            one = rng.choice(lines).split()
+            parts += [" ", rng.choice(one) if one else "x"]
+        else:
+            parts[rng.choice(words)] = rng.choice(WORDS)
+        if how > 1:
+            lines[place] = "".join(parts)
+    return "\n".join(lines).encode(errors="replace")
+
+
+def of_archive(rng, data):
+    """Of what ``numpy.savez`` writes: its JSON, its columns, its members."""
+    if rng.randrange(6) == 0:
+        return flipped(rng, data)
+    with np.load(io.BytesIO(data)) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    extra = {}
+    for _ in range(rng.choice([1, 1, 2])):
+        name = rng.choice(sorted(arrays))
+        column, how = arrays[name], rng.randrange(9)
+        if name == "head" and how < 6:
+            try:
+                text = to_json(damaged(rng, json.loads(column.tobytes())))
+            except ValueError:
+                continue
+            arrays[name] = np.frombuffer(text, dtype=np.uint8)
+        elif how < 4 and column.size:
+            column = arrays[name] = column.copy().reshape(-1)
+            for _ in range(rng.randint(1, 3)):
+                field = column[rng.choice(column.dtype.names)] if column.dtype.names else column
+                if field.dtype.kind in "iu":
+                    low, high = np.iinfo(field.dtype).min, np.iinfo(field.dtype).max
+                    field[rng.randrange(len(field))] = rng.choice(
+                        [low, high, max(low, -1), 0, 1, 7]
+                    )
+        elif how == 4:
+            arrays[name] = column[: rng.randrange(len(column) + 1)] if column.ndim else column
+        elif how == 5 and not column.dtype.names:
+            arrays[name] = column.astype(rng.choice(["<i8", "f8", "U3", "?", "<i2", ">i4"]))
+        elif how == 6:
+            arrays[rng.choice(["x", "ops7", "history0", "../x", name + "0"])] = column
+        elif how == 7 and len(arrays) > 1:
+            del arrays[name]
+        else:
+            extra[rng.choice(["head", "head.npy", "x", "ops0.npy"])] = rng.choice(
+                [b"", b"{}", data[:99]]
+            )
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    with zipfile.ZipFile(file, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, text in extra.items():
+            archive.writestr(name, text, zipfile.ZIP_DEFLATED)
+    return file.getvalue()
+
+
+# -- what reads them -------------------------------------------------------------------------------
+def use(programs):
+    """What commands do with programs, of a world small enough to be replayed at once."""
+    if programs.world.size > 64 or sum(map(len, programs.programs)) > 2000:
+        return
+    assert program_text.parse(program_text.dump(programs), "") == programs
+    for step in (
+        lambda: str(world_graph.build(programs).check()[:1]),
+        lambda: str(diagnose(programs=programs)),
+        lambda: replay(programs).to_text(),
+        lambda: peak_memory(programs),
+    ):
+        with contextlib.suppress(PrismError):
+            step()
+
+
+SMALL = healthy(WORLDS[1])
+
+
+GOOD = {r: dumps.parse(pickle.dumps(v), r) for r, v in DUMPS[0].items() if r != 3}
+
+
+def dump_set(path):
+    """A damaged dump beside good ones."""
+    found, broken = {**GOOD}, {}
+    try:
+        found[3] = dumps.parse(path.read_bytes(), 3)
+    except PrismError as error:
+        broken[3] = error.message
+    verdict = analyze.diagnose_dumps(dumps.DumpSet(found, broken))
+    json.dumps(verdict.to_json(), allow_nan=False)
+    assert str(verdict)
+
+
+def plan(path):
+    fault_planting.plant(SMALL, fault_plan.load_plan(path), 0)
+
+
+def one_fault(path):
+    fault_planting.plant(SMALL, [fault_plan.parse(path.read_bytes().decode(errors="replace"))], 0)
+
+
+def calibrated(path):
+    price(SMALL, calibration=read_calibration(path)).timeline.to_text()
+
+
+def on_machine(path):
+    price(SMALL, machine=str(path)).timeline.to_text()
+
+
+def nccl_output(path):
+    json.dumps(nccl_tests.calibration([nccl_tests.read(path)]), allow_nan=False)
+
+
+def compared(path):
+    found = baseline.load(path)
+    list(map(str, baseline.compare(MEASURED, found, any_job=True, limit=1)))
+
+
+def words(path):
+    """Every little language of the command line."""
+    text = path.read_bytes().decode(errors="replace")
+    errors = []
+    for read in (
+        units.parse_ns, units.parse_bytes, units.parse_rate, units.parse_count,
+        nccl_settings.parse, SMALL.world.select, lambda t: network.read_topology(t, H200),
+        allocator.Settings.parse, lambda t: job_settings.differences("x", t, t),
+        lambda t: recipe.load("tiny-gpt_1cpu", [t]),
+    ):  # fmt: skip
+        try:
+            read(text)
+        except PrismError as error:
+            errors.append(str(error))
+    assert all(len(error) < 5000 for error in errors)
+
+
+def recorded(path):
+    from megatron_prism.runtime.control_values import ValueReplayer
+
+    folder = path.parent / "recording"
+    folder.mkdir(exist_ok=True)
+    (folder / "rank-000000.npz").write_bytes(path.read_bytes())
+    ValueReplayer(folder, 0, {})
+
+
+def folder_of_slices(path):
+    folder = path.parent / "slices"
+    folder.mkdir(exist_ok=True)
+    (folder / "slice-000000.prism").write_bytes(path.read_bytes())
+    use(slices.open_programs(folder))
+
+
+# -- good examples --------------------------------------------------------------------------------
+H200 = machine.machine("h200")
+MEASURED = baseline.measure(
+    program_text.parse(
+        "prism-program 1\nworld size=1\nprogram rank=0\n- alloc storage=1 bytes=5MiB note=x\n"
+        "0F0 compute ns=5us\nO compute ns=1us\n- free storage=1 bytes=5MiB\n"
+    )
+)
+TEXT = """prism-program 1
+world size=4 tp=2 pp=2
+source megatron_core=0.16.1 tier=meta
+group MINE 0,1;2,3
+program rank=0 ranks=0-1
+0F0 compute ns=412us kernels=9 host=3us lead=1us flops=100 traffic=7 note="mm(4x8,8x4)bfloat16:9:9"
+- alloc storage=3 bytes=5MiB note=weight
+0F0 all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum @mappings.py:31
+0F0 send PIPELINE_MODEL_PARALLEL_GROUP bf16 in=4096 peer=1 handle=3 batch=1
+0F0 wait handle=3
+- free storage=3 bytes=5MiB
+O all_reduce MINE fp32 n=1 reduce=max stream=s1
+program rank=2 ranks=2-3
+0F0 recv PIPELINE_MODEL_PARALLEL_GROUP bf16 out=4096 peer=-1 batch=1
+0F0 compute ns=1ms
+0F0 all_reduce TENSOR_MODEL_PARALLEL_GROUP bf16 n=4096 reduce=sum
+O all_reduce MINE fp32 n=1 reduce=max stream=s1
+"""
+PLAN = """- drop@rank=3,group=tp,nth=1
+- kind: drop
+  at: {rank: 5, group: tp, nth: 1}
+- exit:1:0
+- fault-injector-ranks: [1, 2]
+  fault-injector-fault-types: exception
+"""
+NCCL = """# nccl-tests version 2.17.9 nccl-headers=22809 nccl-library=22809
+# Collective test starting: all_reduce_perf
+# nThread 1 nGpus 2 minBytes 1024 maxBytes 1048576 step: 2(factor) warmup iters: 1 iters: 20
+# Using devices
+#  Rank  0 Group  0 Pid   100 on      node0 device  0 [0000:00:00] NVIDIA H200
+#  Rank  1 Group  0 Pid   101 on      node0 device  1 [0000:01:00] NVIDIA H200
+#  size count type redop root time algbw busbw #wrong time algbw busbw #wrong
+ 1048576 262144 float sum -1 30.00 34.95 34.95 0 30.00 34.95 34.95 0
+ 134217728 33554432 float sum -1 700.00 191.74 191.74 0 700.00 191.74 191.74 0
+# Avg bus bandwidth    : 100.1
+"""
+NCCL_JSON = {
+    "version": 1, "args": ["./all_reduce_perf", "-g", "2"], "nccl_version": "2.28.9",
+    "config": {"devices": [{"rank": r, "hostname": "n", "device_info": "H200"} for r in (0, 1)]},
+    "results": [{"size": 1048576, "count": 4, "out_of_place": {"time": 30.0, "alg_bw": 34.95,
+                 "bus_bw": 34.95, "nwrong": "0"}, "in_place": {"time": 30.0, "alg_bw": 34.95,
+                 "bus_bw": 34.95, "nwrong": "0"}}],
+}  # fmt: skip
+HOST = {
+    "host_index": {"version": 1, "index": 1.0, "spread": 0.1, "parts": {"a": 1.0}, "source": "x"}
+}
+WORDS_OF_COMMANDS = [
+    "1.5 GiB", "412us", "400Gbit/s", "70.6B", "NCCL_ALGO=Ring NCCL_PROTO=^LL", "pp=1,tp=0", "0-3,7",
+    "any:1", "rails", "fat-tree:2", "expandable_segments:True,max_split_size_mb:64",
+    "roundup_power2_divisions:[256:1,512:2,>:4]", "train.lr=1e-4", "model.num_layers=4",
+    '{"given":{"--a":"1"},"others":{}}',
+]  # fmt: skip
+FAULTS = [
+    "drop@rank=3,group=tp,nth=1", "slow@rank=0:factor=2", "delay@rank=any:2,iter=0:ms=5",
+    "dtype@rank=2,op=all_reduce,site=mapp.*", "drop@rank=node=0/4,nth=1",
+    "nic@rank=0:bw_factor=0.5", "drop@rank=rail=1/4,nth=1", "shape@rank=pp=1,nth=2",
+]  # fmt: skip
+
+
+def saved(programs):
+    with tempfile.TemporaryDirectory() as folder:
+        return program.save(programs, Path(folder, "x.prism")).read_bytes()
+
+
+def stored_baseline():
+    with tempfile.TemporaryDirectory() as folder:
+        return baseline.save(MEASURED, Path(folder, "x.json")).read_bytes()
+
+
+def recording():
+    file = io.BytesIO()
+    head = {"format": 2, "rank": 0, "arguments": "x"}
+    np.savez_compressed(
+        file,
+        **{
+            "head": np.frombuffer(json.dumps(head).encode(), dtype=np.uint8),
+            "gather tp#0": np.arange(4),
+            "route 1#0": np.zeros((2, 1), np.uint8),
+        },
+    )
+    return file.getvalue()
+
+
+def shorter(path):
+    """A JSON file of ours with a few rows of its lists of rows."""
+    stored = json.loads(Path(path).read_text())
+    for key, value in stored.items():
+        if isinstance(value, list):
+            stored[key] = value[:3]
+    stored["grids"] = {"gemm tn bfloat16": {"axes": [[1, 2], [4]], "ns": [3.0, None]}}
+    stored["kernels"] = dict(list(stored.get("kernels", {}).items())[:2])
+    stored["sustained"] = [{"shape": [1.0, 4.0], "points": [[0.5, 1.0], [1.0, 1.1]]}]
+    return json.dumps(stored).encode()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parser:
+    """One kind of foreign file."""
+
+    read: Callable
+    damage: Callable
+    examples: list
+
+
+def lines_of(texts):
+    return [text.encode() for text in texts]
+
+
+PACKAGE = ROOT / "megatron_prism"
+RECIPES = [
+    path.read_bytes().replace(b"data: data/lighthouse.txt", b"data: mock")
+    for path in sorted((ROOT / "recipes").glob("*.yaml"))
+]
+PARSERS = {
+    "dump, pickle": Parser(
+        dump_set, of_pickle, [pickle.dumps(one[3], protocol=4) for one in DUMPS]
+    ),
+    "dump, JSON": Parser(dump_set, of_json, [json.dumps(one[3]).encode() for one in DUMPS]),
+    "plan of faults": Parser(plan, of_yaml, [PLAN.encode()]),
+    "plan of faults, text": Parser(plan, of_text, [PLAN.encode()]),
+    "fault": Parser(one_fault, of_text, lines_of(FAULTS)),
+    "recipe": Parser(recipe.load, of_yaml, RECIPES),
+    "recipe, text": Parser(recipe.load, of_text, RECIPES),
+    "programs": Parser(lambda path: use(program.load(path)), of_archive,
+                       [saved(SMALL), saved(program_text.parse(TEXT))]),
+    "slices": Parser(folder_of_slices, of_archive, [saved(healthy(World(1)))]),
+    "programs, text": Parser(lambda path: use(slices.open_programs(path)), of_text,
+                             [TEXT.encode(), program_text.dump(SMALL).encode()]),
+    "calibration": Parser(calibrated, of_json,
+                          [(ROOT / "tests/golden/calibration.json").read_bytes()]),
+    "host index": Parser(read_host_index, of_json, [json.dumps(HOST).encode()]),
+    "nccl-tests, text": Parser(nccl_output, of_text, [NCCL.encode()]),
+    "nccl-tests, JSON": Parser(nccl_output, of_json, [json.dumps(NCCL_JSON).encode()]),
+    "machine": Parser(on_machine, of_json, [p.read_bytes() for p in machine.machines().values()]),
+    "op table": Parser(kernels.read, of_json, [shorter(PACKAGE / "replay/costs/ops/h200.json")]),
+    "variability": Parser(read_variability, of_json,
+                          [(PACKAGE / "predict/variability/public.json").read_bytes()]),
+    "NCCL buffers": Parser(nccl_buffers.read, of_json,
+                           [(PACKAGE / "memory/device_memory/h200.json").read_bytes()]),
+    "baseline": Parser(compared, of_json, [stored_baseline()]),
+    "recording": Parser(recorded, of_archive, [recording()]),
+    "words": Parser(words, of_text, lines_of(WORDS_OF_COMMANDS)),
+}  # fmt: skip
+
+
+# -- trying ----------------------------------------------------------------------------------------
+def attempt(parser, data, folder):
+    """Read ``data``: "read" or "refused"; whatever is not ours comes through, slowness as well."""
+    path = Path(folder, "file")
+    path.write_bytes(data)
+    begin = time.process_time()
+    try:
+        with foreign.bounded_memory(0):
+            parser.read(path)
+        said = "read"
+    except PrismError:
+        said = "refused"
+    took = time.process_time() - begin
+    assert took < MOST_S, f"{took:.1f} s"
+    return said
+
+
+def mutate(name, rng):
+    parser = PARSERS[name]
+    return parser.damage(rng, rng.choice(parser.examples))
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--count", type=int, default=1000)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--only", default="")
+    options.add_argument("--keep", type=Path, default=Path("fuzz-failures"))
+    args = options.parse_args()
+    names = [name for name in PARSERS if re.search(args.only, name)]
+    failed = 0
+    print("| parser | files | read | refused | failed | slowest, s |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for place, name in enumerate(names):
+            count = args.count // len(names) + (place < args.count % len(names))
+            said = {"read": 0, "refused": 0, "failed": 0}
+            slowest = 0.0
+            for number in range(count):
+                data = mutate(name, random.Random(f"{args.seed} {name} {number}"))
+                begin = time.process_time()
+                try:
+                    said[attempt(PARSERS[name], data, folder)] += 1
+                except Exception:
+                    said["failed"] += 1
+                    args.keep.mkdir(exist_ok=True)
+                    stem = args.keep / f"{name.replace(', ', '-').replace(' ', '-')}-{number}"
+                    stem.write_bytes(data)
+                    Path(f"{stem}.txt").write_text(traceback.format_exc())
+                slowest = max(slowest, time.process_time() - begin)
+            failed += said["failed"]
+            row = f"{said['read']:,} | {said['refused']:,} | {said['failed']:,} | {slowest:.2f}"
+            print(f"| {name} | {count:,} | {row} |", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(f"\n{failed} failed; at most {peak:,} MiB of memory")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
