@@ -105,7 +105,7 @@ def _parse(
         )
     value = Fraction(match["number"].replace(",", "").replace("_", "")) * units[unit]
     if abs(value) >= _MOST:
-        said = f"{str(text)[:40]!r} is too large for a {what}"
+        said = f"{str(text)[:40]} is out of range for a {what}"
         raise UnitError(said, fix=f"write it like {like}")
     # With a unit the nearest whole number is meant, as printed text is rounded; else a slip.
     if not match["unit"] and value.denominator != 1:

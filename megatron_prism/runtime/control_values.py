@@ -16,7 +16,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -101,14 +101,14 @@ class ValueReplayer(CallListener):
         fix = "record again with --prism-record"
         absent = f"record it first: all ranks local, --prism-record {folder}"
         with foreign.reading(file, "a recording of ours", fix, absent=absent):
-            found, values = foreign.read_arrays(file, dict[str, Any], _MEMBERS)
+            found, values = foreign.read_arrays(file, dict[str, object], _MEMBERS)
             for name in sorted(values, key=_order):
                 kind, value = name.partition(" ")[0], values[name]
                 if value.dtype != (np.uint8 if kind == "route" else np.int64):
                     raise ValueError(f"{name[:80]!r} is {value.dtype}")
                 queue = self._values.setdefault(name.rpartition("#")[0], deque())
                 queue.append(value)
-        self._file, self._arguments = file, found.get("arguments")
+        self._file, self._arguments = file, cast("str | None", found.get("arguments"))
         for key, wanted in {"format": FORMAT, "rank": rank, **header}.items():
             if found.get(key) != wanted:
                 raise UsageError(

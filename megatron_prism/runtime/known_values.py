@@ -39,7 +39,7 @@ class Unknown(float):
         return float, (float.__add__(self, 0.0),)  # its reader may not have this class
 
 
-def _computes(name: str) -> Callable[..., Any]:
+def _computes(name: str) -> Callable[..., object]:
     original = getattr(float, name)
 
     def method(self: Unknown, *others: object) -> object:
@@ -84,7 +84,7 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def follow(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out: object
+    func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], out: object
 ) -> None:
     """``func`` of meta tensors gave ``out``: what is known of that, and of what it wrote to."""
     for arg in (*args, *kwargs.values()):  # nearly all calls end here
