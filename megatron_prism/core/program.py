@@ -49,6 +49,10 @@ _HANDLE = list(OP.names or ()).index("handle")
 Splits = tuple[tuple[int, ...], tuple[int, ...]]  # to and from every member
 
 
+# fields of OP, of ALLOCATION, and the stream of each of these
+Rows = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]
+
+
 class Builder:
     """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op)."""
 
@@ -56,7 +60,7 @@ class Builder:
         self._strings: dict[str, int] = {"": 0, "main": 1}
         self._splits: dict[Splits, int] = {}
         self._rows: list[tuple[int, ...]] = []
-        self._allocations: list[tuple[int, int, int, int]] = []
+        self._allocations: list[tuple[int, ...]] = []
         self._streams: list[int] = []  # of each allocation
         self.history = np.empty((0, 4), np.int64)
 
@@ -136,6 +140,22 @@ class Builder:
         stream ``stream`` (0: the main one); it is what ``note`` says."""
         self._allocations.append((len(self._rows), storage, num_bytes, self._text(note)))
         self._streams.append(stream)
+
+    def position(self) -> tuple[int, int]:
+        """How many ops and changes of memory there are."""
+        return len(self._rows), len(self._allocations)
+
+    def since(self, rows: int, memory: int) -> Rows:
+        """Ops, changes of memory and their streams from a position on, as ``extend`` takes them."""
+        return self._rows[rows:], self._allocations[memory:], self._streams[memory:]
+
+    def extend(
+        self, rows: list[tuple[int, ...]], memory: list[tuple[int, ...]], streams: list[int]
+    ) -> None:
+        """Append what ``since`` gave, changed or not."""
+        self._rows += rows
+        self._allocations += memory
+        self._streams += streams
 
     def build(self, rank: int) -> Program:
         """The program of ``rank``."""

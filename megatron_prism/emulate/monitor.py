@@ -21,6 +21,7 @@ from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.world import World
 from megatron_prism.emulate.device_memory import explain
 from megatron_prism.runtime.listeners import CallListener, TrainingListener, overriding
+from megatron_prism.runtime.recorder.repeats import Repeats
 
 __all__ = ["PARTS", "TrainingMonitor"]
 
@@ -87,6 +88,7 @@ class TrainingMonitor:
         self.on_step: Callable[[int], None] | None = None  # told how many steps are done
         self._done = 0
         self.loop: Loop | None = None  # of a program that has no pretrain
+        self.repeats: Repeats | None = None  # who writes steps that repeat themselves
 
     def listen(self, *listeners: TrainingListener) -> None:
         """Tell ``listeners`` from here on, in this order, instead of those before."""
@@ -113,6 +115,8 @@ class TrainingMonitor:
             key: settings.get(key)
             for key in ("num_microbatches", "seq_length", "micro_batch_size", "forward_only")
         }
+        if self.repeats is not None:
+            self.repeats.reset(0 if settings.get("forward_only") else self.microbatches())
         if self.loop is not None and not settings.get("forward_only"):
             self.loop.begin(settings.get("model"))
 

@@ -323,12 +323,12 @@ def attempt(
     rank: int,
     slices: SliceStore | None,
     watch: Watch | None,
-    short_start: bool = False,
+    short: bool = False,
 ) -> int:
     """``run``, of which the last event is the result, an error or a crash; the exit status."""
     try:
         # never closed: the process ends behind this, and all that it changed with it
-        summary = run(Session(), recipe, rank, emit, slices, watch, short_start)
+        summary = run(Session(), recipe, rank, emit, slices, watch, short)
         emit("result", result=summary)
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
@@ -346,19 +346,21 @@ def run(
     emit: Emit,
     slices: SliceStore | None = None,
     watch: Watch | None = None,
-    short_start: bool = False,
+    short: bool = False,
 ) -> Summary:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
     What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
     SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
-    ``witness.Watch``) every call is held against the programs of the world.  ``short_start``: the
-    first iterations have as few microbatches as the schedule takes, and only the last one all.
+    ``witness.Watch``) every call is held against the programs of the world.  ``short``: the
+    first iterations have as few microbatches as the schedule takes, and only the last one all, of
+    which those that repeat others do not run.
     """
     start = time.perf_counter()
     _collect_no_garbage(session)
     _no_warnings(session)
     from megatron_prism.runtime import devices as tiers
+    from megatron_prism.runtime.recorder.repeats import Repeats
 
     name = "meta" if recipe.prism.tier == "auto" else recipe.prism.tier
     tier = tiers.prepare(name, session.changes, history=slices is not None)
@@ -388,10 +390,12 @@ def run(
     built = time.perf_counter()
     before = None
     recorder = _recorder(rank, tier, job, session) if slices is not None else None
+    if short and recorder is not None and tier.live is not None:
+        monitor.repeats = Repeats(tier.live, recorder)
     for iteration in range(recipe.train.iterations):
         last = iteration == recipe.train.iterations - 1
         job.num_microbatches = recipe.num_microbatches
-        if short_start and not last:
+        if short and not last:
             # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
             job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
         before = world.tally.copy()

@@ -179,7 +179,7 @@ def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> Answer:
         if kind not in ("step", "phase"):
             events.append({"kind": kind, **fields})
 
-    recipe_rank.attempt(emit, recipe, rank, slices, None, short_start=True)
+    recipe_rank.attempt(emit, recipe, rank, slices, None, short=True)
     last = events[-1]
     return last if last["kind"] != "result" else {"kind": "captured"}
 

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -213,10 +214,22 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
     monitor = context.monitor
 
     def forward(original: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(original)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             labels = monitor.forward_labels(kwargs.get("vp_stage"))
             with monitor.step(labels):
-                result = original(*args, **kwargs)
+                if monitor.repeats is None:
+                    result = original(*args, **kwargs)
+                else:
+                    given = names.bind(*args, **kwargs).arguments
+                    result = monitor.repeats.forward(
+                        (labels.get("chunk"), labels["microbatch"]),
+                        partial(original, *args, **kwargs),
+                        given["input_tensor"],
+                        given["forward_data_store"],
+                        module.get_attr_wrapped_model(given["model"], "set_input_tensor"),
+                    )
             monitor.remember_output(result[0], labels)
             return result
 
@@ -224,8 +237,13 @@ def _label_phases(module: ModuleType, context: PatchContext) -> None:
 
     def backward(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(input_tensor: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-            with monitor.step(monitor.backward_labels(output)):
-                return original(input_tensor, output, *args, **kwargs)
+            labels = monitor.backward_labels(output)
+            with monitor.step(labels):
+                if monitor.repeats is None:
+                    return original(input_tensor, output, *args, **kwargs)
+                run = partial(original, input_tensor, output, *args, **kwargs)
+                key = (labels.get("chunk"), labels.get("microbatch", -1))
+                return monitor.repeats.backward(key, run, input_tensor, (output, *args[:1]))
 
         return call
 

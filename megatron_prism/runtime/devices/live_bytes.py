@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         OpOverload, bool, shapes.Answer | None, bool, bool, Temporaries | None, bool, bool
     ]
 
-__all__ = ["History", "LiveBytes", "workspaces"]
+__all__ = ["History", "LiveBytes", "Outline", "workspaces"]
 
 
 class History:
@@ -89,9 +89,16 @@ class History:
     def __len__(self) -> int:
         return len(self._rows) // 4
 
-    def rows(self) -> np.ndarray:
-        """int64 [n, 4]: all of it so far."""
-        return np.array(self._rows, dtype=np.int64).reshape(-1, 4)
+    def rows(self, start: int = 0) -> np.ndarray:
+        """int64 [n, 4]: all of it so far, from row ``start``."""
+        return np.array(self._rows[4 * start :], dtype=np.int64).reshape(-1, 4)
+
+    def extend(self, rows: np.ndarray, launches: int) -> None:
+        """Rows of a part of the job that repeats itself, with so many kernels."""
+        self._rows.frombytes(rows.tobytes())
+        self.launches += launches
+        for storage, _, stream, _ in rows[(rows[:, 1] > 0) & (rows[:, 2] > 0)].tolist():
+            self._beside[storage] = stream
 
 
 # What torch takes from its allocator for every cuBLAS handle that multiplies, and keeps: 32 MiB on
@@ -115,6 +122,20 @@ class LivePeak:
 
     bytes: int = 0
     labels: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tensor without its storage: the storage's number, bytes and note, and how it is seen."""
+
+    storage: int
+    bytes: int
+    note: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    requires_grad: bool
 
 
 class _Gone(weakref.ref[torch.UntypedStorage]):
@@ -176,7 +197,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[int, int, _Gone]] = {}
         self._known: dict[int, Known] = {}  # operators by id: ``_ask``
         self._notes: dict[int, str] = {}  # running number -> whose, of those the meter was told of
-        self._count = 0
+        self.count = 0
         self._silent: dict[int, int] | None = None  # running number -> bytes, inside ``inside``
         self._changed: dict[int, int] = {}  # the same, of those of outside that change there
 
@@ -255,6 +276,43 @@ class LiveBytes(TorchDispatchMode):
         for tensor in made:
             self.track(tensor)
 
+    # -- what repeats itself ----------------------------------------------------------------------
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The running number of its storage, which is counted."""
+        return self._alive[tensor.untyped_storage()._cdata][1]
+
+    def outline(self, tensor: torch.Tensor) -> Outline:
+        """What ``adopt`` needs of a tensor."""
+        size, number, _ = self._alive[tensor.untyped_storage()._cdata]
+        return Outline(number, size, self._notes.get(number, ""), tensor.shape, tensor.stride(),
+                       tensor.storage_offset(), tensor.dtype, tensor.requires_grad)  # fmt: skip
+
+    def reserve(self, count: int) -> int:
+        """The first of ``count`` running numbers that nobody else gets."""
+        self.count += count
+        return self.count - count
+
+    def repeat(self, rows: np.ndarray, launches: int) -> None:
+        """What ``rows`` of a history say happens, with so many kernels."""
+        assert self.history is not None
+        self.history.extend(rows, launches)
+        alive = self.now + np.cumsum(rows[:, 1])
+        for now in (alive.max(initial=self.now), alive[-1] if alive.size else self.now):
+            self.now = int(now)
+            self._mark()
+
+    def adopt(self, outline: Outline, number: int) -> torch.Tensor:
+        """A tensor like ``outline`` whose storage counts already, as ``number``; without modes."""
+        storage = torch.empty(outline.bytes, dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty(0, dtype=outline.dtype, device="meta")
+        made.set_(storage, outline.offset, outline.shape, outline.stride)  # type: ignore[call-overload]
+        gone = _Gone(storage, self._free)
+        gone.key = storage._cdata
+        self._alive[gone.key] = (outline.bytes, number, gone)
+        if outline.note:
+            self._notes[number] = outline.note
+        return made
+
     # -- counting ---------------------------------------------------------------------------------
     def _free(self, gone: _Gone) -> None:
         size, number, _ = self._alive.pop(gone.key)
@@ -278,9 +336,9 @@ class LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         before = self._alive.get(key)
         if before is None:
-            known, number, gone = 0, self._count, _Gone(storage, self._free)
+            known, number, gone = 0, self.count, _Gone(storage, self._free)
             gone.key = key
-            self._count += 1
+            self.count += 1
         else:
             known, number, gone = before
             if known == size:
@@ -306,10 +364,10 @@ class LiveBytes(TorchDispatchMode):
             answer = original(storage, size)
             if before is not None and before[0] != size:
                 self._free(before[2])
-                self._count += 1
-                self._alive[storage._cdata] = (size, self._count - 1, before[2])
+                self.count += 1
+                self._alive[storage._cdata] = (size, self.count - 1, before[2])
                 self.now += size
-                self._tell(self._count - 1, size)
+                self._tell(self.count - 1, size)
                 if self.now > self._seen:
                     self._mark()
             return answer

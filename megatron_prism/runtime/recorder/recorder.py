@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 __all__ = ["PacedRecorder", "Recorder"]
 
 
+Position = tuple[int, int, int, int]
+# rows, memory, its streams, trace: as ``Builder.since`` has them
+Part = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int], list[str]]
+
+
 class Labels(TypedDict, total=False):
     """Of what part of the iteration an op is."""
 
@@ -193,6 +198,23 @@ class Recorder(CallListener, TrainingListener):
         finally:
             self.cut()
             self._labels = before
+
+    # -- what repeats itself (``repeats``) --------------------------------------------------------
+    def position(self) -> tuple[int, int, int, int]:
+        """How many ops, changes of memory, entries of the trace and batches there are."""
+        rows, memory = self._builder.position()
+        return rows, memory, len(self._trace), self._num_batches
+
+    def since(self, position: Position) -> Part:
+        """What was written since."""
+        return *self._builder.since(*position[:2]), self._trace[position[2] :]
+
+    def repeat(self, part: Part, batches: int) -> None:
+        """Write ``part`` behind the rest; it has so many batches."""
+        *content, trace = part
+        self._builder.extend(*content)
+        self._trace += trace
+        self._num_batches += batches
 
     # -- compute segments -------------------------------------------------------------------------
     def _open(self) -> None:

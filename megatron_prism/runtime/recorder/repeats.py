@@ -1,0 +1,299 @@
+"""Forwards and backwards that repeat an earlier one, written down again instead of run again.
+
+On tier meta an iteration of many microbatches does the same many times.  Of every model chunk the
+first, the second and the last microbatch run; those between are what the second was, with other
+microbatch numbers, handles and storages: ops, allocations and the history of requests come out as
+if they had run (``tests/runtime/test_repeats.py`` compares them byte for byte).  What a schedule
+gets from a step (its output, the gradient of its input) are tensors of their own, whose life it
+decides.
+
+A step that does anything beyond itself (waits for an earlier call, leaves one open, frees what
+another step made) is not repeated; ``NotRepeatedError`` where that turns out too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_prism.core.ops import CODE, OP, WAITED
+from megatron_prism.runtime.devices.live_bytes import Outline
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.recorder.recorder import Part, Position, Recorder
+
+__all__ = ["NotRepeatedError", "Repeats"]
+
+_COLUMNS = list(OP.names or ())
+_NAME, _MICROBATCH = _COLUMNS.index("name"), _COLUMNS.index("microbatch")
+_HANDLE, _BATCH = _COLUMNS.index("handle"), _COLUMNS.index("batch")
+_WAIT = CODE["wait"]
+Key = tuple[int | None, int]  # chunk, microbatch
+
+
+class NotRepeatedError(Exception):
+    """A backward does not repeat itself though its forward did: run the job without repeats."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """How much there was of everything at one moment."""
+
+    recorded: Position
+    history: int
+    launches: int
+    storages: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one forward or backward did.
+
+    begin, end : marks around it
+    part    : what the recorder wrote; empty while nothing is recorded
+    history : int64 [n, 4]
+    given   : numbers of the storages that it was given
+    result  : what it returned, with an ``Outline`` for each tensor
+    """
+
+    begin: _Mark
+    end: _Mark
+    part: Part
+    history: np.ndarray
+    given: tuple[int, ...]
+    result: Any
+
+    @property
+    def made(self) -> int:
+        """How many storages it made."""
+        return self.end.storages - self.begin.storages
+
+    @property
+    def born(self) -> tuple[int, int]:
+        """First and behind the last number of the storages that it made."""
+        return self.begin.storages, self.end.storages
+
+    def is_closed(self) -> bool:
+        """Whether every handle that it uses is its own, and none stays open."""
+        first = self.begin.recorded[0]
+        opened, waited = set(), set()
+        for at, row in enumerate(self.part[0], first):
+            if row[_HANDLE] >= 0:
+                (waited if row[_NAME] == _WAIT else opened).add(row[_HANDLE])
+                if row[_HANDLE] < first or row[_HANDLE] > at:
+                    return False
+        return opened == waited
+
+
+class Repeats:
+    """Runs the steps of one schedule after the other, or writes them down again.
+
+    live     : the live-byte tracker of tier meta
+    recorder : who records
+    """
+
+    def __init__(self, live: LiveBytes, recorder: Recorder) -> None:
+        self._live, self._recorder = live, recorder
+        self.reset(0)
+
+    def reset(self, microbatches: int) -> None:
+        """A schedule of so many microbatches begins."""
+        self._last = microbatches - 1
+        self._forwards: dict[int | None, _Step] = {}
+        self._backwards: dict[int | None, _Step] = {}
+        self._written: dict[Key, int] = {}  # forward -> number of the first storage it would make
+
+    def forward(
+        self,
+        key: Key,
+        run: Callable[[], Any],
+        inputs: Any,
+        stored: list[Any],
+        give: Callable[[list[Any]], object],
+    ) -> Any:
+        """The result of ``run()``, the forward of ``key``.
+
+        inputs : what it is given;  stored: where it leaves what the job reports
+        give   : hands ``inputs`` to the model, as the forward does
+        """
+        chunk, number = key
+        pattern = self._forwards.get(chunk)
+        if pattern is not None and number < self._last:
+            give(inputs if isinstance(inputs, list) else [inputs])
+            own = self._live.reserve(pattern.made)
+            self._written[key] = own
+            moved = _Moved(pattern.given, self._numbers(inputs), {pattern.born: own})
+            self._write(pattern, number, moved)
+            return self._alike(pattern.result, moved, _tensors(inputs))
+        before = len(stored)
+        begin = self._mark()
+        result = run()
+        if number == 1 and number < self._last and len(stored) == before:
+            step = self._since(begin, self._numbers(inputs), result)
+            if self._stands_alone(step):
+                self._forwards[chunk] = step
+        return result
+
+    def backward(self, key: Key, run: Callable[[], Any], inputs: Any, others: Any) -> Any:
+        """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
+        chunk, number = key
+        if key in self._written:
+            pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
+            if pattern is None:
+                raise NotRepeatedError
+            spans = {
+                forward.born: self._written.pop(key),
+                pattern.born: self._live.reserve(pattern.made),
+            }
+            moved = _Moved(pattern.given, self._numbers(inputs, others), spans)
+            self._write(pattern, number, moved)
+            result = self._alike(pattern.result, moved)
+            for tensor, grad in zip(_tensors(inputs), _tensors(result), strict=True):
+                with _disable_current_modes():
+                    tensor.grad = grad
+            return result
+        begin = self._mark()
+        result = run()
+        if number == 1 and chunk in self._forwards:
+            forward = self._forwards[chunk]
+            step = self._since(begin, self._numbers(inputs, others), result)
+            if self._stands_alone(step, forward):
+                self._backwards[chunk] = step
+        return result
+
+    # -- what a step did --------------------------------------------------------------------------
+    @property
+    def _recording(self) -> Recorder | None:
+        return self._recorder if self._recorder.active else None
+
+    def _mark(self) -> _Mark:
+        live, recorder, recorded = self._live, self._recording, (0, 0, 0, 0)
+        if recorder is not None:
+            recorder.cut()
+            recorded = recorder.position()
+        assert live.history is not None
+        return _Mark(recorded, len(live.history), live.history.launches, live.count)
+
+    def _since(self, begin: _Mark, given: tuple[int, ...], result: Any) -> _Step:
+        end, recorder = self._mark(), self._recording
+        part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
+        assert self._live.history is not None
+        history = self._live.history.rows(begin.history)
+        return _Step(begin, end, part, history, given, _each(result, self._live.outline))
+
+    def _stands_alone(self, step: _Step, *partners: _Step) -> bool:
+        """Whether it touches only what it made, was given, or its forward made."""
+        if not step.is_closed() or (step.history[:1, 0] == WAITED).any():
+            return False
+        touched = step.history[:, 0]
+        mine = np.isin(touched, step.given) | (touched < 0)
+        for first, behind in (step.born, *(one.born for one in partners)):
+            mine |= (touched >= first) & (touched < behind)
+        return bool(mine.all())
+
+    def _numbers(self, *values: Any) -> tuple[int, ...]:
+        return tuple(self._live.number_of(tensor) for tensor in _tensors(*values))
+
+    # -- the same again ---------------------------------------------------------------------------
+    def _write(self, step: _Step, microbatch: int, moved: _Moved) -> None:
+        assert self._live.history is not None
+        begin, end, history = step.begin, step.end, step.history.copy()
+        history[:, 0] = moved(history[:, 0])
+        history[:, 3] += self._live.history.launches - begin.launches
+        self._live.repeat(history, end.launches - begin.launches)
+        recorder = self._recording
+        if recorder is None:
+            return
+        rows, memory, streams, trace = step.part
+        shift = recorder.position()[0] - begin.recorded[0]
+        batches = recorder.position()[3] - begin.recorded[3]
+        rows = [
+            (
+                *row[:_MICROBATCH],
+                microbatch,
+                *row[_MICROBATCH + 1 : _HANDLE],
+                row[_HANDLE] if row[_HANDLE] < 0 else row[_HANDLE] + shift,
+                row[_BATCH] if row[_BATCH] < 0 else row[_BATCH] + batches,
+                *row[_BATCH + 1 :],
+            )
+            for row in rows
+        ]
+        storages = moved(np.array([row[1] for row in memory], dtype=np.int64)).tolist()
+        memory = [
+            (row[0] + shift, storage, *row[2:])
+            for row, storage in zip(memory, storages, strict=True)
+        ]
+        part = (rows, memory, streams, trace)
+        recorder.repeat(part, end.recorded[3] - begin.recorded[3])
+
+    def _alike(self, outline: Any, moved: _Moved, made_from: Sequence[torch.Tensor] = ()) -> Any:
+        """Tensors of their own that look like those of ``outline``, in the graph behind
+        ``made_from``."""
+        if isinstance(outline, (list, tuple)):
+            return type(outline)(self._alike(one, moved, made_from) for one in outline)
+        if not isinstance(outline, Outline):
+            return outline
+        number = int(moved(np.array([outline.storage]))[0])
+        with _disable_current_modes():
+            if made_from and outline.requires_grad:
+                made = _Made.apply(partial(self._live.adopt, outline, number), *made_from)
+            else:
+                made = self._live.adopt(outline, number).requires_grad_(outline.requires_grad)
+        return made
+
+
+class _Made(torch.autograd.Function):
+    """The output of a forward that was not run: its graph keeps alive what it was made from."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], torch.Tensor], *made_from: torch.Tensor) -> Any:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotRepeatedError  # its backward is written, too
+
+
+class _Moved:
+    """Numbers of storages of a step, as they are of another.
+
+    given, now : what the two were given, in one order
+    spans      : (first, behind the last) of storages -> the first that stands for them
+    """
+
+    def __init__(
+        self, given: tuple[int, ...], now: tuple[int, ...], spans: dict[tuple[int, int], int]
+    ) -> None:
+        self._given = dict(zip(given, now, strict=True))
+        self._spans = spans
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        found = numbers.copy()
+        for number, other in self._given.items():
+            found[numbers == number] = other
+        for (first, behind), start in self._spans.items():
+            mine = (numbers >= first) & (numbers < behind)
+            found[mine] = numbers[mine] - first + start
+        return found
+
+
+def _each(value: Any, what: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with ``what`` of every tensor of tier meta in it."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_each(one, what) for one in value)
+    return what(value) if isinstance(value, torch.Tensor) and value.is_meta else value
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """Those of tier meta, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        _each(value, found.append)
+    return found
