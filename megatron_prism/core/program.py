@@ -56,9 +56,10 @@ Rows = tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]
 class Builder:
     """Collects a program op by op.  Cheap enough to run inside a training step (~2 us an op)."""
 
-    def __init__(self) -> None:
-        self._strings: dict[str, int] = {"": 0, "main": 1}
-        self._splits: dict[Splits, int] = {}
+    def __init__(self, like: Builder | None = None) -> None:
+        """Empty; with the texts and splits of ``like``, whose rows then fit."""
+        self._strings: dict[str, int] = {"": 0, "main": 1} if like is None else {**like._strings}
+        self._splits: dict[Splits, int] = {} if like is None else {**like._splits}
         self._rows: list[tuple[int, ...]] = []
         self._allocations: list[tuple[int, ...]] = []
         self._streams: list[int] = []  # of each allocation
@@ -157,8 +158,11 @@ class Builder:
         self._allocations += memory
         self._streams += streams
 
-    def build(self, rank: int) -> Program:
-        """The program of ``rank``."""
+    def build(self, rank: int, memory: bool = True) -> Program:
+        """The program of ``rank``; without ``memory`` it says nothing of that."""
+        if not memory:
+            self._allocations, self._streams = [], []
+            self.history = self.history[:0]
         return Program(
             rank,
             np.array(self._rows, dtype=OP),

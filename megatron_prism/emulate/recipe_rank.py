@@ -17,11 +17,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -32,9 +32,11 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate import recipe_model, workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Emit
+from megatron_prism.runtime.recorder.sections import NotRepeatedError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
     from megatron_prism.core.program import Program
     from megatron_prism.core.slices import SliceStore
@@ -52,10 +54,25 @@ if TYPE_CHECKING:
         Sync,
     )
     from megatron_prism.runtime.devices import Tier
+    from megatron_prism.runtime.recorder.measurements import Recording
     from megatron_prism.runtime.recorder.recorder import Recorder
+    from megatron_prism.runtime.recorder.sections import Sections
     from megatron_prism.runtime.world import TrafficCounter, VirtualWorld
 
 __all__ = ["RankJob", "run", "run_of", "start_world"]
+
+
+class Shortcuts(TypedDict, total=False):
+    """How a slice is captured sooner than by running all of two iterations.
+
+    short  : the first iterations have as few microbatches as the schedule takes
+    repeat : microbatches that repeat others do not run (``runtime.recorder.repeats``)
+    alike  : other stages, with layers like these; their slices say nothing of memory
+    """
+
+    short: bool
+    repeat: bool
+    alike: Sequence[int]
 
 
 class RankJob:
@@ -77,6 +94,7 @@ class RankJob:
         self.iteration_s: list[float] = []
         self.recorder: Recorder | None = None  # of the iterations that are recorded
         self.program: Program | None = None  # what the last iteration did, if it was recorded
+        self.recording: Recording | None = None  # of it
         total = self.recipe.num_microbatches * len(self.model) * 2 * recipe.train.iterations
         monitor.on_step = lambda done: emit("step", done=done, total=total)
         emit("step", done=0, total=total)
@@ -120,8 +138,6 @@ class RankJob:
     # -- iterations -------------------------------------------------------------------------------
     def iterate(self, number: int) -> None:
         """One iteration: schedule, gradient finalisation, optimizer step."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         t, chunks, live = self.recipe.train, self.model, self.tier.live
         first_with_gather = number == 0 and t.overlap_param_gather
         if first_with_gather:  # training.py:2657 @0.16.1: iteration 1 has nothing to gather yet
@@ -135,25 +151,14 @@ class RankJob:
         if recorder is not None:
             recorder.start()
         with self.monitor.iteration(self.optimizer, chunks, self.recipe.train.iterations):
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            data = [self.batches] * len(chunks) if len(chunks) > 1 else self.batches
-            losses = get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=data,
-                model=chunks if len(chunks) > 1 else chunks[0],
-                num_microbatches=self.num_microbatches,
-                seq_length=self.recipe.model.seq_length,
-                micro_batch_size=t.micro_batch_size,
-                forward_only=False,
-            )
+            losses = self._schedule()
             with self.monitor.phase("optimizer"):
                 updated, grad_norm, _ = self.optimizer.step()
             updated = True if self.tier.name == "meta" else bool(updated)
             self.monitor.stepped(_mean_loss(losses), skipped=not updated, grad_norm=grad_norm)
         if recorder is not None:
-            self.program = recorder.stop().program()
+            self.recording = recorder.stop()
+            self.program = self.recording.program()
         self.iteration_s.append(time.perf_counter() - start)
         if any(not math.isfinite(x) for x in self.monitor.iterations[-1].losses.values()):
             raise NotTrainedError(  # pretrain checks this too (--check-for-nan-in-loss-and-grad)
@@ -166,6 +171,64 @@ class RankJob:
         if live is not None:
             self.peaks.append({"bytes": live.high.bytes, "at": live.high.labels})
         gc.collect()
+
+    def _schedule(self) -> list[Report]:
+        """Forwards and backwards of an iteration; the reported losses."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        chunks = self.model
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        data = [self.batches] * len(chunks) if len(chunks) > 1 else self.batches
+        losses: list[Report] = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=data,
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=self.num_microbatches,
+            seq_length=self.recipe.model.seq_length,
+            micro_batch_size=self.recipe.train.micro_batch_size,
+            forward_only=False,
+        )
+        return losses
+
+    def note_sections(self, sections: Sections) -> None:
+        """The schedule's hooks are sections of the iterations that follow."""
+        config = self.config
+
+        def hook(name: str, chunk: int, run: Callable[..., object]) -> Callable[..., object]:
+            def call(*args: object) -> object:
+                return sections.call(name, chunk, partial(run, *args))
+
+            return call
+
+        for name in ("param_sync_func", "grad_sync_func"):
+            given = getattr(config, name)
+            if isinstance(given, list):
+                hooked = [hook(name, chunk, run) for chunk, run in enumerate(given)]
+                setattr(config, name, hooked)
+            elif given is not None:
+                setattr(config, name, hook(name, 0, given))
+        self.param_sync = config.param_sync_func
+        finalize = config.finalize_model_grads_func
+        assert finalize is not None
+
+        def rest(*args: object, **kwargs: object) -> None:
+            if not sections.rest():
+                finalize(*args, **kwargs)
+
+        config.finalize_model_grads_func = rest
+
+    def as_stage(self, stage: int, sections: Sections) -> Program:
+        """The program of another stage in the middle of the pipeline, whose layers are alike."""
+        from megatron.core import parallel_state
+
+        recorded = self.recording.builder if self.recording is not None else None
+        assert recorded is not None
+        group = parallel_state.get_pipeline_model_parallel_group()
+        with group.in_place_of(stage):
+            rank = self.recipe.world.rank_at(pp=stage)
+            return sections.tell(recorded, rank, self._schedule)
 
     def _stand_ins(self) -> list[str]:
         """What this module put in the place of production kernels."""
@@ -322,17 +385,19 @@ def attempt(
     recipe: Recipe,
     rank: int,
     slices: SliceStore | None,
-    watch: Watch | None,
-    short: bool = False,
+    watch: Watch | None = None,
+    **how: Unpack[Shortcuts],
 ) -> int:
     """``run``, of which the last event is the result, an error or a crash; the exit status."""
     try:
         # never closed: the process ends behind this, and all that it changed with it
-        summary = run(Session(), recipe, rank, emit, slices, watch, short)
+        summary = run(Session(), recipe, rank, emit, slices, watch, **how)
         emit("result", result=summary)
     except PrismError as error:
         emit("error", message=error.message, fix=error.fix, exit_code=error.exit_code)
         return error.exit_code
+    except NotRepeatedError:  # the caller asked for repeats
+        raise
     except Exception as error:  # a bug, ours or Megatron's: its traceback goes to the parent
         emit("crash", message=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
         return 1
@@ -346,15 +411,13 @@ def run(
     emit: Emit,
     slices: SliceStore | None = None,
     watch: Watch | None = None,
-    short: bool = False,
+    **how: Unpack[Shortcuts],
 ) -> Summary:
     """Train ``recipe.train.iterations`` iterations as ``rank``; returns the plain summary.
 
     What that changes in the process stays until ``session`` is closed.  With ``slices`` (a
     SliceStore) the last iteration is recorded and kept there; with ``watch`` (a
-    ``witness.Watch``) every call is held against the programs of the world.  ``short``: the
-    first iterations have as few microbatches as the schedule takes, and only the last one all, of
-    which those that repeat others do not run.
+    ``witness.Watch``) every call is held against the programs of the world.
     """
     start = time.perf_counter()
     _collect_no_garbage(session)
@@ -390,12 +453,13 @@ def run(
     built = time.perf_counter()
     before = None
     recorder = _recorder(rank, tier, job, session) if slices is not None else None
-    if short and recorder is not None and tier.live is not None:
+    if how.get("repeat") and recorder is not None and tier.live is not None:
         monitor.repeats = Repeats(tier.live, recorder)
+        job.note_sections(monitor.repeats.sections)
     for iteration in range(recipe.train.iterations):
         last = iteration == recipe.train.iterations - 1
         job.num_microbatches = recipe.num_microbatches
-        if short and not last:
+        if how.get("short") and not last:
             # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
             job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
         before = world.tally.copy()
@@ -410,6 +474,9 @@ def run(
         summary["witness"] = witness.said()
     if slices is not None and job.program is not None:
         slices.put(job.program)
+        if monitor.repeats is not None:
+            for stage in how.get("alike", ()):
+                slices.put(job.as_stage(stage, monitor.repeats.sections))
         summary["recording"] = {
             "ops": len(job.program),
             "recorded_s": job.iteration_s[-1],

@@ -10,6 +10,7 @@ server.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -86,14 +87,22 @@ class CaptureServer:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def capture(self, recipe: Recipe, rank: int, slices: SliceStore) -> None:
+    def capture(
+        self, recipe: Recipe, rank: int, slices: SliceStore, alike: Sequence[int] = ()
+    ) -> None:
         """Put the slice of ``rank`` into ``slices``.
 
         The first iteration, which only makes what the optimizer keeps, has as few microbatches as
-        the schedule allows.  Raises the PrismError that the rank ended with, NotTrainedError for
-        a crash.
+        the schedule allows; what repeats itself runs once (``runtime.recorder.repeats``).
+
+        alike : other stages in the middle of the pipeline with the same layers: their slices, which
+                say nothing of memory, come along, unless one of them does anything of its own
+
+        Raises the PrismError that the rank ended with, NotTrainedError for a crash.
         """
-        answer = self._ask("capture", (recipe, rank, slices))
+        answer = self._ask("capture", (recipe, rank, slices, alike, True))
+        if answer["kind"] == "unlike":
+            answer = self._ask("capture", (recipe, rank, slices, (), False))
         if answer["kind"] == "error":
             error = PrismError(answer["message"], fix=answer["fix"])
             error.exit_code = answer["exit_code"]
@@ -138,6 +147,8 @@ def _serve(requests: IO[bytes], answers: int) -> None:
     for name in _SHARED:
         with contextlib.suppress(ImportError):
             import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays: no child looks through it
     while True:
         try:
             what, content = pickle.load(requests)
@@ -170,8 +181,11 @@ def _in_child(what: str, content: Any) -> Answer:
     return found
 
 
-def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> Answer:
+def _capture(
+    recipe: Recipe, rank: int, slices: SliceStore, alike: Sequence[int], repeat: bool
+) -> Answer:
     from megatron_prism.emulate import recipe_rank
+    from megatron_prism.runtime.recorder.sections import NotRepeatedError
 
     events: list[Answer] = []
 
@@ -179,7 +193,10 @@ def _capture(recipe: Recipe, rank: int, slices: SliceStore) -> Answer:
         if kind not in ("step", "phase"):
             events.append({"kind": kind, **fields})
 
-    recipe_rank.attempt(emit, recipe, rank, slices, None, short=True)
+    try:
+        recipe_rank.attempt(emit, recipe, rank, slices, short=True, repeat=repeat, alike=alike)
+    except NotRepeatedError:
+        return {"kind": "unlike"}
     last = events[-1]
     return last if last["kind"] != "result" else {"kind": "captured"}
 

@@ -11,13 +11,15 @@ distributed_c10d.py:2278), with no dispatcher hop: 4 to 6 us a call.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
@@ -209,6 +211,23 @@ class PrismGroup(dist.ProcessGroup):
         if self._mixed is not None:
             return self._mixed.owners
         return list(range(self._n)) if self.all_local else [self._p] * self._n
+
+    @contextlib.contextmanager
+    def in_place_of(self, position: int) -> Iterator[None]:
+        """This rank and member ``position`` change places."""
+        before, ranks = self._p, self.ranks
+        known = c10d._world.pg_group_ranks
+        places = known[self]
+        changed = list(ranks)
+        changed[before], changed[position] = changed[position], changed[before]
+        self.ranks, self._p = changed, position
+        self.rank = lambda: position  # type: ignore[method-assign] # which torch's own code asks
+        known[self] = {rank: place for place, rank in enumerate(changed)}
+        try:
+            yield
+        finally:
+            self.ranks, self._p, known[self] = ranks, before, places
+            del self.rank
 
     # -- identity -------------------------------------------------------------------------------
     @property

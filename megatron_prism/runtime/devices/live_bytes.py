@@ -285,7 +285,7 @@ class LiveBytes(TorchDispatchMode):
         """What ``adopt`` needs of a tensor."""
         size, number, _ = self._alive[tensor.untyped_storage()._cdata]
         return Outline(number, size, self._notes.get(number, ""), tensor.shape, tensor.stride(),
-                       tensor.storage_offset(), tensor.dtype, tensor.requires_grad)  # fmt: skip
+                       int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def reserve(self, count: int) -> int:
         """The first of ``count`` running numbers that nobody else gets."""
@@ -305,7 +305,7 @@ class LiveBytes(TorchDispatchMode):
         """A tensor like ``outline`` whose storage counts already, as ``number``; without modes."""
         storage = torch.empty(outline.bytes, dtype=torch.uint8, device="meta").untyped_storage()
         made = torch.empty(0, dtype=outline.dtype, device="meta")
-        made.set_(storage, outline.offset, outline.shape, outline.stride)  # type: ignore[call-overload]
+        made.set_(storage, outline.offset, outline.shape, outline.stride)
         gone = _Gone(storage, self._free)
         gone.key = storage._cdata
         self._alive[gone.key] = (outline.bytes, number, gone)

@@ -138,9 +138,10 @@ class Recorder(CallListener, TrainingListener):
         self._events: dict[int, int] = {}
 
     # -- an iteration -----------------------------------------------------------------------------
-    def start(self, quick: bool = False) -> None:
-        """Forget what came before and record from here on; ``quick``: only times of segments."""
-        self._builder, self._times, self._trace, self._events = Builder(), [], [], {}
+    def start(self, quick: bool = False, like: Builder | None = None) -> None:
+        """Forget what came before and record from here on; ``quick``: only times of segments;
+        ``like``: with its texts, so that its rows can be repeated."""
+        self._builder, self._times, self._trace, self._events = Builder(like), [], [], {}
         self._collections.start()
         self._hosts, self._num_batches, self._quick, self.active = [], -1, quick, True
         if self.meter is not None:
@@ -209,10 +210,15 @@ class Recorder(CallListener, TrainingListener):
         """What was written since."""
         return *self._builder.since(*position[:2]), self._trace[position[2] :]
 
+    def drop_open(self) -> None:
+        """What ran since the last op is part of what is repeated now."""
+        if self.meter is not None:
+            self.meter.take()
+
     def repeat(self, part: Part, batches: int) -> None:
         """Write ``part`` behind the rest; it has so many batches."""
-        *content, trace = part
-        self._builder.extend(*content)
+        rows, memory, streams, trace = part
+        self._builder.extend(rows, memory, streams)
         self._trace += trace
         self._num_batches += batches
 

@@ -24,22 +24,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_prism.core.ops import CODE, OP, WAITED
 from megatron_prism.runtime.devices.live_bytes import Outline
+from megatron_prism.runtime.recorder.sections import NotRepeatedError, Sections, each_tensor
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.recorder.recorder import Part, Position, Recorder
 
-__all__ = ["NotRepeatedError", "Repeats"]
+__all__ = ["Repeats"]
 
 _COLUMNS = list(OP.names or ())
 _NAME, _MICROBATCH = _COLUMNS.index("name"), _COLUMNS.index("microbatch")
 _HANDLE, _BATCH = _COLUMNS.index("handle"), _COLUMNS.index("batch")
 _WAIT = CODE["wait"]
 Key = tuple[int | None, int]  # chunk, microbatch
-
-
-class NotRepeatedError(Exception):
-    """A backward does not repeat itself though its forward did: run the job without repeats."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,8 @@ class _Step:
     def is_closed(self) -> bool:
         """Whether every handle that it uses is its own, and none stays open."""
         first = self.begin.recorded[0]
-        opened, waited = set(), set()
+        opened: set[int] = set()
+        waited: set[int] = set()
         for at, row in enumerate(self.part[0], first):
             if row[_HANDLE] >= 0:
                 (waited if row[_NAME] == _WAIT else opened).add(row[_HANDLE])
@@ -101,6 +99,7 @@ class Repeats:
 
     def __init__(self, live: LiveBytes, recorder: Recorder) -> None:
         self._live, self._recorder = live, recorder
+        self.sections = Sections(recorder)
         self.reset(0)
 
     def reset(self, microbatches: int) -> None:
@@ -123,6 +122,20 @@ class Repeats:
         inputs : what it is given;  stored: where it leaves what the job reports
         give   : hands ``inputs`` to the model, as the forward does
         """
+
+        def step() -> Any:
+            return self._forward(key, run, inputs, stored, give)
+
+        return self.sections.call("forward", key[0], step, whole=True)
+
+    def _forward(
+        self,
+        key: Key,
+        run: Callable[[], Any],
+        inputs: Any,
+        stored: list[Any],
+        give: Callable[[list[Any]], object],
+    ) -> Any:
         chunk, number = key
         pattern = self._forwards.get(chunk)
         if pattern is not None and number < self._last:
@@ -143,6 +156,13 @@ class Repeats:
 
     def backward(self, key: Key, run: Callable[[], Any], inputs: Any, others: Any) -> Any:
         """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
+
+        def step() -> Any:
+            return self._backward(key, run, inputs, others)
+
+        return self.sections.call("backward", key[0], step, whole=True)
+
+    def _backward(self, key: Key, run: Callable[[], Any], inputs: Any, others: Any) -> Any:
         chunk, number = key
         if key in self._written:
             pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
@@ -186,7 +206,7 @@ class Repeats:
         part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
         assert self._live.history is not None
         history = self._live.history.rows(begin.history)
-        return _Step(begin, end, part, history, given, _each(result, self._live.outline))
+        return _Step(begin, end, part, history, given, each_tensor(result, self._live.outline))
 
     def _stands_alone(self, step: _Step, *partners: _Step) -> bool:
         """Whether it touches only what it made, was given, or its forward made."""
@@ -284,16 +304,9 @@ class _Moved:
         return found
 
 
-def _each(value: Any, what: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with ``what`` of every tensor of tier meta in it."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each(one, what) for one in value)
-    return what(value) if isinstance(value, torch.Tensor) and value.is_meta else value
-
-
 def _tensors(*values: Any) -> list[torch.Tensor]:
     """Those of tier meta, in order."""
     found: list[torch.Tensor] = []
     for value in values:
-        _each(value, found.append)
+        each_tensor(value, found.append)
     return found
