@@ -76,13 +76,7 @@ def test_the_same_sweep_again_evaluates_nothing_and_says_the_same(recipe, folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pp",
-    [
-        pytest.param(1, marks=pytest.mark.xfail(strict=False, reason="0.03 % apart, cause open")),
-        2,
-    ],
-)
+@pytest.mark.parametrize("pp", [1, 2])
 def test_what_follows_from_a_shorter_capture_is_what_a_capture_says(recipe, folder, tmp_path, pp):
     axes = [f"pp={pp}", "global_batch_size=192"]
     found = prism.sweep(recipe, axes, folder, limit=8 << 30, workers=1)

@@ -284,8 +284,8 @@ class LiveBytes(TorchDispatchMode):
     def outline(self, tensor: torch.Tensor) -> Outline:
         """What ``adopt`` needs of a tensor."""
         size, number, _ = self._alive[tensor.untyped_storage()._cdata]
-        return Outline(number, size, self._notes.get(number, ""), tensor.shape, tensor.stride(),
-                       int(tensor.storage_offset()), tensor.dtype, tensor.requires_grad)  # fmt: skip
+        seen = (tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return Outline(number, size, self._notes.get(number, ""), *seen, tensor.requires_grad)
 
     def reserve(self, count: int) -> int:
         """The first of ``count`` running numbers that nobody else gets."""

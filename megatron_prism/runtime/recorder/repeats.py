@@ -3,7 +3,7 @@
 On tier meta an iteration of many microbatches does the same many times.  Of every model chunk the
 first, the second and the last microbatch run; those between are what the second was, with other
 microbatch numbers, handles and storages: ops, allocations and the history of requests come out as
-if they had run (``tests/runtime/test_repeats.py`` compares them byte for byte).  What a schedule
+if they had run (``tests/emulate/test_repeats.py`` compares them byte for byte).  What a schedule
 gets from a step (its output, the gradient of its input) are tensors of their own, whose life it
 decides.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_prism.core.ops import CODE, OP, WAITED
 from megatron_prism.runtime.devices.live_bytes import Outline
-from megatron_prism.runtime.recorder.sections import NotRepeatedError, Sections, each_tensor
+from megatron_prism.runtime.recorder.sections import (
+    NotRepeatedError,
+    Sections,
+    StepValue,
+    each_tensor,
+)
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
@@ -65,7 +70,7 @@ class _Step:
     part: Part
     history: np.ndarray
     given: tuple[int, ...]
-    result: Any
+    result: StepValue
 
     @property
     def made(self) -> int:
@@ -112,18 +117,18 @@ class Repeats:
     def forward(
         self,
         key: Key,
-        run: Callable[[], Any],
-        inputs: Any,
-        stored: list[Any],
-        give: Callable[[list[Any]], object],
-    ) -> Any:
+        run: Callable[[], StepValue],
+        inputs: StepValue,
+        stored: list[StepValue],
+        give: Callable[[list[StepValue]], object],
+    ) -> StepValue:
         """The result of ``run()``, the forward of ``key``.
 
         inputs : what it is given;  stored: where it leaves what the job reports
         give   : hands ``inputs`` to the model, as the forward does
         """
 
-        def step() -> Any:
+        def step() -> StepValue:
             return self._forward(key, run, inputs, stored, give)
 
         return self.sections.call("forward", key[0], step, whole=True)
@@ -131,11 +136,11 @@ class Repeats:
     def _forward(
         self,
         key: Key,
-        run: Callable[[], Any],
-        inputs: Any,
-        stored: list[Any],
-        give: Callable[[list[Any]], object],
-    ) -> Any:
+        run: Callable[[], StepValue],
+        inputs: StepValue,
+        stored: list[StepValue],
+        give: Callable[[list[StepValue]], object],
+    ) -> StepValue:
         chunk, number = key
         pattern = self._forwards.get(chunk)
         if pattern is not None and number < self._last:
@@ -154,15 +159,19 @@ class Repeats:
                 self._forwards[chunk] = step
         return result
 
-    def backward(self, key: Key, run: Callable[[], Any], inputs: Any, others: Any) -> Any:
+    def backward(
+        self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
+    ) -> StepValue:
         """The result of ``run()``, the backward of ``key``; ``others``: outputs and gradients."""
 
-        def step() -> Any:
+        def step() -> StepValue:
             return self._backward(key, run, inputs, others)
 
         return self.sections.call("backward", key[0], step, whole=True)
 
-    def _backward(self, key: Key, run: Callable[[], Any], inputs: Any, others: Any) -> Any:
+    def _backward(
+        self, key: Key, run: Callable[[], StepValue], inputs: StepValue, others: StepValue
+    ) -> StepValue:
         chunk, number = key
         if key in self._written:
             pattern, forward = self._backwards.get(chunk), self._forwards[chunk]
@@ -201,7 +210,7 @@ class Repeats:
         assert live.history is not None
         return _Mark(recorded, len(live.history), live.history.launches, live.count)
 
-    def _since(self, begin: _Mark, given: tuple[int, ...], result: Any) -> _Step:
+    def _since(self, begin: _Mark, given: tuple[int, ...], result: StepValue) -> _Step:
         end, recorder = self._mark(), self._recording
         part: Part = ([], [], [], []) if recorder is None else recorder.since(begin.recorded)
         assert self._live.history is not None
@@ -218,7 +227,7 @@ class Repeats:
             mine |= (touched >= first) & (touched < behind)
         return bool(mine.all())
 
-    def _numbers(self, *values: Any) -> tuple[int, ...]:
+    def _numbers(self, *values: StepValue) -> tuple[int, ...]:
         return tuple(self._live.number_of(tensor) for tensor in _tensors(*values))
 
     # -- the same again ---------------------------------------------------------------------------
@@ -253,7 +262,9 @@ class Repeats:
         part = (rows, memory, streams, trace)
         recorder.repeat(part, end.recorded[3] - begin.recorded[3])
 
-    def _alike(self, outline: Any, moved: _Moved, made_from: Sequence[torch.Tensor] = ()) -> Any:
+    def _alike(
+        self, outline: StepValue, moved: _Moved, made_from: Sequence[torch.Tensor] = ()
+    ) -> StepValue:
         """Tensors of their own that look like those of ``outline``, in the graph behind
         ``made_from``."""
         if isinstance(outline, (list, tuple)):
@@ -273,11 +284,13 @@ class _Made(torch.autograd.Function):
     """The output of a forward that was not run: its graph keeps alive what it was made from."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], torch.Tensor], *made_from: torch.Tensor) -> Any:
+    def forward(
+        ctx: StepValue, make: Callable[[], torch.Tensor], *made_from: torch.Tensor
+    ) -> StepValue:
         return make()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: StepValue, *grads: StepValue) -> StepValue:
         raise NotRepeatedError  # its backward is written, too
 
 
@@ -304,7 +317,7 @@ class _Moved:
         return found
 
 
-def _tensors(*values: Any) -> list[torch.Tensor]:
+def _tensors(*values: StepValue) -> list[torch.Tensor]:
     """Those of tier meta, in order."""
     found: list[torch.Tensor] = []
     for value in values:

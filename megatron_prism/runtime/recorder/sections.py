@@ -3,7 +3,7 @@
 Stages in the middle of a pipeline do the same in another order.  While one of them is recorded,
 ``Sections.call`` notes which ops each forward, each backward and each hook of the schedule is.  The
 schedule then runs again in another stage's place, on tensors without a model, and each of its calls
-is what was noted: ops come out as if that stage had run (``tests/runtime/test_repeats.py``);
+is what was noted: ops come out as if that stage had run (``tests/emulate/test_repeats.py``);
 allocations do not.
 """
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from megatron_prism.core.program import Builder, Program
     from megatron_prism.runtime.recorder.recorder import Recorder
 
-__all__ = ["NotRepeatedError", "Sections", "each_tensor"]
+__all__ = ["NotRepeatedError", "Sections", "StepValue", "each_tensor"]
 
 _COLUMNS = list(OP.names or ())
 _HANDLE, _BATCH = _COLUMNS.index("handle"), _COLUMNS.index("batch")
+StepValue = Any  # what a step takes or returns: tensors, alone or in lists and tuples, and None
 Key = tuple[str, int | None, int]  # what, chunk, how often it came before
 
 
@@ -40,7 +41,7 @@ class _Section:
     first: int
     behind: int
     batches: int
-    result: Any
+    result: StepValue
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Sections:
         self._counts: Counter[tuple[str, int | None]] = Counter()
 
     def call(
-        self, what: str, chunk: int | None, run: Callable[[], Any], whole: bool = False
-    ) -> Any:
+        self, what: str, chunk: int | None, run: Callable[[], StepValue], whole: bool = False
+    ) -> StepValue:
         """``run()``, or what it was; ``whole``: its last segment of compute ends with it."""
         if not self._recorder.active:
             return run()
@@ -121,7 +122,7 @@ class Sections:
             raise NotRepeatedError
         return found.build(rank, memory=False)
 
-    def _again(self, key: Key) -> Any:
+    def _again(self, key: Key) -> StepValue:
         section = self._known.get(key)
         if section is None or key in (self._told or ()):
             raise NotRepeatedError
@@ -150,7 +151,9 @@ class Sections:
         raise NotRepeatedError
 
 
-def each_tensor(value: Any, what: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+def each_tensor(
+    value: StepValue, what: Callable[[StepValue], StepValue], kind: type = torch.Tensor
+) -> StepValue:
     """``value`` with ``what`` of every tensor of tier meta in it, or of every ``kind``."""
     if isinstance(value, (list, tuple)):
         return type(value)(each_tensor(one, what, kind) for one in value)

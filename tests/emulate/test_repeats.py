@@ -1,0 +1,49 @@
+"""What is written down again is what running it records, byte for byte."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_prism.core import recipe as recipes
+from megatron_prism.core.program import load
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate.recipe_server import CaptureServer
+
+TINY = ["model.num_layers=8", "model.hidden_size=64", "model.num_attention_heads=4",
+        "model.seq_length=64", "model.vocab_size=256", "parallel.pp=4", "train.bf16=true",
+        "train.use_distributed_optimizer=true", "train.data=mock", "train.micro_batch_size=1",
+        "prism.tier=meta"]  # fmt: skip
+PLAIN = ["parallel.world_size=8", "parallel.tp=1", "train.global_batch_size=12"]
+INTERLEAVED = ["parallel.world_size=8", "parallel.tp=2", "parallel.sequence_parallel=true",
+               "parallel.vpp=2", "train.global_batch_size=8", "train.overlap_grad_reduce=true",
+               "train.overlap_param_gather=true",
+               "prism.transformer_impl=transformer_engine"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with CaptureServer() as started:
+        yield started
+
+
+def captured(server, tmp_path, settings, stage, alike=(), repeat=True):
+    recipe = recipes.load("tiny-gpt_1cpu", [*TINY, *settings])
+    store = SliceStore(tmp_path / str(repeat), recipe.world, {})
+    rank = recipe.world.rank_at(pp=stage)
+    answer = server._ask("capture", (recipe, rank, store, alike, repeat))
+    assert answer["kind"] == "captured"
+    return {place: load(store.path(recipe.world.rank_at(pp=place))).programs[0]
+            for place in (stage, *alike)}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [PLAIN, INTERLEAVED])
+def test_what_is_written_again_is_what_running_it_records(server, tmp_path, settings):
+    written = captured(server, tmp_path, settings, 1, alike=(2,))
+    (ran,) = captured(server, tmp_path, settings, 1, repeat=False).values()
+    assert written[1] == ran
+    assert np.array_equal(written[1].history, ran.history)
+    assert np.array_equal(written[1].streams, ran.streams)
+    (ran,) = captured(server, tmp_path, settings, 2, repeat=False).values()
+    assert not written[2].allocations.size
+    assert written[2] == dataclasses.replace(ran, allocations=ran.allocations[:0])
