@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -241,7 +241,7 @@ def _memory(programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSet
 def _times(programs: Programs, settings: SweepSettings) -> Figures:
     """What ``prism replay --json`` says of the point, as far as a sweep compares it."""
     timeline = price(programs, machine=settings.machine).timeline
-    every: Any = timeline.to_json()
+    every = cast(Figures, timeline.to_json())
     world = programs.world
     tokens = every["tokens_per_s"]["value"]
     found = {key: every[key] for key in
