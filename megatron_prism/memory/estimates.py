@@ -43,11 +43,6 @@ def _routes(settings: _Settings) -> bool:
     return experts and not _has(settings, "moe_pad_expert_input_to_capacity")
 
 
-def _compiles_loss(settings: _Settings) -> bool:
-    fused = _has(settings, "cross_entropy_loss_fusion")
-    return fused and settings.get("cross_entropy_fusion_impl", "native") == "native"
-
-
 def _packs_unfused(settings: _Settings) -> bool:
     packed = _has(settings, "sft", "sequence_packing_scheduler", "use_packed_sequence")
     return packed and settings.get("attention_backend") == "unfused"
@@ -56,8 +51,6 @@ def _packs_unfused(settings: _Settings) -> bool:
 _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
     # of NVIDIA's published peaks of MoE jobs (docs/accuracy.md)
     (_routes, Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
-    # one more fp32 tensor of logits
-    (_compiles_loss, Estimate("--cross-entropy-loss-fusion: compiled, may copy the logits", 0, 27)),
     # scores and their mask, of the longest sequence
     (_packs_unfused, Estimate("unfused attention of packed sequences: counted as fused", 0, 150)),
 )

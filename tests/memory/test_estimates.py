@@ -17,8 +17,7 @@ ROUTED = {**DENSE, "--num-experts": "8"}
         ({"model.num_experts": "8"}, ["routing"]),
         (ROUTED, ["routing"]),
         ({**ROUTED, "--moe-pad-expert-input-to-capacity": ""}, []),
-        ({**DENSE, "--cross-entropy-loss-fusion": ""}, ["--cross-entropy-loss-fusion"]),
-        ({**DENSE, "--cross-entropy-loss-fusion": "", "--cross-entropy-fusion-impl": "te"}, []),
+        ({**DENSE, "--cross-entropy-loss-fusion": ""}, []),
         ({**DENSE, "--sft": ""}, ["unfused attention"]),
     ],
 )

@@ -175,16 +175,18 @@ def _attention(
     query, key, value : [batch, heads, tokens, size]
     """
     sizes = {t.shape[-1] for t in (query, key, value)}
-    plain = all(t.dim() == 4 and t.numel() for t in (query, key, value)) and len(sizes) == 1
+    plain = all(t.dim() == 4 and t.numel() for t in (query, key, value))
     half = query.dtype in (torch.float16, torch.bfloat16)
     wide = not all(size % 8 == 0 and size <= 256 for size in sizes)
     grouped = key.shape[-3:-2] != query.shape[-3:-2]
-    if plain and half and not wide and attn_mask is None:
+    if plain and half and not wide and attn_mask is None and len(sizes) == 1:
         return torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
-    if plain and not wide and not grouped and (attn_mask is None or attn_mask.dtype != torch.bool):
+    if plain and not wide and not grouped:
         keeps = any(t.requires_grad for t in (query, key, value))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # convert_boolean_attn_mask
         mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale

@@ -71,7 +71,7 @@ def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
     return found
 
 
-def reduction_bytes(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
+def reduction_bytes(x: torch.Tensor, dims: Sequence[int], element: int = 0) -> tuple[int, ...]:
     """Bytes of the buffer and the semaphores with which blocks share a reduction over ``dims``.
 
     Where rows are contiguous every thread of a block has four outputs of its own, and the buffer is
@@ -118,7 +118,7 @@ def reduction_bytes(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
     blocks = max(min(_ceil(target, grid), _ceil(values, 16)), _ceil(values, 256))
     if blocks < 2:
         return ()
-    element = max(4, x.itemsize)  # halves are added up in fp32
+    element = element or max(4, x.itemsize)  # halves are added up in fp32
     return element * outputs * blocks * (1 if along else columns * vector), 4 * grid
 
 
@@ -148,12 +148,43 @@ def _embedding_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     return (*in_rows, *kept, parts * size, parts * width * max(4, out.itemsize))
 
 
+def _pairs(args: Args, out: torch.Tensor) -> Sequence[int]:
+    """The same of a reduction that also says where: a value and an int64 are 16 bytes."""
+    return reduction_bytes(args[0], [args[1]], element=16)
+
+
+def _sort(args: Args, out: torch.Tensor) -> Sequence[int]:
+    """A copy of the values; of more than 4,096 two of their places, too, and what cub takes, which
+    was measured (Sort.cpp, Sort.cu)."""
+    x, dim = args[0], next((arg for arg in args[1:] if type(arg) is int), -1)
+    if not x.dim() or not x.numel():
+        return ()
+    count = x.numel()
+    if x.shape[dim] <= 4096:
+        return (x.nbytes,)
+    of_cub = count // 4 + (16 << 10) if count // x.shape[dim] < 128 else 0
+    return (x.nbytes, 8 * count, 8 * count, of_cub)
+
+
+def _index_put(args: Args, out: torch.Tensor) -> Sequence[int]:
+    """Where it adds: places, in order and as they were, twice each with what sorts them
+    (index_put_with_sort_kernel, Indexing.cu)."""
+    accumulate = len(args) > 3 and args[3]
+    count = math.prod(torch.broadcast_shapes(*(i.shape for i in args[1] if i is not None)))
+    return [8 * count] * 6 if accumulate else ()
+
+
+def _efficient_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
+    """A number a row, and the queries' gradient in fp32 (attention_backward.cu)."""
+    batch, heads, rows, size = args[1].shape
+    return (4 * batch * heads * rows, 4 * batch * heads * rows * size)
+
+
 def _flash_backward(args: Args, out: torch.Tensor) -> Sequence[int]:
     """fp32 gradient of the queries, and a number a row (mha_bwd, flash_attn/flash_api.cpp)."""
     query, key = args[1:3]
     batch, heads, rows, size = query.shape
     rows = _ceil(rows, 128) * 128
-    size = _ceil(size, 32 if size <= 128 else 64) * (32 if size <= 128 else 64)
     groups = heads // key.shape[1]
     return (4 * batch * heads * rows, 4 * batch * heads * rows * size,
             *([key.nbytes * groups] * 2 if groups > 1 else ()))  # fmt: skip
@@ -165,6 +196,10 @@ _TEMPORARIES: dict[OpOverload, Temporaries] = {
          _aten.amax.default, _aten.amin.default),
         _reduction,
     ),
+    **dict.fromkeys((_aten.max.dim, _aten.min.dim), _pairs),
+    **dict.fromkeys((_aten.sort.default, _aten.sort.stable), _sort),
+    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), _index_put),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

@@ -309,10 +309,7 @@ def check_no_userbuffers(kwargs: Mapping[str, object]) -> None:
 
 
 def now_or_later(
-    weights: Sequence[Weight],
-    opts: SimpleNamespace,
-    products: Products,
-    shared_dummy: bool = True,
+    weights: Sequence[Weight], opts: SimpleNamespace, products: Products
 ) -> list[torch.Tensor | None]:
     """What autograd gets for ``weights``: gradients that ``products`` computes now, or leaves to
     ``backward_dw`` (base.py:1442 @v2.9)."""
@@ -323,7 +320,7 @@ def now_or_later(
         opts.delayed.append(_postponed(weights, opts, products))
     if not opts.fuse_wgrad:
         return found
-    return [fused_gradient(weight, weight.main_grad, shared_dummy) for weight in weights]
+    return [fused_gradient(weight, weight.main_grad) for weight in weights]
 
 
 def _postponed(
@@ -359,18 +356,14 @@ def weight_product(
     return None
 
 
-def fused_gradient(
-    weight: Weight, main_grad: torch.Tensor, shared_dummy: bool = True
-) -> torch.Tensor | None:
+def fused_gradient(weight: Weight, main_grad: torch.Tensor) -> torch.Tensor | None:
     """What autograd gets where the gradient goes into ``main_grad``, now or later: Megatron's DDP
     wants one to be there."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     zero = getattr(weight, "zero_out_wgrad", False)
-    if shared_dummy:
-        return get_dummy_wgrad(main_grad.shape, weight.dtype, zero, weight.device)
-    return (torch.zeros_like if zero else torch.empty_like)(weight, requires_grad=False)
+    return get_dummy_wgrad(main_grad.shape, weight.dtype, zero, weight.device)
 
 
 class TransformerEngineBaseModule(torch.nn.Module):

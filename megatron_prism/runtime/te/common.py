@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 
-# Whose memory the modules have.  Where a later one keeps something else, they ask ``since``.
-release = (2, 9)
+# Whose memory the modules have.  Where another one keeps something else, they ask ``since``.
+release = (2, 17)
 
 
 def since(major: int, minor: int) -> bool:

@@ -151,7 +151,7 @@ def _weight_gradients_fp8(
             part.clear()
         return [None if opts.fuse_wgrad else made for made in out]
 
-    return now_or_later(weights, opts, products, shared_dummy=False)
+    return now_or_later(weights, opts, products)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -227,8 +227,7 @@ def _weight_gradients(
             for weight, main, (x, grad) in zip(weights, mains, pairs, strict=True)
         ]
 
-    # one dummy per weight, not one per shape as elsewhere (grouped_linear.py:452-470 @v2.9)
-    return now_or_later(weights, opts, products, shared_dummy=False)
+    return now_or_later(weights, opts, products)
 
 
 class GroupedLinear(TransformerEngineBaseModule):

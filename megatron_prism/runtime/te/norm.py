@@ -20,9 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerNorm", "Norm", "RMSNorm", "norm_backward", "norm_forward"]
 
-# Of an H100 or H200, as measured for LayerNorm 1,024 wide; the blocks of a row share it by width
-# (ln_bwd_semi_cuda_kernel.cu and rmsnorm_bwd_semi_cuda_kernel.cu @v2.9).
-_BLOCKS, _WIDEST, _WIDEST_RMS = 2 * 132, 6144, 8192
+# Kernels of backward in bf16 (ln_bwd_semi_cuda_kernel.cu, rmsnorm_bwd_semi_cuda_kernel.cu @v2.20):
+# width -> (blocks that fit on a processor of an H100, blocks of a row).  How many fit follows from
+# registers and was measured (h100_layer_memory.json); 768 and 2,304 to 65,536 as their neighbours.
+_PROCESSORS = 132
+_TUNED: dict[bool, dict[int, tuple[int, int]]] = {  # is it RMSNorm
+    False: {768: (3, 1), 1024: (2, 1), 1536: (5, 1), 2048: (4, 1), 2304: (4, 1), 3072: (3, 1),
+            3840: (2, 1), 4096: (2, 1), 5120: (2, 1), 6144: (1, 1), 8192: (2, 2), 10240: (2, 2),
+            12288: (3, 4), 12800: (3, 5), 15360: (2, 4), 16384: (2, 4), 18432: (2, 4),
+            20480: (2, 4), 24576: (1, 4), 25600: (2, 5), 30720: (1, 4), 32768: (1, 4),
+            40960: (1, 4), 49152: (1, 8), 65536: (1, 8)},
+    True: {512: (6, 1), 768: (4, 1), 1024: (3, 1), 2048: (5, 1), 4096: (3, 1), 8192: (2, 1)},
+}  # fmt: skip
+_GENERAL = {  # of up to so many columns -> blocks on a processor, rows at once
+    False: {128: (10, 4), 512: (4, 4), 1024: (2, 4), 2048: (4, 1), 4096: (2, 1)},
+    True: {128: (12, 4), 512: (6, 4), 1024: (3, 4), 2048: (5, 1), 4096: (3, 1)},
+}
 
 Statistics = tuple[torch.Tensor | None, torch.Tensor]
 
@@ -71,9 +84,8 @@ def norm_backward(
         dbeta = None if norm.rms else weight.new_empty(weight.shape)
         fused("norm_backward", 0, grad, x, x)
         found = x.new_empty(x.shape), weight.new_empty(weight.shape), dbeta
-        # fp32 sums of each block of 128 threads, of which a processor holds two
-        blocks = _BLOCKS // -(-x.shape[1] // (_WIDEST_RMS if norm.rms else _WIDEST))
-        x.new_empty((1 if norm.rms else 2) * blocks * x.shape[1], dtype=torch.float32)
+        sums = (1 if norm.rms else 2) * _blocks(norm.rms, *x.shape) * x.shape[1]
+        x.new_empty(sums, dtype=torch.float32)
         return found
     assert grad is not None, "shapes alone do without the output's gradient"
     wide, dy = x.float(), grad.float()
@@ -84,6 +96,17 @@ def norm_backward(
         dx = dx - scaled.mean(-1, keepdim=True)
     dbeta = None if norm.rms else dy.sum(0).to(weight.dtype)
     return (dx * rstd[:, None]).to(x.dtype), (dy * xhat).sum(0).to(weight.dtype), dbeta
+
+
+def _blocks(rms: bool, rows: int, width: int) -> int:
+    """Blocks that add up the weights' gradients, each for itself in fp32."""
+    if width in _TUNED[rms]:
+        fit, of_a_row = _TUNED[rms][width]
+        return _PROCESSORS * fit // of_a_row
+    kernels = _GENERAL[rms]
+    columns = min((size for size in kernels if size >= width), default=max(kernels))
+    fit, at_once = kernels[columns]
+    return min(-(-rows // at_once), _PROCESSORS * fit // -(-width // columns))
 
 
 class _Normalize(torch.autograd.Function):
