@@ -43,7 +43,8 @@ def test_public_names():
 def test_commands():
     assert list(cli.COMMANDS) == [
         "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
-        "predict", "import", "sweep", "memory", "calibrate", "world", "recipes", "patches"
+        "predict", "import", "compare", "sweep", "memory", "calibrate", "world", "recipes",
+        "patches",
     ]  # fmt: skip
 
 
@@ -74,9 +75,10 @@ def test_options_of_commands():
             "--json",
         ],
         "schedule": ["-o", "--out", "--force", "--json"],
-        "replay": ["--html", "--trace", "--force", "--json"],
+        "replay": ["--html", "--trace", "--chakra", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
         "import": ["-o", "--out", "--force", "--json"],
+        "compare": ["--html", "--trace", "--force", "--json"],
         "sweep": ["-o", "--out", "--explain", "--csv", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],
         "calibrate": ["-o", "--out", "--force", "--host", "--from-nccl-tests"],

@@ -36,7 +36,7 @@ from megatron_prism.cli.programs import calibrate, capture, check, classes, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.sweep import sweep
-from megatron_prism.cli.traces import import_
+from megatron_prism.cli.traces import compare, import_
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import unwinding
@@ -176,6 +176,10 @@ COMMANDS = {
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "machine, calibration"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
             (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
+            (
+                ("--chakra",),
+                {"metavar": "DIR", "type": Path, "help": "Chakra traces, for ASTRA-sim"},
+            ),
             FORCE,
             JSON,
         ),
@@ -196,6 +200,16 @@ COMMANDS = {
         (
             (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
             OUT,
+            FORCE,
+            JSON,
+        ),
+    ),
+    "compare": Command(
+        compare,
+        (
+            (("paths",), {"metavar": "PATH", "nargs": "+", "help": "traces, then the prediction"}),
+            (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
+            (("--trace",), {"metavar": "FILE", "help": "trace with both, for ui.perfetto.dev"}),
             FORCE,
             JSON,
         ),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json, warn_without_times
 from megatron_prism.core.errors import UnitError
-from megatron_prism.core.files import write_whole
+from megatron_prism.core.files import ArtefactFolder, write_whole
 from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ def replay(args: argparse.Namespace) -> int:
         write_whole(Path(args.html), timeline.to_html(), force=args.force)
     if args.trace is not None:
         write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)
+    if args.chakra is not None:
+        from megatron_prism.traces.chakra import write_chakra
+
+        with ArtefactFolder(args.chakra, args.force) as folder:
+            write_chakra(timeline, folder.work)
+        outputs.append(args.chakra)
     if args.json:
         print_json(timeline.to_json())
     else:

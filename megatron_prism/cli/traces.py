@@ -1,15 +1,17 @@
-"""``prism import``: traces of a real job, from the command line."""
+"""``prism import`` and ``prism compare``: traces of a real job, from the command line."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from megatron_prism.cli.output import console, print_json
+from megatron_prism.cli import arguments
+from megatron_prism.cli.output import check_outputs, console, print_json
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
-__all__ = ["import_"]
+__all__ = ["compare", "import_"]
 
 
 def import_(args: argparse.Namespace) -> int:
@@ -41,4 +43,44 @@ def import_(args: argparse.Namespace) -> int:
     else:
         print(varies.to_text(), end="")
     console(stderr=True).print(f"wrote {args.out}")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compare the timeline of a real job with the predicted one: where the error comes from.
+
+    prism compare rank*.json.gz llama
+    prism compare traces llama machine=h200 calibration=calibration.json
+    prism compare traces llama --html page.html --trace both.json
+
+    The last of the paths is the prediction: programs, as prism replay takes them.  Prints the parts
+    of every traced rank's iteration, predicted and real (computing, exposed calls, waiting, idle),
+    and the aligned segments and calls that differ most.  --trace has both tracks for
+    ui.perfetto.dev.
+    """
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.replay.priced_graph import replay
+    from megatron_prism.traces.compare import compare_traces
+    from megatron_prism.traces.programs import import_traces
+
+    paths: list[str] = []
+    keys = {"machine": arguments.name, "calibration": arguments.name}
+    how = arguments.read(args.paths, keys, "compare", names=paths)
+    if len(paths) < 2:
+        raise UsageError(
+            "a comparison needs traces and a prediction", fix="prism compare TRACES DIR"
+        )
+    outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
+    check_outputs(outputs, args.force, paths)
+    predicted = replay(open_programs(paths[-1]), **how)
+    made = compare_traces(import_traces(paths[:-1]), predicted)
+    for name, text in ((args.html, made.to_html), (args.trace, made.to_chrome_trace)):
+        if name is not None:
+            write_whole(Path(name), text(), force=args.force)
+    if args.json:
+        print_json(made.to_json())
+    else:
+        print(made.to_text(), end="")
+    for path in outputs:
+        console(stderr=True).print(f"wrote {path}")
     return 0

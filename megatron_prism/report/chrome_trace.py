@@ -29,6 +29,7 @@ from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report.metrics import name_class
+from megatron_prism.traces.compare import TraceComparison
 
 _MOST = 4
 _LENGTH = 1_000_000.0  # us
@@ -105,6 +106,29 @@ def render_timeline(timeline: Timeline) -> str:
     return _file(about, lines)
 
 
+def render_pairs(found: TraceComparison) -> str:
+    """The predicted and the real timeline of every traced rank, one below the other."""
+    lines: list[str] = []
+    both = (("predicted", found.predicted), ("real", found.real))
+    tracks = [
+        (timeline, int(timeline.graph.classes.of[one.rank]), f"rank {one.rank}, {what}")
+        for one in found.ranks
+        for what, timeline in both
+    ]
+    early = max((-_earliest(timeline, index) for timeline, index, _ in tracks), default=0)
+    for number, (timeline, index, title) in enumerate(tracks):
+        track = _Track(timeline, index, early, number, title)
+        lines += [json.dumps(event) for event in track.names()]
+        lines += track.events()
+    about = {
+        "made_by": "prism compare",
+        "predicted_ns": found.predicted_ns,
+        "real_ns": found.real_ns,
+        "iteration_begins_ns": early,
+    }
+    return _file(about, lines)
+
+
 def _file(about: Mapping[str, object], events: list[str]) -> str:
     head = f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
     return head + ",\n".join(events) + "\n]}\n"
@@ -132,8 +156,11 @@ class _Place:
 class _Track:
     """One class as one process; times are ``early`` ns later than the timeline's."""
 
-    def __init__(self, timeline: Timeline, index: int, early: int) -> None:
-        self.timeline, self.index = timeline, index
+    def __init__(
+        self, timeline: Timeline, index: int, early: int, process: int = -1, title: str = ""
+    ) -> None:
+        self.timeline, self.index, self.title = timeline, index, title
+        self.process = index if process < 0 else process
         self.program: Program = timeline.graph.program_list[index]
         self.spans = timeline.spans(index)
         for column in ("ready", "start", "end"):
@@ -169,11 +196,11 @@ class _Track:
         ranks = format_ranks(classes.ranks(self.index).tolist())
         count = classes.counts[self.index]
         title = f"{name_class(self.timeline, self.index)}: {count:,} ranks ({_cut(ranks)})"
-        yield _meta("process_name", self.index, 0, name=title)
-        yield _meta("process_sort_index", self.index, 0, sort_index=self.index)
+        yield _meta("process_name", self.process, 0, name=self.title or title)
+        yield _meta("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):
-            yield _meta("thread_name", self.index, thread, name=name)
-            yield _meta("thread_sort_index", self.index, thread, sort_index=thread)
+            yield _meta("thread_name", self.process, thread, name=name)
+            yield _meta("thread_sort_index", self.process, thread, sort_index=thread)
 
     def events(self) -> Iterator[str]:
         """The spans, each before what lies inside it."""
@@ -187,7 +214,7 @@ class _Track:
             body = known.get((*key, source))
             if body is None:
                 body = known[(*key, source)] = self._body(op, source)
-            at = f'"pid": {self.index}, "tid": {thread}'
+            at = f'"pid": {self.process}, "tid": {thread}'
             when = f'"ts": {_us(ready)}, "dur": {_us(end - ready)}'
             yield f'{{"ph": "X", {at}, {when}, {body}, "op": {op}}}}}'
             if start > ready:
@@ -201,7 +228,7 @@ class _Track:
             step = label(PHASE_NAMES[row["phase"]], int(row["microbatch"]), int(row["chunk"]))
             name = json.dumps(f"issues {NAMES[row['name']]} {step}".removesuffix(" -"))
             yield (
-                f'{{"ph": "X", "pid": {self.index}, "tid": {self.host_thread}, '
+                f'{{"ph": "X", "pid": {self.process}, "tid": {self.host_thread}, '
                 f'"ts": {_us(start)}, "dur": {_us(end - start)}, "name": {name}, '
                 f'"cat": "host", "args": {{"op": {op}}}}}'
             )

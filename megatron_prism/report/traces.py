@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -9,11 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_prism.core import units
+from megatron_prism.core.ops import NAMES
+from megatron_prism.report.predict import _BLUE as BLUE
+from megatron_prism.report.predict import _GREY as GREY
+from megatron_prism.report.predict import _RED as RED
+from megatron_prism.report.predict import _Plot as Plot
+from megatron_prism.report.predict import _rows as rows_of
+from megatron_prism.report.predict import _section as section
+from megatron_prism.report.predict import _ticks_ms as ticks_ms
+from megatron_prism.report.predict import whole
 
 if TYPE_CHECKING:
+    from megatron_prism.traces.compare import Difference, TraceComparison
     from megatron_prism.traces.variance import Variation
 
-__all__ = ["render_variation"]
+__all__ = ["render_comparison", "render_page", "render_variation"]
+
+_SHOWN = 12  # rows of what differs most
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -102,3 +115,71 @@ def render_variation(found: Variation) -> str:
         lines.append("no GPU, node or iteration stands out")
     lines += [f"note: {note}" for note in found.notes]
     return "\n".join(lines) + "\n"
+
+
+def _difference(one: Difference, whole: float) -> tuple[str, ...]:
+    times = f"{one.what} x {one.count}" if one.count > 1 else one.what
+    return (times, format_ns(one.predicted), format_ns(one.real),
+            f"{one.error / 1e6:+,.3f} ms", f"{100 * one.error / whole:+.1f} %")  # fmt: skip
+
+
+def _headline(found: TraceComparison) -> list[str]:
+    error = found.predicted_ns / found.real_ns - 1
+    varies = found.replayed_ns - found.real_ns
+    return [
+        f"an iteration: predicted {format_ns(found.predicted_ns)}, "
+        f"real {format_ns(found.real_ns)}, {100 * error:+.1f} %",
+        f"of which the traces, replayed with every time at its mean, explain all but "
+        f"{varies / 1e6:+,.3f} ms, which is variation",
+    ]
+
+
+_HEAD = ("predicted", "real", "difference", "of the real iteration")
+
+
+def _tables(found: TraceComparison) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """(what it shows, head, rows) of every table."""
+    made: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = []
+    for one in found.ranks:
+        aligned, ours, theirs = one.aligned
+        said = f"rank {one.rank}: {aligned - 1} of {ours} predicted and {theirs} real calls align"
+        made.append((said + f"; {one.first}" * bool(one.first), ("part of the iteration", *_HEAD),
+                     [_difference(part, found.real_ns) for part in one.parts
+                      if part.predicted or part.real]))  # fmt: skip
+        rows = [op for op in one.ops if op.error][:_SHOWN]
+        if rows:
+            made.append((f"rank {one.rank}: what differs most", ("aligned", *_HEAD),
+                         [_difference(op, found.real_ns) for op in rows]))  # fmt: skip
+    return made
+
+
+def render_comparison(found: TraceComparison) -> str:
+    """Predicted against real, by part and by op."""
+    lines = _headline(found)
+    for said, head, rows in _tables(found):
+        lines += ["", said, *table(head, rows)]
+    lines += ["", *(f"note: {note}" for note in found.notes)] if found.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def render_page(found: TraceComparison) -> str:
+    """The same as a page; timelines as bars, predicted above real."""
+    parts = [f"<h1>predicted and real</h1><p>{'<br>'.join(map(html.escape, _headline(found)))}</p>"]
+    for one in found.ranks:
+        plot = Plot((0, max(found.predicted_ns, found.replayed_ns)), (0, 4))
+        for row, timeline in ((3.0, found.predicted), (1.0, found.real)):
+            index = int(timeline.graph.classes.of[one.rank])
+            names = timeline.graph.program_list[index].ops["name"]
+            for op, _, ready, start, end in timeline.spans(index).tolist():
+                computes = NAMES[names[op]] == "compute"
+                low, colour = (row, BLUE) if computes else (row - 0.45, RED)
+                plot.bar(start, end, low, low + 0.4, colour)
+                if ready < start:
+                    plot.bar(ready, start, low, low + 0.4, GREY)
+        plot.ticks(ticks_ms(*plot.x), [(3.0, "predicted"), (1.0, "real")])
+        said = f"rank {one.rank}: computing (blue), calls (red), waiting for others (grey)"
+        parts.append(section(said, plot.svg(said)))
+    for said, head, rows in _tables(found):
+        parts.append(section(said, rows_of(head, rows)))
+    parts.append("".join(f"<p class=quiet>note: {html.escape(note)}</p>" for note in found.notes))
+    return whole("prism compare", parts)

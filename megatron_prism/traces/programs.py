@@ -229,6 +229,7 @@ def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> 
     guessed = Counter[str]()
     for i, one in enumerate(measured):
         shared = [(n, m) for n, m in names.members[i].items() if len(m) > 1]
+        shared = shared or list(names.members[i].items())
         largest = sorted(shared, key=lambda item: -len(item[1]))
         by_key: dict[object, list[int]] = defaultdict(list)
         for k, call in enumerate(one.calls):
@@ -246,7 +247,7 @@ def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> 
                         f"rank {one.recorded.rank}: of call {k}, {one.calls[k]}, it is not known "
                         "which group makes it: the trace does not say, and no group of it has all "
                         "members in such a call at that time",
-                        fix="give the traces of all ranks, or --slices DIR of the same job",
+                        fix="give the traces of all ranks",
                     )
                 found[i][k] = name
                 guessed[name] += 1

@@ -1,0 +1,137 @@
+"""Foreign traces: pieces, Nsight's tables, and what is no trace, cut off or hostile."""
+
+import gzip
+import json
+import sqlite3
+
+import pytest
+from helpers.kineto import Trace, two_ranks
+
+from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.traces import events
+from megatron_prism.traces.events import read_trace
+from megatron_prism.traces.programs import import_traces
+
+
+def test_pieces_do_not_change_what_is_read(tmp_path, monkeypatch):
+    two_ranks(tmp_path)
+    (whole,) = read_trace(tmp_path / "rank1.json.gz")
+    for size in (1 << 12, 700):
+        monkeypatch.setattr(events, "_PIECE", size)
+        (found,) = read_trace(tmp_path / "rank1.json.gz")
+        assert found.events == whole.events
+        assert (found.device == whole.device).all()
+        assert found.steps == whole.steps
+
+
+def test_a_list_of_events_and_braces_in_texts_are_read(tmp_path):
+    path = tmp_path / "t.json"
+    event = {"ph": "X", "cat": "kernel", "name": "a}, {b ]}", "ts": 1, "dur": 2, "tid": 7,
+             "args": {"stream": 7, "x": [{"y": 1}, {"z": "]"}]}}  # fmt: skip
+    path.write_text(json.dumps([event, event]))
+    (found,) = read_trace(path)
+    assert found.device[:, :2].tolist() == [[1000, 3000]] * 2
+    assert found.names == ("a}, {b ]}",)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "no traceEvents"),
+        (b"hello", "no traceEvents"),
+        (b'{"traceEvents": [{"ph": "X"}, {"ph"', "ends in the middle"),
+        (b'{"traceEvents": [' + b"[" * 10**6, "nested too deeply|ends in the middle"),
+        (b'{"traceEvents": [{"args": ' + b'{"a":' * 10**5, "ends in the middle"),
+        (b'{"traceEvents": [{"args": ' + b'{"a":' * 10**5 + b"1" + b"}" * 10**5 + b"}]}", "deeply"),
+        (b'{"traceEvents": [{"ph": 3}]}', "an event of it is none"),
+        (b'{"traceEvents": [{"ph": "X"}], "distributedInfo": 3}', "distributedInfo"),
+        (b"\x1f\x8b" + b"\0" * 50, "cut off or damaged"),
+        (gzip.compress(b'{"traceEvents": []}')[:-6], "cut off or damaged"),
+        (b"SQLite format 3\0" + b"\0" * 500, "Nsight"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, data, says):
+    path = tmp_path / "t.json"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=says):
+        read_trace(path)
+
+
+def test_one_endless_event_costs_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(events, "_PIECE", 1 << 16)
+    monkeypatch.setattr(events, "_MOST_EVENT", 1 << 20)
+    path = tmp_path / "t.json.gz"
+    with gzip.open(path, "wb", 1) as file:
+        file.write(b'{"traceEvents": [{"ph": "X", "name": "')
+        for _ in range(64):
+            file.write(b"a" * (1 << 20))
+    with pytest.raises(UsageError, match="more than 1,048,576 bytes"):
+        read_trace(path)
+    monkeypatch.setattr(events, "_MOST", 1 << 19)
+    with pytest.raises(UsageError, match="unpacks to more than"):
+        read_trace(path)
+
+
+def test_times_that_run_backwards_are_left_out_and_said(tmp_path):
+    trace = Trace(0, 1)
+    trace.kernel(1, 10, 40)
+    trace.kernel(2, 90, 60)
+    trace.kernel(3, 1e300, 1e300)
+    trace.call(4, 100, 110, sizes=(1 << 80, 1 << 80))
+    found = import_traces([trace.write(tmp_path)])
+    assert any("2 events that end before they begin" in note for note in found.notes)
+    assert found.programs.programs[0].ops["num_in"].max() < 1 << 59
+
+
+def test_groups_of_ranks_that_do_not_exist_are_refused(tmp_path):
+    trace = Trace(0, 2, groups={"0": ("default_pg", [0, 1, 10**9])})
+    trace.kernel(1, 10, 40)
+    with pytest.raises(PrismError, match="rank 1000000000"):
+        import_traces([trace.write(tmp_path)])
+
+
+def nsight(path):
+    """Two iterations of one rank, as Nsight Systems exports them."""
+    with sqlite3.connect(path) as base:
+        base.executescript(
+            """
+            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT,
+                streamId INT, correlationId INT, globalPid INT, demangledName INT, shortName INT);
+            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT,
+                correlationId INT, nameId INT);
+            CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT, textId INT,
+                globalTid INT);
+            CREATE TABLE TARGET_INFO_GPU (name TEXT);
+            INSERT INTO StringIds VALUES (1, 'gemm'), (2, 'ncclDevKernel_AllReduce_Sum_bf16');
+            INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200');
+            """
+        )
+        thread, number = 5 << 24 | 7, 0
+        for step in (0, 1):
+            now = 10_000_000 * step
+            base.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, ?)",
+                         (now, now + 9_000_000, f"iteration {step}", thread))  # fmt: skip
+            text = "c10d::allreduce_, seq = 3, op_id = 4, sizes = [[[8, 4]], [], []]"
+            base.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, ?)",
+                         (now + 2000, now + 3000, text, thread))  # fmt: skip
+            for launched, start, end, name in ((1000, 10_000, 2_010_000, 1),
+                                               (2500, 2_010_000, 3_010_000, 2),
+                                               (4000, 3_010_000, 9_010_000, 1)):  # fmt: skip
+                number += 1
+                base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 1)",
+                             (now + launched, now + launched + 5, thread, number))  # fmt: skip
+                base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,0,7,?,?,?,?)",
+                             (now + start, now + end, number, 5 << 24, name, name))  # fmt: skip
+
+
+def test_nsights_export_is_read_the_same_way(tmp_path):
+    path = tmp_path / "report_rank0.sqlite"
+    nsight(path)
+    found = import_traces([path])
+    (program,) = found.programs.programs
+    assert [op.name for op in program][:3] == ["compute", "all_reduce", "compute"]
+    assert program[1].num_in == 32
+    assert program.samples[1].tolist() == [2_000_000, 6_000_000]
+    assert found.wire[1].tolist() == [1_000_000]
+    assert found.programs.source["device"] == "NVIDIA H200"
