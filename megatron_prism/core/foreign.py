@@ -343,29 +343,37 @@ def read_arrays(
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError("it is no regular file")
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        found = {member.filename.removesuffix(".npy"): member for member in members}
-        if len(found) != len(members) or "head" not in found:
-            raise ValueError("it has no head" if "head" not in found else "a member is there twice")
-        strange = [name for name in found if name != "head" and not names.fullmatch(name)]
-        strange += [m.filename for m in members if not m.filename.endswith(".npy")]
-        if strange:
-            raise ValueError(f"member {strange[0][:80]!r} is unknown")
-        packed = [m.file_size for m in members if m.compress_type != zipfile.ZIP_STORED]
-        stored = sum(m.file_size for m in members) - sum(packed)
-        if sum(packed) > _INFLATED or stored > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"its members would inflate to {sum(packed) + stored:,} bytes")
-        if found["head"].file_size > _HEAD:
-            raise ValueError(f"its head has more than {_HEAD:,} bytes")
-        try:
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            found = _members(archive, names, os.fstat(file.fileno()).st_size)
             text = _array(archive, found.pop("head"))
             if text.dtype != np.uint8 or text.ndim != 1:
                 raise ValueError("its head is no text")
             made = value_of_json(text.tobytes(), head)
             return made, {name: _array(archive, member) for name, member in found.items()}
-        except (NotImplementedError, RuntimeError, EOFError, struct.error) as error:
-            raise ValueError(f"it is damaged: {error}") from None  # encrypted, a strange method
+    except (NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+        raise ValueError(f"it is damaged: {error}") from None  # encrypted, of a later version
+
+
+def _members(
+    archive: zipfile.ZipFile, names: re.Pattern[str], size: int
+) -> dict[str, zipfile.ZipInfo]:
+    """The members by name, if they are what they may be; ``size``: of the file, in bytes."""
+    members = archive.infolist()
+    found = {member.filename.removesuffix(".npy"): member for member in members}
+    if len(found) != len(members) or "head" not in found:
+        raise ValueError("it has no head" if "head" not in found else "a member is there twice")
+    strange = [name for name in found if name != "head" and not names.fullmatch(name)]
+    strange += [m.filename for m in members if not m.filename.endswith(".npy")]
+    if strange:
+        raise ValueError(f"member {strange[0][:80]!r} is unknown")
+    packed = [m.file_size for m in members if m.compress_type != zipfile.ZIP_STORED]
+    stored = sum(m.file_size for m in members) - sum(packed)
+    if sum(packed) > _INFLATED or stored > size:
+        raise ValueError(f"its members would inflate to {sum(packed) + stored:,} bytes")
+    if found["head"].file_size > _HEAD:
+        raise ValueError(f"its head has more than {_HEAD:,} bytes")
+    return found
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
