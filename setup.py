@@ -63,7 +63,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.5"],
     },
     entry_points={
-        "console_scripts": ["prism = megatron_prism.cli.main:main"],
+        "console_scripts": ["prism = megatron_prism.__main__:main"],
         # imported by `import torch`: a stock pretrain_gpt.py --prism-emulate needs no edit
         "torch.backends": ["megatron_prism = megatron_prism:_autoload"],
         "pytest11": ["megatron_prism = megatron_prism.pytest_plugin"],

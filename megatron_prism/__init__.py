@@ -24,6 +24,7 @@ module stays light: it is imported by everything, also by jobs that did not ask 
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -67,10 +68,10 @@ def _autoload() -> None:
 
     It stands here because whatever is left of a damaged install must not break other programs.
     """
-    asked = any(word.startswith("--prism-") for word in sys.argv[1:])
+    asked = os.environ.get("PRISM_ARGS") or any(w.startswith("--prism-") for w in sys.argv[1:])
     try:
         import_module("megatron_prism._attach").autoload()
-    except ImportError as error:
+    except (ImportError, SyntaxError, AttributeError) as error:  # missing, cut, of another release
         if asked:
             print(
                 f"prism: error: megatron_prism is not installed whole: {error}\n"

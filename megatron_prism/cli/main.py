@@ -283,9 +283,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = output_failed(error)
         return last_resort(error, f"prism {' '.join(words)}") if failed is None else failed
     except Exception as error:
+        if (by_signal := _ended_by(error)) is not None:
+            return by_signal
         if words[:1] == ["run"]:  # of the script: as Python says it
             raise
         return last_resort(error, f"prism {' '.join(words)}")
+
+
+def _ended_by(error: BaseException | None) -> int | None:
+    """Exit status of the signal in whose unwinding the error came up, as argparse's do; None: of no
+    signal."""
+    while (error := error and error.__context__) is not None:
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+            return error.code
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+    return None
 
 
 def _dispatch(words: list[str]) -> int:

@@ -416,7 +416,15 @@ def _shared_store(options: flags.Options) -> Any:
     from torch.distributed import rendezvous
 
     iterator = rendezvous("env://", rank=options.process, world_size=options.num_processes)
-    return next(iterator)[0]
+    try:
+        return next(iterator)[0]
+    except (RuntimeError, ValueError) as error:  # torch's DistNetworkError and its like
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        said = str(error).partition("\n")[0]
+        raise UsageError(
+            f"the {options.num_processes} local processes cannot meet at {place}: {said}",
+            fix="another MASTER_PORT (torchrun --master-port), the same for all of them",
+        ) from error
 
 
 def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.mutations import DUMPS
 
+import megatron_prism
+import megatron_prism.__main__ as start
 from megatron_prism.cli import main as cli
 from megatron_prism.core import foreign, program
 from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
@@ -203,3 +206,48 @@ def test_a_working_directory_that_was_deleted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "gone")
     os.rmdir(tmp_path / "gone")
     assert "working directory" in refused(capsys, "recipes")
+
+
+# -- a broken install, a signal -------------------------------------------------------------------
+@pytest.mark.parametrize("left", [{}, {"_attach.py": "def auto"}, {"_attach.py": "x = 1"},
+                                  {"_attach.py": "import megatron_prism.emulate"}])  # fmt: skip
+def test_what_is_left_of_an_install_breaks_no_other_program(left, tmp_path):
+    """``import torch`` calls this in every process of the environment."""
+    package = tmp_path / "megatron_prism"
+    package.mkdir()
+    text = (Path(megatron_prism.__file__)).read_text()
+    for name, content in {"__init__.py": text, **left}.items():
+        (package / name).write_text(content)
+    (tmp_path / "program.py").write_text("import megatron_prism as m; m._autoload(); print('mine')")
+    words = [sys.executable, "-S", str(tmp_path / "program.py")]  # without what is installed
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "mine\n", "")
+    done = subprocess.run([*words, "--prism-emulate"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "not installed whole" in done.stderr
+
+
+@pytest.mark.parametrize(("raised", "status"), [(SystemExit(143), 143), (KeyboardInterrupt, 130)])
+def test_a_signal_in_the_midst_of_a_library_is_no_mistake_of_ours(raised, status, monkeypatch):
+    """argparse's own finally fails when it is left early, and its error hides the signal."""
+
+    def left_early(words):
+        try:
+            raise raised
+        finally:
+            object().save_nargs
+
+    monkeypatch.setattr(cli, "_dispatch", left_early)
+    assert cli.main(["recipes"]) == status
+
+
+def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "megatron_prism.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "megatron_prism.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert start.main() == 130
+    assert capsys.readouterr().err == "prism: interrupted\n"
