@@ -175,6 +175,7 @@ COMMANDS = {
             PROGRAMS,
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "machine, calibration"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
+            (("--against",), {"metavar": "OTHER", "help": "another replay, to compare with"}),
             (("--trace",), {"metavar": "FILE", "help": "trace to write, for ui.perfetto.dev"}),
             (
                 ("--chakra",),

@@ -156,7 +156,7 @@ def show(result: Prediction) -> None:
         ]  # fmt: skip
         rows += [
             (
-                f"one GPU of class {index} takes {result.slow_by:g} x as long",
+                f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long",
                 ms(ns),
                 _change(ns - result.slow_from),
             )

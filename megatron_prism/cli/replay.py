@@ -7,23 +7,34 @@ Without torch.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, print_json, warn_without_times
-from megatron_prism.core.errors import UnitError
+from megatron_prism.cli.output import (
+    check_outputs,
+    console,
+    print_json,
+    print_table,
+    warn_without_times,
+)
+from megatron_prism.core.errors import UnitError, UsageError
 from megatron_prism.core.files import ArtefactFolder, write_whole
 from megatron_prism.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from megatron_prism.replay.priced_graph import WhatIf
+    from megatron_prism.replay.timeline import Timeline
 
 __all__ = ["replay"]
 
 _MOST_ITERATIONS = 100
 _SIZES = ("tp", "cp", "pp", "ep", "etp", "vpp")
+_OWN = ("machine", "calibration", "iterations", "dp", "slow", "faster", "moved", "host", "nccl",
+        "network", "sends", "slow_rail", "microbatches")  # fmt: skip
 _HOW = ("machine", "calibration", "iterations")  # arguments of replay; the others are of a what-if
 
 
@@ -55,22 +66,37 @@ def replay(args: argparse.Namespace) -> int:
       slow_rail=3:0.5 …         the NICs of place 3 of every node have half the bandwidth
       tp=4 pp=2 …               says which slices that needs: ranks of other sizes run other kernels
       microbatches=32           the steady state of the schedule, longer or shorter
+
+    prism replay DIR --against DIR,slow=517:1.2 --html page.html      two replays side by side
+
+    Where the difference is, by what a mean rank does; OTHER is slices and what differs for them.
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.replay import whatif
     from megatron_prism.replay.priced_graph import replay as replay_programs
+    from megatron_prism.report.replay import render
 
     settings = _settings(args.settings)
     how = {key: settings.pop(key) for key in _HOW if key in settings}
     outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
     check_outputs(outputs, args.force, [args.programs])
-    programs = open_programs(args.programs)
-    warn_without_times(programs)
-    sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
-    whatif.check_sizes(programs, sizes, settings.get("dp"))
-    timeline = replay_programs(programs, what_if=_what_if(**settings), **how)
+    against = None if args.against is None else _with(args.against)
+
+    def timeline_of(path: str, settings: dict[str, Any]) -> Timeline:
+        programs = open_programs(path)
+        warn_without_times(programs)
+        here = {**how, **{key: settings.pop(key) for key in _HOW if key in settings}}
+        sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
+        whatif.check_sizes(programs, sizes, settings.get("dp"))
+        return replay_programs(programs, what_if=_what_if(**settings), **here)
+
+    timeline = timeline_of(args.programs, settings)
+    other = None if against is None else timeline_of(*against)
+    names = " ".join([args.programs, *args.settings]), args.against or ""
     if args.html is not None:
-        write_whole(Path(args.html), timeline.to_html(), force=args.force)
+        both = () if other is None else (names[0], (names[1], other))
+        page = render(timeline, *both)
+        write_whole(Path(args.html), page, force=args.force)
     if args.trace is not None:
         write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)
     if args.chakra is not None:
@@ -79,13 +105,42 @@ def replay(args: argparse.Namespace) -> int:
         with ArtefactFolder(args.chakra, args.force) as folder:
             write_chakra(timeline, folder.work)
         outputs.append(args.chakra)
-    if args.json:
+    if args.json and other is not None:
+        print_json({"first": timeline.to_json(), "second": other.to_json()})
+    elif args.json:
         print_json(timeline.to_json())
+    elif other is not None:
+        _show_pair((names[0], timeline), (names[1], other))
     else:
         print(timeline.to_text(), end="")
     for path in outputs:
         console(stderr=True).print(f"wrote {path}")
     return 0
+
+
+def _with(word: str) -> tuple[str, dict[str, Any]]:
+    """(path, settings) of ``DIR,slow=517:1.2``; a comma before a key that is none of ours, as in
+    ``slow=pp=3,tp=0:2``, belongs to the value."""
+    path, *words = (
+        [word] if os.path.exists(word) else re.split(rf",(?=(?:{'|'.join(_OWN)})=)", word)
+    )
+    if not path:
+        raise UsageError(f"--against {word!r} names no slices", fix="--against DIR,slow=517:1.2")
+    return path, _settings(words)
+
+
+def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
+    """Two iterations by what a mean rank does, the largest difference first."""
+    from megatron_prism.report.metrics import mean_parts, timeline_metrics
+
+    a, b = (mean_parts(timeline_metrics(timeline)) for _, timeline in (one, other))
+    ns = [("iteration", float(one[1].iteration_ns), float(other[1].iteration_ns))]
+    whats = sorted({**a, **b}, key=lambda what: -abs(a.get(what, 0) - b.get(what, 0)))
+    ns += [(what, a.get(what, 0), b.get(what, 0)) for what in whats if a.get(what) or b.get(what)]
+    print(f"first   {one[0]}\nsecond  {other[0]}\n")
+    rows = [(what, *(f"{x / 1e6:,.1f} ms" for x in (p, q)), f"{(q - p) / 1e6:+,.1f} ms")
+            for what, p, q in ns]  # fmt: skip
+    print_table(("mean rank", "first", "second", "second - first"), rows)
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

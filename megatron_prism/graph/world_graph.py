@@ -66,6 +66,16 @@ class WorldGraph:
         """The program of every class."""
         return [self.programs.programs[index] for index in self.classes.programs]
 
+    def class_name(self, index: int) -> str:
+        """``stage 2``; ``stage 2, class 5`` if a stage has several; ``class 5`` across stages."""
+        world, classes = self.programs.world, self.classes
+        stages = np.asarray(world._along("pp", np.arange(world.size)))
+        mine = np.unique(stages[classes.of == index])
+        if world.pp == 1 or len(mine) != 1:
+            return f"class {index}"
+        alone = len(np.unique(classes.of[stages == mine[0]])) == 1
+        return f"stage {mine[0]}" if alone else f"stage {mine[0]}, class {index}"
+
     def num_ops(self) -> int:
         """Ops of all ranks together."""
         pairs = zip(self.program_list, self.classes.counts, strict=True)

@@ -71,7 +71,8 @@ class Prediction:
     source    : of the spreads; calls: how calls vary; durations: provenance of what varies
     run       : of a whole run, if one was described
     study     : what-ifs, if they were asked for
-    world     : its sizes; graph: how many classes and ops it has; neither is part of the JSON
+    world     : its sizes; graph: how many classes and ops it has; classes: names of those in
+                ``slow``; none is part of the JSON
     draws     : float64 [samples], ns ascending; not part of the JSON
     """
 
@@ -95,6 +96,7 @@ class Prediction:
     run: RunPrediction | None = None
     study: Study | None = None
     graph: str = field(kw_only=True)
+    classes: Mapping[int, str] = field(kw_only=True)
     variability: Variability = field(kw_only=True)
     draws: np.ndarray = field(kw_only=True, repr=False, compare=False)
 
@@ -103,7 +105,7 @@ class Prediction:
         reach is null."""
         hidden = {"draws": None, "variability": None}
         found = dataclasses.asdict(dataclasses.replace(self, **hidden))  # type: ignore[arg-type]
-        for key in (*hidden, "world", "graph"):
+        for key in (*hidden, "world", "graph", "classes"):
             found.pop(key)
         return {"schema": "prism.prediction/1", **found}
 
@@ -278,6 +280,7 @@ def _distribution(
         durations=priced.prices.used(),
         world=str(priced.graph.programs.world),
         graph=str(priced.graph),
+        classes={index: priced.graph.class_name(index) for index in chosen},
         variability=spread,
         draws=times,
     )

@@ -176,7 +176,8 @@ def tornado(
             add(label, lambda by, mask=mask: run(spread, share=np.where(mask, by, 1.0)))  # type: ignore[misc]
     if 1 < len(sampler.members) <= _STAGES and spread.curve("gpu", "step")[1][-1] > 1:
         for index in range(len(sampler.members)):
-            add(f"GPUs of class {index}", lambda by, index=index: run(spread, calm={index: by}))  # type: ignore[misc]
+            label = f"GPUs of {sampler.graph.class_name(index)}"
+            add(label, lambda by, index=index: run(spread, calm={index: by}))  # type: ignore[misc]
     bars = []
     for place, (what, job) in enumerate(jobs):
         bars.append(TornadoBar(what, job(0.5), job(2.0), base))

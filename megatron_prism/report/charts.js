@@ -1,4 +1,4 @@
-// Stacked bars, tables with meters, and the memory curve.
+// Plots with axes, stacked bars, tables with meters, and the memory curve.
 
 function swatch(colour, className) {
   const made = element("i", `swatch ${className || ""}`);
@@ -42,6 +42,97 @@ function meter(part, colour) {
   made.style.width = `${Math.max(0, 100 * part)}%`;
   if (colour) made.style.backgroundColor = colour;
   return made;
+}
+
+// ---- two breakdowns of a mean rank: {name, ns, note, parts: [[what, ns]]}
+function pair(section, two, lanes) {
+  const most = Math.max(...two.map((one) => one.ns));
+  const colour = (what) => what === "compute" ? "var(--forward)" : groupColour(what.split(" ").slice(1).join(" "));
+  const bars = two.map((one) => ({ name: one.name, total: one.ns, share: one.ns / most, note: formatNs(one.ns),
+    parts: one.parts.filter(([what]) => what !== "idle").map(([what, ns]) => [what, ns, colour(what), what.startsWith("waiting") ? "waits" : ""]) }));
+  const of = two.map((one) => new Map(one.parts));
+  const difference = (what) => (of[1].get(what) || 0) - (of[0].get(what) || 0);
+  const whats = [...new Set([...of[0].keys(), ...of[1].keys()])].filter((what) => of[0].get(what) || of[1].get(what))
+    .sort((a, b) => Math.abs(difference(b)) - Math.abs(difference(a)));
+  const rows = whats.map((what) => [what, formatNs(of[0].get(what) || 0), formatNs(of[1].get(what) || 0), signed(difference(what), formatNs)]);
+  section.append(quiet("The main stream of a mean rank. Striped: waiting for other ranks to come to a call. Empty: idle."),
+    stack(bars), legend([["compute", "var(--forward)"], ...lanes.map((group) => [group, groupColour(group)])]),
+    table(["mean rank", "first", "second", "second − first"], rows));
+}
+
+const signed = (value, write) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${write(Math.abs(value))}`;
+
+// ---- a plot with axes: x and y are {from, to, write, title, ticks}; drawn as wide as its box
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+// [from, to] with room around values
+function extent(values, room = 0.06) {
+  const low = Math.min(...values), high = Math.max(...values), more = (high - low) * room || Math.abs(high) * 0.05 || 1;
+  return { from: low < 0 ? low - more : Math.max(0, low - more), to: high + more };
+}
+
+class Plot {
+  constructor(section, label, { x, y, height = 320, right = 24 }) {
+    this.width = Math.min(1200, Math.max(320, section.clientWidth - 40));
+    Object.assign(this, { x, y, left: 84, right, top: 16, bottom: height - 46, colours: palette() });
+    this.svg = svg("svg", { viewBox: `0 0 ${this.width} ${height}`, role: "img", "aria-label": label });
+    const steps = (axis, most) => {
+      const step = niceStep((axis.to - axis.from) / most), found = [];
+      for (let tick = Math.ceil(axis.from / step); tick * step <= axis.to; tick++) found.push(tick * step);
+      return found;
+    };
+    for (const tick of y.ticks || steps(y, 6)) {
+      this.segment(this.left, this.Y(tick), this.width - right, this.Y(tick), this.colours.line);
+      this.text(this.left - 8, this.Y(tick) + 4, y.write(tick), "end");
+    }
+    let free = 0;  // no tick's text runs into the one before it
+    for (const tick of x.ticks || steps(x, this.width / 120)) {
+      const text = x.write(tick), half = 3.6 * text.length;
+      this.segment(this.X(tick), this.bottom, this.X(tick), this.bottom + 5, this.colours.line);
+      if (this.X(tick) - half < free || this.X(tick) + half > this.width) continue;
+      this.text(this.X(tick), this.bottom + 20, text, "middle");
+      free = this.X(tick) + half + 8;
+    }
+    this.text((this.left + this.width - right) / 2, this.bottom + 40, x.title, "middle");
+    section.append(this.svg);
+  }
+
+  X(value) { return this.left + (value - this.x.from) / (this.x.to - this.x.from || 1) * (this.width - this.left - this.right); }
+  Y(value) { return this.bottom - (value - this.y.from) / (this.y.to - this.y.from || 1) * (this.bottom - this.top); }
+  add(made) { this.svg.append(made); return made; }
+  segment(x1, y1, x2, y2, stroke, dash = "") { return this.add(svg("line", { x1, y1, x2, y2, stroke, "stroke-dasharray": dash })); }
+  text(x, y, text, anchor, fill = this.colours.quiet) {
+    return this.add(svg("text", { x, y, "text-anchor": anchor, "font-size": 12, fill }, text));
+  }
+  line(points, stroke, width = 2) {
+    const path = points.map(([x, y]) => `${this.X(x).toFixed(1)},${this.Y(y).toFixed(1)}`).join(" ");
+    return this.add(svg("polyline", { points: path, fill: "none", stroke, "stroke-width": width }));
+  }
+  bar(x0, x1, y, fill) {
+    return this.add(svg("rect", { x: this.X(x0), y: this.Y(y), width: Math.max(0.5, this.X(x1) - this.X(x0) - 1), height: Math.max(0, this.bottom - this.Y(y)), fill }));
+  }
+  // upright lines with their names, each name on a line of its own
+  marks(all) {
+    all.forEach(([value, text, stroke], i) => {
+      const x = this.X(value), y = this.top + 12 + 16 * i, over = x + 8 + 7 * text.length > this.width;
+      this.segment(x, this.top, x, this.bottom, stroke, "4 3");
+      this.text(over ? x - 6 : x + 6, y, text, over ? "end" : "start", this.colours.ink);
+    });
+  }
+  // names at the right ends of curves, moved apart
+  names(all) {
+    let free = -Infinity;
+    for (const [value, text, fill] of [...all].sort((a, b) => b[0] - a[0])) {
+      const y = Math.max(this.Y(value) + 4, free + 15);
+      this.text(this.width - this.right + 6, y, text, "start", fill);
+      free = y;
+    }
+  }
 }
 
 // ---- live memory over time, a line per class

@@ -28,7 +28,6 @@ from megatron_prism.core.program import Program
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
 from megatron_prism.replay.timeline import Timeline
-from megatron_prism.report.metrics import name_class
 from megatron_prism.traces.compare import TraceComparison
 
 _MOST = 4
@@ -195,7 +194,7 @@ class _Track:
         classes = self.timeline.graph.classes
         ranks = format_ranks(classes.ranks(self.index).tolist())
         count = classes.counts[self.index]
-        title = f"{name_class(self.timeline, self.index)}: {count:,} ranks ({_cut(ranks)})"
+        title = f"{self.timeline.graph.class_name(self.index)}: {count:,} ranks ({_cut(ranks)})"
         yield _meta("process_name", self.process, 0, name=self.title or title)
         yield _meta("process_sort_index", self.process, 0, sort_index=self.process)
         for thread, name in sorted(self.threads.items()):

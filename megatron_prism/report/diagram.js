@@ -1,7 +1,7 @@
 // Classes x time on a canvas.  Only what is in view is drawn, and of what shares a pixel only the
 // first, so a hundred thousand spans stay fluid.
 
-const FEW = DATA.rows.length <= 8;
+const FEW = Math.max(DATA.rows.length, DATA.other ? DATA.other.rows.length : 0) <= 8;
 const MARGIN = 118, AXIS = 24, GAP = FEW ? 18 : 12, MAIN = FEW ? 30 : 20, LANE = FEW ? 9 : 5;
 
 // columns of differences -> absolute ns in typed arrays
@@ -19,10 +19,10 @@ function decode(lane) {
 }
 
 // runs of one step on the main stream -> blocks [start, end, step, phase]
-function blocksOf(lane) {
+function blocksOf(lane, kinds) {
   const found = [];
   for (let i = 0; i < lane.step.length; i++) {
-    const last = found[found.length - 1], phase = DATA.kinds[lane.kind[i]][1];
+    const last = found[found.length - 1], phase = kinds[lane.kind[i]][1];
     if (last && last.step === lane.step[i] && last.phase === phase) last.end = Math.max(last.end, lane.end[i]);
     else found.push({ start: lane.start[i], end: lane.end[i], step: lane.step[i], phase });
   }
@@ -39,15 +39,16 @@ function firstAfter(values, value) {
 }
 
 class Diagram {
-  constructor(canvas, overview, onView) {
-    this.canvas = canvas; this.overview = overview; this.onView = onView;
-    this.total = Math.max(1, DATA.figures.iteration_ns);
+  // data: of one replay; total: ns of the axis
+  constructor(canvas, overview, onView, data = DATA, total = data.figures.iteration_ns) {
+    this.canvas = canvas; this.overview = overview; this.onView = onView; this.data = data;
+    this.total = Math.max(1, total);
     this.view = [0, this.total];
     this.lanesShown = true; this.pathShown = false; this.drag = null;
-    this.rows = DATA.rows.map((row) => {
+    this.rows = data.rows.map((row) => {
       const lanes = row.lanes.map(decode);
       const main = lanes.find((lane) => lane.lane === 0);
-      return { name: row.name, main, lanes: lanes.filter((lane) => lane !== main), blocks: main ? blocksOf(main) : [] };
+      return { name: row.name, main, lanes: lanes.filter((lane) => lane !== main), blocks: main ? blocksOf(main, data.kinds) : [] };
     });
     this.listen();
   }
@@ -108,7 +109,7 @@ class Diagram {
     g.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
     g.textBaseline = "middle";
     for (const row of this.rows) g.fillText(row.name, 0, row.y + MAIN / 2, MARGIN - 10);
-    this.drawOverview();
+    if (this.overview) this.drawOverview();
   }
 
   axis(g, height) {
@@ -141,7 +142,7 @@ class Diagram {
       g.fillStyle = this.colours.line; g.globalAlpha = 0.4;
       g.fillRect(MARGIN, y, this.width - MARGIN, LANE);
       g.globalAlpha = 1;
-      this.spans(g, lane, y, LANE, groupColour(DATA.lanes[lane.lane]));
+      this.spans(g, lane, y, LANE, groupColour(this.data.lanes[lane.lane]));
     });
   }
 
@@ -152,7 +153,7 @@ class Diagram {
       const end = this.x(lane.end[i]);
       if (end <= until && end - this.x(lane.ready[i]) < 0.5) continue;
       const ready = this.x(lane.ready[i]), start = this.x(lane.start[i]);
-      g.fillStyle = colour || phaseColour(this.colours, DATA.kinds[lane.kind[i]][1]);
+      g.fillStyle = colour || phaseColour(this.colours, this.data.kinds[lane.kind[i]][1]);
       if (start - ready > 0.3) { g.globalAlpha = 0.3; g.fillRect(ready, y, start - ready, height); g.globalAlpha = 1; }
       const w = Math.max(0.35, end - start);
       g.fillRect(start, y, w > 3 ? w - 0.6 : w, height);
@@ -166,7 +167,7 @@ class Diagram {
     for (const block of row.blocks) {
       if (block.end < this.view[0] || block.start > this.view[1]) continue;
       const left = Math.max(MARGIN, this.x(block.start)), right = Math.min(this.width, this.x(block.end));
-      const text = block.phase === "optimizer" ? "optimizer" : DATA.steps[block.step];
+      const text = block.phase === "optimizer" ? "optimizer" : this.data.steps[block.step];
       if (text === "-" || right - left < 9 + 7 * text.length) continue;
       g.lineWidth = 3; g.strokeStyle = "rgb(0 0 0 / 45%)"; g.lineJoin = "round";
       g.strokeText(text, left + 4, row.y + MAIN / 2 + 0.5);
@@ -177,7 +178,7 @@ class Diagram {
   }
 
   path(g) {
-    const [rows, starts, runs] = DATA.path;
+    const [rows, starts, runs] = this.data.path;
     g.strokeStyle = this.colours.path; g.lineWidth = 2.5; g.lineJoin = "round";
     g.beginPath();
     rows.forEach((row, i) => {
@@ -230,10 +231,10 @@ class Diagram {
   }
 
   describe(found) {
-    if (found.block) return [`${DATA.steps[found.block.step]} ${found.block.phase}`, `${found.row.name}: the main stream waits`];
-    const { lane, i } = found, [name, phase, group, bytes, site, note, source] = DATA.kinds[lane.kind[i]];
+    if (found.block) return [`${this.data.steps[found.block.step]} ${found.block.phase}`, `${found.row.name}: the main stream waits`];
+    const { lane, i } = found, [name, phase, group, bytes, site, note, source] = this.data.kinds[lane.kind[i]];
     const wait = lane.start[i] - lane.ready[i], count = lane.count.length ? lane.count[i] : 1;
-    const [title, basis] = [`${name} ${DATA.steps[lane.step[i]]}`, (DATA.sources[source] || "").split(" (")[0]];
+    const [title, basis] = [`${name} ${this.data.steps[lane.step[i]]}`, (this.data.sources[source] || "").split(" (")[0]];
     return [
       count > 1 ? `${count} spans, ${title} …` : title,
       `${found.row.name} · ${phase || "outside of steps"}${group ? ` · ${group}` : ""}`,
@@ -288,6 +289,7 @@ class Diagram {
       const t = (event.clientX - box.left - MARGIN) / (box.width - MARGIN) * this.total;
       this.show(t - half, t + half);
     };
+    if (!this.overview) return;
     this.overview.addEventListener("pointerdown", jump);
     this.overview.addEventListener("pointermove", jump);
   }

@@ -6,25 +6,21 @@ dumps and programs is hostile and is escaped.
 
 from __future__ import annotations
 
-import html
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from megatron_prism.core.world import format_ranks
-from megatron_prism.hang.verdict import Diagnosis
+from megatron_prism.hang.verdict import Diagnosis, Waiting
+from megatron_prism.report.page import render_page
 
-__all__ = ["markdown", "page"]
+__all__ = ["markdown", "page", "page_data"]
 
 _MOST = 64  # victims in the table
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.25em} h2{font-size:1.05em;margin-top:1.6em} pre{background:#f6f6f6}
-td,th{padding:.15em .8em .15em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}
-.healthy{color:#186a3b}.fault{color:#922b21}pre{padding:.6em;white-space:pre-wrap;overflow-wrap:anywhere}
-@media(prefers-color-scheme:dark){body{background:#181818;color:#ddd}pre{background:#242424}}
-"""
 
 
 def _sections(found: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:
+    """(title, lines), the evidence first."""
     rows = [
         ("Evidence", found.evidence),
         ("Who waits for whom", found.chain),
@@ -33,15 +29,19 @@ def _sections(found: Diagnosis) -> list[tuple[str, tuple[str, ...]]]:
         ("First watchdog to fire", (found.watchdog,) if found.watchdog else ()),
         ("Missing, and what to set next time", found.missing),
     ]
-    return [(title, lines) for title, lines in rows if lines]
+    return [(title, lines) for title, lines in rows if lines or title == "Evidence"]
 
 
-def _victims(found: Diagnosis) -> list[tuple[str, ...]]:
+def _victims(found: Diagnosis, victims: Sequence[Waiting]) -> list[tuple[str, ...]]:
     """(ranks, waits in, for) with the ranks that wait alike in one row."""
     alike: dict[tuple[str, str], list[int]] = {}
-    for victim in found.victims:
+    for victim in victims:
         call = f"{victim.op} #{victim.seq} of {victim.group}"
-        alike.setdefault((call, format_ranks(victim.waits_for)), []).append(victim.rank)
+        waits = format_ranks(victim.waits_for)
+        if not waits:  # all have come, and their calls do not fit
+            waits = f"the call of {_ranks([one.rank for one in found.culprits])}"
+            waits = waits if found.culprits else "a call that does not fit"
+        alike.setdefault((call, waits), []).append(victim.rank)
     rows: list[tuple[str, ...]] = [
         (format_ranks(ranks), call, others) for (call, others), ranks in alike.items()
     ]
@@ -57,9 +57,13 @@ def markdown(found: Diagnosis) -> str:
         lines.append("")
     if found.victims:
         lines += ["| victims | wait in | for |", "|---|---|---|"]
-        lines += ["| " + " | ".join(map(_plain, row)) + " |" for row in _victims(found)]
+        lines += [
+            "| " + " | ".join(map(_plain, row)) + " |" for row in _victims(found, found.victims)
+        ]
         lines.append("")
     for title, rows in _sections(found):
+        if not rows:
+            continue
         fence = "`" * (max((len(m) for row in rows for m in re.findall("`+", row)), default=2) + 1)
         fence = fence if len(fence) > 2 else "```"
         lines += [f"### {title}", "", fence, *rows, fence, ""]
@@ -71,28 +75,61 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text.replace("\n", " "))
 
 
+_SAID = {  # kind of culprit -> what happened, in words; the others are a field that differs
+    "host stuck": "{ranks} never issued this call: the host stands elsewhere",
+    "device stuck": "{ranks} issued this call, and the device never started it",
+    "missing dump": "{ranks} left no dump: the process died, or could not write one",
+    "order": "{ranks} made these calls in another order than the other ranks",
+    "extra call": "{ranks} made a call that nobody else makes",
+    "skipped call": "{ranks} skipped this call",
+    "operation": "{ranks} made another call in place of this one: skipped it, or came out of order",
+}
+
+
 def page(found: Diagnosis) -> str:
-    """One self-contained page without scripts."""
-    kind = "healthy" if found.verdict == "healthy" else "fault"
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
-        f"<title>{html.escape(found.headline())}</title><style>{_STYLE}</style>",
-        f"<h1 class={kind}>{html.escape(found.headline())}</h1>",
-        f"<p>confidence: {html.escape(found.confidence)}",
-    ]
-    if found.culprits:
-        rows: list[tuple[str, ...]] = [(str(c.rank), c.kind, c.why) for c in found.culprits]
-        parts.append("<h2>Culprits</h2>" + _table(("rank", "class", "why"), rows))
-    if found.victims:
-        parts.append("<h2>Victims</h2>" + _table(("ranks", "wait in", "for"), _victims(found)))
-    for title, lines in _sections(found):
-        parts.append(f"<h2>{title}</h2><pre>{html.escape(chr(10).join(lines))}</pre>")
-    return "\n".join(parts) + "\n"
+    """One self-contained page: who waits for whom, the evidence, all victims."""
+    return render_page("prism hang", found.headline(), "hang", page_data(found), str(found))
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    top = "".join(f"<th>{name}" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(x)}" for x in row) for row in rows)
-    return f"<table><tr>{top}{body}</table>"
+def page_data(found: Diagnosis) -> dict[str, Any]:
+    """What hang.js draws: culprits in words, direct victims and the others, in rows."""
+    culprits = {one.rank for one in found.culprits}
+
+    def direct(victim: Waiting) -> bool:
+        here = (victim.op, victim.group, victim.seq) == (found.op, found.group, found.seq)
+        return here or bool(culprits.intersection(victim.waits_for))
+
+    near = [victim for victim in found.victims if direct(victim)]
+    far = [victim for victim in found.victims if not direct(victim)]
+    alike: dict[tuple[str, str], list[int]] = {}
+    for one in found.culprits:
+        alike.setdefault((one.kind, one.why), []).append(one.rank)
+    site = re.search(r" at (\S+:\d+)", " ".join(found.evidence))
+    return {
+        "lanes": [],
+        "verdict": found.verdict,
+        "confidence": found.confidence,
+        "confirmed": found.confirmed,
+        "call": f"{found.op} #{found.seq} of {found.group}" if found.group else "",
+        "site": "" if site is None else site[1],
+        "candidates": format_ranks(found.candidates),
+        "culprits": [
+            {"ranks": _ranks(ranks), "kind": kind, "why": why, "said": _words(ranks, kind)}
+            for (kind, why), ranks in alike.items()
+        ],
+        "direct": _victims(found, near),
+        "others": _victims(found, far),
+        "counts": [len(culprits), len(near), len(far)],
+        "evidence": list(found.evidence),
+        "sections": [[title, list(lines)] for title, lines in _sections(found)[1:]],
+    }
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def _words(ranks: Sequence[int], kind: str) -> str:
+    named = _ranks(ranks)
+    said = _SAID.get(kind, f"{{ranks}} made this call with another {kind} than the other ranks")
+    return said.format(ranks=named[0].upper() + named[1:])

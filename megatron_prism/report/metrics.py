@@ -19,7 +19,7 @@ from megatron_prism.replay.interval import Uncertainty, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "name_class", "path_parts"]
+__all__ = ["ClassMetrics", "Metrics", "Value", "mean_parts", "timeline_metrics", "path_parts"]
 
 
 HOST_PART = "host: "  # what begins so is a host that issues work
@@ -278,6 +278,18 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
     )
 
 
+def mean_parts(found: Metrics) -> dict[str, float]:
+    """ns of an iteration by what a mean rank does; adds up to the iteration.
+
+    ``compute``, ``exposed GROUP``, ``waiting GROUP`` and ``idle``.
+    """
+    ranks = sum(one.count for one in found.classes) or 1
+    parts = {"compute": sum(one.compute * one.count for one in found.classes) / ranks}
+    for what in ("exposed", "waiting"):
+        parts |= {f"{what} {group}": ns for group, ns in found.mean(what).items()}
+    return parts | {"idle": sum(one.idle * one.count for one in found.classes) / ranks}
+
+
 def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:
     programs = timeline.graph.programs.programs
     if not any(program.knows_host for program in programs):
@@ -297,17 +309,6 @@ def _host_spread(timeline: Timeline) -> float | None:
     return max((float(one.std(ddof=1) / max(1.0, one.mean())) for one in hosts), default=None)
 
 
-def name_class(timeline: Timeline, index: int) -> str:
-    """``stage 2``; ``stage 2, class 5`` where a stage has several; ``class 5`` across stages."""
-    world, classes = timeline.graph.programs.world, timeline.graph.classes
-    stages = np.asarray(world._along("pp", np.arange(world.size)))
-    mine = np.unique(stages[classes.of == index])
-    if world.pp == 1 or len(mine) != 1:
-        return f"class {index}"
-    alone = len(np.unique(classes.of[stages == mine[0]])) == 1
-    return f"stage {mine[0]}" if alone else f"stage {mine[0]}, class {index}"
-
-
 def _classes(timeline: Timeline) -> list[ClassMetrics]:
     graph, slack = timeline.graph, timeline.slack()
     critical = critical_by_class(timeline)
@@ -319,7 +320,7 @@ def _classes(timeline: Timeline) -> list[ClassMetrics]:
         found.append(
             ClassMetrics(
                 index=index,
-                name=name_class(timeline, index),
+                name=graph.class_name(index),
                 ranks=ranks if len(ranks) <= _RANKS else ranks[: _RANKS - 2] + " …",
                 count=graph.classes.counts[index],
                 total=account.total,

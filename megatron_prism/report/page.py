@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["render_page"]
+__all__ = ["allow_script", "render_page"]
 
 FOLDER = Path(__file__).parent
 # what could end a script element, or a line of JavaScript
@@ -25,18 +25,19 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def render_page(
-    command: str, title: str, body: str, scripts: Sequence[str], data: dict[str, Any], text: str
+    command: str, title: str, own: str, data: dict[str, Any], text: str, more: Sequence[str] = ()
 ) -> str:
     """The page.
 
     Args:
         command: that writes such pages (``prism replay``).
-        body: file of its sections; ``scripts`` fill them, in this order.
+        own: name of its sections (``own.html``) and of the script that fills them (``own.js``).
         data: what scripts find as ``DATA``.
         text: for browsers without scripts.
+        more: scripts that its own one needs, beside page.js and charts.js.
     """
     style = _read("page.css")
-    script = "".join(_read(name) for name in scripts)
+    script = "".join(_read(name) for name in ("page.js", "charts.js", *more, f"{own}.js"))
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -47,13 +48,20 @@ def render_page(
         "command": html.escape(command),
         "title": html.escape(title),
         "style": style,
-        "body": _read(body),
+        "body": _read(f"{own}.html"),
         "text": html.escape(text),
         "data": re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found[0]], content),
         "script": script,
     }
     # in one pass: what is put in is not searched again
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("page.html"))
+
+
+def allow_script(page: str, script: str) -> str:
+    """``page`` with one script more, which its policy lets run: tests look at pages with it."""
+    own = html.escape(f"'{_hash(script)}'")
+    page = page.replace("script-src ", f"script-src {own} ", 1)
+    return page.replace("</body>", f"<script data-driver>{script}</script></body>")
 
 
 def _read(name: str) -> str:

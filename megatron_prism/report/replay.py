@@ -1,6 +1,6 @@
-"""The page of a timeline: what page.js draws.
+"""The page of a timeline: what replay.js draws.
 
-In : Timeline.  Out: HTML (page.py is its frame, replay.html its sections).
+In : Timeline, or two of them.  Out: HTML (page.py is its frame, replay.html its sections).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_prism.core.ops import CODE, PHASE_NAMES, label
 from megatron_prism.replay.timeline import Timeline
 from megatron_prism.report import text
-from megatron_prism.report.metrics import Metrics, timeline_metrics
+from megatron_prism.report.metrics import Metrics, mean_parts, timeline_metrics
 from megatron_prism.report.page import render_page
 
 __all__ = ["live_memory", "merge", "page_data", "path_rows", "render", "step_codes"]
@@ -147,6 +147,7 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
         "path": _path(timeline, drawn),
         "merged": epsilon,
         "missing": len(found.classes) - len(drawn),
+        "parts": list(mean_parts(found).items()),
     }
 
 
@@ -238,16 +239,13 @@ class _Names:
         return np.array(kinds, dtype=np.int64), np.array(steps, dtype=np.int64)
 
 
-SCRIPTS = ("units.js", "diagram.js", "charts.js", "page.js")
-
-
-def render(timeline: Timeline) -> str:
-    """The page."""
-    return render_page(
-        "prism replay",
-        str(timeline.graph.programs.world),
-        "replay.html",
-        SCRIPTS,
-        page_data(timeline),
-        text.render(timeline),
-    )
+def render(timeline: Timeline, name: str = "", other: tuple[str, Timeline] | None = None) -> str:
+    """The page; ``other``: what the timeline is compared with, and its name."""
+    data, said = page_data(timeline), text.render(timeline)
+    data |= {"name": name, "groups": data["lanes"], "other": None}
+    if other is not None:
+        data["other"] = {**page_data(other[1]), "name": other[0]}
+        data["groups"] = list(dict.fromkeys([*data["lanes"], *data["other"]["lanes"]]))
+        said += f"\n{other[0]}\n\n{text.render(other[1])}"
+    world = str(timeline.graph.programs.world)
+    return render_page("prism replay", world, "replay", data, said, ("diagram.js",))

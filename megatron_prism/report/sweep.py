@@ -160,10 +160,7 @@ def render_pair(both: tuple[Row, Row]) -> str:
 def render_html(sweep: Sweep) -> str:
     """The page: time against memory, the table, and the first two points side by side."""
     title = f"{sweep.recipe}: layouts by {sweep.objective}"
-    scripts = ("units.js", "charts.js", "sweep.js")
-    return render_page(
-        "prism sweep", title, "sweep.html", scripts, _page(sweep), render_text(sweep)
-    )
+    return render_page("prism sweep", title, "sweep", _page(sweep), render_text(sweep))
 
 
 def _page(sweep: Sweep) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,12 +12,20 @@ import pytest
 from helpers.programs import TP, WORLDS, edit, healthy, with_rank
 from helpers.timelines import HOSTILE, hostile, replayed, tiny
 
+import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import program
+from megatron_prism.core.world import World
+from megatron_prism.hang.fault_plan import parse
+from megatron_prism.predict.campaign import Campaign
 from megatron_prism.replay.costs.machine import machines
+from megatron_prism.replay.priced_graph import price
 from megatron_prism.report import text
-from megatron_prism.report.page import _hash
+from megatron_prism.report.page import allow_script
 from megatron_prism.report.replay import render
+from megatron_prism.sweep.rank import Row
+from megatron_prism.sweep.space import SweepPoint
+from megatron_prism.sweep.sweep import Sweep
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -274,10 +283,7 @@ DRIVER = Path(__file__).with_name("report_driver.js").read_text(encoding="utf-8"
 
 def in_browser(tmp_path, source, driver=DRIVER):
     """What the driver, put into the page with its own hash, has to say."""
-    own = f"'{_hash(driver)}'".replace("'", "&#x27;")
-    page = source.replace("script-src ", f"script-src {own} ", 1)
-    page = page.replace("</body>", f"<script data-driver>{driver}</script></body>")
-    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    (tmp_path / "page.html").write_text(allow_script(source, driver), encoding="utf-8")
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900",
              f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
              "--virtual-time-budget=3000", "--dump-dom",
@@ -309,3 +315,52 @@ def test_a_foreign_script_does_not_run(tmp_path):
     source = render(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)
     _, errors = in_browser(tmp_path, source)
     assert any("Content Security Policy" in line for line in errors)
+
+
+def a_sweep():
+    def point(key, ns, gib):
+        stage = {"count": 1, "compute": ns // 2, "exposed": {TP: ns // 4},
+                 "waiting": {TP: ns // 8}, "idle": ns // 8}  # fmt: skip
+        return {"key": key, "axes": {"tp": key}, "iteration_ns": ns, "low_ns": ns * 9 // 10,
+                "high_ns": ns * 11 // 10, "memory": {"bytes": gib << 30, "stage": "stage 0"},
+                "tokens_per_gpu": 512.0, "mfu": 0.4, "bubble": 0.1, "exposed": 0.2,
+                "p95_ns": None, "stages": [stage]}  # fmt: skip
+
+    rows = tuple(Row(i + 1, False, point(i, (20 + i) * 10**8, 60 - i), None) for i in range(4))
+    dropped = (SweepPoint({"tp": 3}, None, "64 heads are no multiple of 3", "no layout"),)
+    commands = {i: ["--tensor-model-parallel-size", str(i)] for i in range(4)}
+    return Sweep("a job", "iteration", "h200", 80 << 30, {"tp": [0, 1, 2, 3]}, rows, dropped,
+                 commands)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_every_page_looks_right_in_a_browser():
+    """1,400 and 800 pixels wide, light and dark: nothing overlaps, is cut off or an error."""
+    priced = price(healthy(World(64, tp=4, pp=4)), machine="h200")
+    timeline, slow = priced.timeline, priced.again(slow={5: 1.5}).timeline
+    long = Campaign(1000, deadline=1e18, mtbf=1e13)
+    forecast = prism.predict(priced, samples=200, plan=long, what_ifs=True)
+    compared = prism.compare({"as it is": priced, "slow": priced.again(slow={5: 1.5})}, samples=200)
+    fault = parse("drop@rank=5,group=tp,nth=1")
+    verdict = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
+    pages = {
+        "replay": timeline.to_html(),
+        "two replays": render(timeline, "as it is", ("rank 5 slow", slow)),
+        "predict": forecast.to_html(),
+        "compare": compared.to_html(),
+        "hang": verdict.to_html(),
+        "healthy": prism.diagnose(programs=tiny()).to_html(),
+        "sweep": a_sweep().to_html(),
+    }
+    browser = runpy.run_path(str(Path(__file__).parents[2] / "docs/screenshots.py"))
+    for scheme in ("light", "dark"):
+        tabs, wrong = browser["inspect"](pages, scheme)
+        assert wrong == []
+        assert len(tabs) == 2 * len(pages)
+        assert tabs["predict", 800] == [
+            "distribution", "moves", "slow", "scale", "run", "provenance", "reading"
+        ]  # fmt: skip
+        assert tabs["two replays", 1400][0] == "compare"
+        assert tabs["hang", 1400][0] == "waits"
+        assert tabs["sweep", 800] == ["points", "pair", "dropped", "reading"]

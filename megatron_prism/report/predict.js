@@ -1,0 +1,188 @@
+// A distribution of the iteration time and what moves it, or several layouts side by side.
+
+const LEVELS = Array.from({ length: 199 }, (_, i) => 0.005 + 0.99 * i / 198);  // of ``times``
+const shares = { from: 0, to: 1, ticks: [0, 0.25, 0.5, 0.75, 1], write: (part) => `${100 * part} %` };
+const quantile = (level) => `p${round(100 * level)}`;
+const between = (q) => q.ns === null ? `needs ${count(q.needed)} samples` : `${ms(q.low)} to ${ms(q.high)}`;
+// predictions differ in the fourth digit
+const ms = (ns) => `${(ns / 1e6).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 })} ms`;
+const CURVES = ["accent", "path", "backward", "optimizer", "weight", "outside"];
+const sourceRows = (all) => all.map((text) => [badge(text), text.replace(/^\w+: /, "")]);
+
+// ---- one distribution
+function figures() {
+  const p = (level) => DATA.quantiles.find((q) => q.level === level);
+  const over = (q) => q.ns === null ? `needs ${count(q.needed)} samples`
+    : `${signed(q.ns / DATA.steady - 1, percent)}; ${ms(q.low)} to ${ms(q.high)}`;
+  const range = DATA.steady_high > DATA.steady_low
+    ? `on the job's machine ${ms(DATA.steady_low)} to ${ms(DATA.steady_high)}, nine times in ten` : "as prism replay has it";
+  const all = [["without variation", ms(DATA.steady), range]];
+  for (const level of [0.5, 0.95, 0.99]) if (p(level)) all.push([quantile(level), p(level).ns === null ? null : ms(p(level).ns), over(p(level))]);
+  all.push(["drawn", count(DATA.samples), `iterations of ${count(DATA.replicas)} replicas, seed ${DATA.seed}`]);
+  if (DATA.run) all.push(["the whole run", long(DATA.run.mean), `on average; ${count(DATA.run.plan.iterations)} iterations`]);
+  cards(all);
+}
+
+function distribution(section) {
+  const times = DATA.times, low = times[0], high = times[times.length - 1];
+  section.append(element("h2", "", "How long iterations take"));
+  if (low === high) { section.append(element("p", "", "Every iteration takes the same time.")); return; }
+  const edges = Array.from({ length: 41 }, (_, i) => low + (high - low) * i / 40);
+  const below = (time) => {
+    const i = Math.min(times.length - 1, Math.max(1, times.findIndex((t) => t >= time)));
+    const part = (time - times[i - 1]) / (times[i] - times[i - 1] || 1);
+    return LEVELS[i - 1] + Math.max(0, Math.min(1, part)) * (LEVELS[i] - LEVELS[i - 1]);
+  };
+  const bars = edges.slice(1).map((edge, i) => below(edge) - below(edges[i]));
+  const x = { from: Math.min(DATA.steady, low), to: high + (high - low) * 0.08, write: formatNs, title: "iteration time" };
+  const marks = (plot) => plot.marks([[DATA.steady, `without variation: ${ms(DATA.steady)}`, plot.colours.outside],
+    ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, plot.colours.path])]);
+  section.append(quiet("How many iterations take how long: each bar is a fortieth of the range."));
+  const top = Math.max(...bars) * 1.5;  // room for the names of the marks
+  const plot = new Plot(section, "distribution of the iteration time", { x, y: { from: 0, to: top, write: (part) => `${round(100 * part, 2)} %` } });
+  bars.forEach((part, i) => tipOn(plot.bar(edges[i], edges[i + 1], part, plot.colours.accent), `${round(100 * part, 2)} % of iterations`, `${ms(edges[i])} to ${ms(edges[i + 1])}`));
+  marks(plot);
+  section.append(element("h2", "", "How many iterations take at most so long"));
+  const curve = new Plot(section, "chance of at most so much time", { x, y: shares });
+  curve.line(times.map((time, i) => [time, LEVELS[i]]), curve.colours.accent);
+  marks(curve);
+  section.append(table(["", "iteration", "over the time without variation", "95 % interval of the draws"], [
+    ["without variation", ms(DATA.steady), "", ""],
+    ...DATA.quantiles.map((q) => [quantile(q.level), or(q.ns, ms), q.ns === null ? "" : signed(q.ns / DATA.steady - 1, percent), between(q)])]));
+}
+
+// ---- what moves p95: a bar from half to twice the spread
+const LEAST = 0.001;  // of p95: what moves it by less is named below the bars
+function tornado(section) {
+  const { tornado: bars, base } = DATA.study, strong = bars.filter((bar) => Math.abs(bar.doubled - bar.halved) >= LEAST * base);
+  section.append(element("h2", "", "p95 if something varied half or twice as much"),
+    quiet(`Now it is ${ms(base)}: p95 of the iterations that were drawn for these questions.`));
+  if (strong.length) {
+    const values = strong.flatMap((bar) => [bar.halved, bar.doubled, base]), low = Math.min(...values), high = Math.max(...values);
+    const place = (value) => `${100 * (value - low) / (high - low || 1)}%`;
+    const track = (bar) => {
+      const box = element("div", "span");
+      for (const [to, className] of [[bar.halved, "less"], [bar.doubled, "more"]]) {
+        const part = element("i", className);
+        part.style.left = place(Math.min(to, base));
+        part.style.width = `${100 * Math.abs(to - base) / (high - low || 1)}%`;
+        box.append(part);
+      }
+      const now = element("i", "now");
+      now.style.left = place(base);
+      box.append(now);
+      return box;
+    };
+    const axis = element("div", "axis", element("span", "", ms(low)), element("span", "", ms(high)));
+    section.append(table(["what varies", axis, "half", "twice"], strong.map((bar) =>
+      [bar.what, track(bar), signed(bar.halved - base, ms), signed(bar.doubled - base, ms)]), [0, 1]),
+      legend([["half the spread", "var(--backward)"], ["twice the spread", "var(--path)"], [`now, ${ms(base)}`, "var(--ink)"]]));
+  }
+  const weak = bars.filter((bar) => !strong.includes(bar)).map((bar) => bar.what);
+  if (weak.length) section.append(element("p", "quiet below", `Moves p95 by less than ${100 * LEAST} %: ${weak.join(", ")}.`));
+}
+
+function halved(section) {
+  const rows = Object.entries(DATA.halved).filter(([, ns]) => ns !== DATA.halved_from).sort((a, b) => a[1] - b[1])
+    .map(([part, ns]) => [`${part} spread halved`, ms(ns), signed(ns - DATA.halved_from, ms)]);
+  const slow = Object.entries(DATA.slow).map(([index, ns]) =>
+    [`one GPU of ${DATA.classes[index]} takes ${round(DATA.slow_by)} x as long`, ms(ns), signed(ns - DATA.slow_from, ms)]);
+  section.append(element("h2", "", "What moves p95"), table(["if", "p95", "change"], [...rows, ...slow]));
+}
+
+// ---- a slow GPU by stage, a hot node by kind
+function slow(section) {
+  const { placement: placed, hot, base } = DATA.study;
+  const most = Math.max(...placed.p95.flat(), ...hot.flatMap((node) => node.p95.map(([, ns]) => ns))) / base - 1;
+  const cell = (ns) => {
+    const part = Math.max(0, ns / base - 1), made = element("div", "heat", signed(ns / base - 1, percent));
+    made.style.backgroundColor = `color-mix(in srgb, var(--path) ${Math.round(70 * (most > 0 ? part / most : 0))}%, transparent)`;
+    return tipOn(made, ms(ns), `${signed(ns - base, ms)} over ${ms(base)}`);
+  };
+  const classes = placed.classes.map((index) => DATA.classes[index] || `class ${index}`);
+  const several = classes.length > 1 ? ["worst / best"] : [];
+  section.append(element("h2", "", "p95 with one slow GPU, by where it is"), quiet(`Over ${ms(base)}, p95 without it.`),
+    table(["it takes", ...classes, ...several], placed.factors.map((factor, i) =>
+      [`x ${factor}`, ...placed.p95[i].map(cell), ...several.map(() => round(placed.gain[i]))])),
+    ...(several.length ? [] : [quiet("There is one class.")]),
+    element("h2", "", `p95 with a hot node (${count(hot[0].ranks)} GPUs), one of each kind`),
+    table(["they take", ...hot.map((node) => `node ${node.node}`)], placed.factors.map((factor, i) => [`x ${factor}`, ...hot.map((node) => cell(node.p95[i][1]))])));
+}
+
+// ---- other world sizes
+function scale(section) {
+  const points = DATA.study.scale;
+  section.append(element("h2", "", "Other world sizes"));
+  if (points.length) {
+    const curves = [["without variation", "steady", "outside"], ["p50", "p50", "accent"], ["p95", "p95", "path"]];
+    const plot = new Plot(section, "iteration time over ranks", { right: 130, height: 380,
+      x: { from: Math.log2(points[0].ranks), to: Math.log2(points[points.length - 1].ranks), ticks: points.map((p) => Math.log2(p.ranks)),
+        write: (power) => count(Math.round(2 ** power)), title: "ranks" },
+      y: { ...extent(points.flatMap((p) => [p.steady, p.p50, p.p95])), write: formatNs } });
+    for (const [, key, colour] of curves) plot.line(points.map((p) => [Math.log2(p.ranks), p[key]]), plot.colours[colour]);
+    plot.names(curves.map(([text, key, colour]) => [points[points.length - 1][key], text, plot.colours[colour]]));
+    section.append(table(["ranks", "without variation", "p50", "p95"], points.map((p) => [count(p.ranks), ms(p.steady), ms(p.p50), ms(p.p95)])));
+  }
+  section.append(quiet(`${DATA.study.note}.`));
+}
+
+function long(ns) {
+  const [size, unit] = [[86400e9, "days"], [3600e9, "h"], [60e9, "min"], [1e9, "s"]].find(([size]) => ns >= 2 * size) || [1e9, "s"];
+  return `${round(ns / size)} ${unit}`;
+}
+
+function run(section) {
+  const { run: found } = DATA, rows = [["iterations alone", long(found.work)], ["mean, all included", long(found.mean)]];
+  rows.push(...found.quantiles.map(([level, ns]) => [quantile(level), long(ns)]), ["failures", round(found.failures)]);
+  if (found.interval !== null) rows.push(["work between checkpoints", long(found.interval)]);
+  if (found.chance !== null) rows.push([`within ${long(found.plan.deadline)}`, `${percent(found.chance)} (${percent(found.chance_low)} to ${percent(found.chance_high)})`]);
+  section.append(element("h2", "", `${count(found.plan.iterations)} iterations`), table(["", ""], rows));
+}
+
+function provenance(section) {
+  section.append(element("h2", "", "Spreads"), element("p", "", DATA.source), element("h2", "", "Calls"), element("p", "", DATA.calls),
+    element("h2", "", "Durations"), table(["", "source"], sourceRows(DATA.durations), [1]));
+}
+
+// ---- layouts side by side
+function layouts(section) {
+  const all = DATA.layouts;
+  section.append(element("h2", "", "How many iterations take at most so long"));
+  const plot = new Plot(section, "chance of at most so much time, by layout", { height: 380, y: shares,
+    x: { ...extent(all.flatMap((one) => [one.times[0], one.times[198]]), 0.02), write: formatNs, title: "iteration time" } });
+  const colour = (i) => plot.colours[CURVES[i % CURVES.length]];
+  all.forEach((one, i) => plot.line(one.times.map((time, k) => [time, LEVELS[k]]), colour(i)));
+  const quantiles = all[0].quantiles.map((q) => quantile(q.level));
+  section.append(legend(all.map((one, i) => [one.name, colour(i)])),
+    element("h2", "", "Quantiles"), quiet("In brackets: the 95 % interval of the draws."),
+    table(["layout", "ranks", "microbatches", "without variation", ...quantiles], all.map((one) => [one.name, count(one.ranks), count(one.microbatches),
+      ms(one.steady), ...one.quantiles.map((q) => q.ns === null ? between(q) : `${ms(q.ns)} (${between(q)})`)])));
+}
+
+function faster(section) {
+  const said = (one) => one === null ? "" : `${percent(one.share)} (${percent(one.low)} to ${percent(one.high)})`;
+  section.append(element("h2", "", "Who is faster"), quiet("How often, of iterations under the same network. In brackets: the 95 % interval."),
+    table(["layout", `${DATA.layouts[0].name} is faster`, "fastest of all"], DATA.layouts.map((one) => [one.name, said(one.slower), said(one.fastest)])));
+  if (DATA.note) section.append(element("p", "", `Beware: ${DATA.note}.`));
+}
+
+function rests(section) {
+  for (const [layout, one] of Object.entries(DATA.rests_on)) {
+    section.append(element("h2", "", layout), element("p", "", one.spreads), element("p", "", `Calls: ${one.calls}`),
+      table(["", "source"], sourceRows(one.durations), [1]));
+  }
+}
+
+const READING = ["reading", "How to read this", null];
+if (DATA.layouts) {
+  at("slices").textContent = `${count(DATA.samples)} iterations of each, one network for all, seed ${DATA.seed}`;
+  const p95 = (one) => one.quantiles.find((q) => q.level === 0.95) || one.quantiles[0];
+  cards(DATA.layouts.map((one) => [`${quantile(p95(one).level)} of ${one.name}`, p95(one).ns === null ? null : ms(p95(one).ns), `without variation ${ms(one.steady)}`]));
+  tabs([["layouts", "Iteration time", anew(layouts)], ["faster", "Who is faster", once(faster)], ["provenance", "Provenance", once(rests)], READING]);
+} else {
+  at("slices").textContent = `${DATA.graph} · spreads: ${DATA.source.split(":")[0]}`;
+  figures();
+  tabs([["distribution", "Distribution", anew(distribution)], ["moves", "What moves p95", anew(DATA.study ? tornado : halved)],
+    ...(DATA.study ? [["slow", "Slow GPUs", anew(slow)], ["scale", "Scale", anew(scale)]] : []),
+    ...(DATA.run ? [["run", "Whole run", once(run)]] : []), ["provenance", "Provenance", once(provenance)], READING]);
+}
