@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,16 +10,10 @@ import numpy as np
 
 from megatron_prism.core import units
 from megatron_prism.core.ops import NAMES
-from megatron_prism.report.predict import _BLUE as BLUE
-from megatron_prism.report.predict import _GREY as GREY
-from megatron_prism.report.predict import _RED as RED
-from megatron_prism.report.predict import _Plot as Plot
-from megatron_prism.report.predict import _rows as rows_of
-from megatron_prism.report.predict import _section as section
-from megatron_prism.report.predict import _ticks_ms as ticks_ms
-from megatron_prism.report.predict import whole
+from megatron_prism.report.page import render_page as page
 
 if TYPE_CHECKING:
+    from megatron_prism.replay.timeline import Timeline
     from megatron_prism.traces.compare import Difference, TraceComparison
     from megatron_prism.traces.variance import Variation
 
@@ -164,22 +157,29 @@ def render_comparison(found: TraceComparison) -> str:
 
 def render_page(found: TraceComparison) -> str:
     """The same as a page; timelines as bars, predicted above real."""
-    parts = [f"<h1>predicted and real</h1><p>{'<br>'.join(map(html.escape, _headline(found)))}</p>"]
-    for one in found.ranks:
-        plot = Plot((0, max(found.predicted_ns, found.replayed_ns)), (0, 4))
-        for row, timeline in ((3.0, found.predicted), (1.0, found.real)):
-            index = int(timeline.graph.classes.of[one.rank])
-            names = timeline.graph.program_list[index].ops["name"]
-            for op, _, ready, start, end in timeline.spans(index).tolist():
-                computes = NAMES[names[op]] == "compute"
-                low, colour = (row, BLUE) if computes else (row - 0.45, RED)
-                plot.bar(start, end, low, low + 0.4, colour)
-                if ready < start:
-                    plot.bar(ready, start, low, low + 0.4, GREY)
-        plot.ticks(ticks_ms(*plot.x), [(3.0, "predicted"), (1.0, "real")])
-        said = f"rank {one.rank}: computing (blue), calls (red), waiting for others (grey)"
-        parts.append(section(said, plot.svg(said)))
-    for said, head, rows in _tables(found):
-        parts.append(section(said, rows_of(head, rows)))
-    parts.append("".join(f"<p class=quiet>note: {html.escape(note)}</p>" for note in found.notes))
-    return whole("prism compare", parts)
+    error = found.predicted_ns / found.real_ns - 1
+    data = {
+        "lanes": [],
+        "predicted": found.predicted_ns,
+        "real": found.real_ns,
+        "replayed": found.replayed_ns,
+        "error": error,
+        "ranks": [
+            {"rank": one.rank, "predicted": _spans(found.predicted, one.rank),
+             "real": _spans(found.real, one.rank)}
+            for one in found.ranks
+        ],
+        "tables": _tables(found),
+        "notes": list(found.notes),
+    }  # fmt: skip
+    return page("prism compare", "predicted and real", "compare", data, render_comparison(found))
+
+
+def _spans(timeline: Timeline, rank: int) -> list[list[int]]:
+    """[whether it computes, ready, start, end] of what a rank does."""
+    index = int(timeline.graph.classes.of[rank])
+    names = timeline.graph.program_list[index].ops["name"]
+    return [
+        [int(NAMES[names[op]] == "compute"), ready, start, end]
+        for op, _, ready, start, end in timeline.spans(index).tolist()
+    ]

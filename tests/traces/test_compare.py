@@ -61,7 +61,7 @@ def test_the_command_writes_a_page_and_a_trace_with_both(tmp_path, capsys):
     events = json.loads(both.read_text())["traceEvents"]
     titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert titles == ["rank 0, predicted", "rank 0, real", "rank 1, predicted", "rank 1, real"]
-    assert "default-src 'none'" in page.read_text()
+    assert "default-src &#x27;none&#x27;" in page.read_text()
     assert main(["compare", *traces, str(predicted), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schema"] == "prism.compare/1"
     assert main(["compare", traces[0]]) == 2
