@@ -75,7 +75,7 @@ def test_options_of_commands():
             "--json",
         ],
         "schedule": ["-o", "--out", "--force", "--json"],
-        "replay": ["--html", "--trace", "--chakra", "--force", "--json"],
+        "replay": ["--html", "--against", "--trace", "--chakra", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
         "import": ["-o", "--out", "--force", "--json"],
         "compare": ["--html", "--trace", "--force", "--json"],
