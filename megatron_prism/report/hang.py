@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang.verdict import Diagnosis, Waiting
@@ -91,7 +90,7 @@ def page(found: Diagnosis) -> str:
     return render_page("prism hang", found.headline(), "hang", page_data(found), str(found))
 
 
-def page_data(found: Diagnosis) -> dict[str, Any]:
+def page_data(found: Diagnosis) -> dict[str, object]:
     """What hang.js draws: culprits in words, direct victims and the others, in rows."""
     culprits = {one.rank for one in found.culprits}
 

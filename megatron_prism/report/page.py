@@ -13,9 +13,8 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 __all__ = ["allow_script", "render_page"]
 
@@ -25,7 +24,12 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def render_page(
-    command: str, title: str, own: str, data: dict[str, Any], text: str, more: Sequence[str] = ()
+    command: str,
+    title: str,
+    own: str,
+    data: Mapping[str, object],
+    text: str,
+    more: Sequence[str] = (),
 ) -> str:
     """The page.
 

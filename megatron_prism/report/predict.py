@@ -6,7 +6,6 @@ In : a Prediction, or a Comparison.  Out: HTML (page.py is its frame, predict.ht
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_prism.predict import Prediction
 from megatron_prism.predict.compare import Comparison
@@ -18,8 +17,8 @@ __all__ = ["render_comparison", "render_distribution"]
 
 def render_distribution(prediction: Prediction) -> str:
     """The page; with a study and a whole run if the prediction has them."""
-    data: dict[str, Any] = {**prediction.to_json(), "lanes": [], "graph": prediction.graph}
-    data["classes"] = {str(index): name for index, name in prediction.classes.items()}
+    classes = {str(index): name for index, name in prediction.classes.items()}
+    data = {**prediction.to_json(), "lanes": [], "graph": prediction.graph, "classes": classes}
     text = _lines("without variation", prediction.steady, prediction.quantiles)
     return render_page("prism predict", prediction.world, "predict", data, text)
 
