@@ -455,16 +455,23 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
         forked = tracker().fork() if o.dropout and tracker is not None else nullcontext()
         sink = self.softmax_offset
-        if form != "thd" and backend(*qkv, o, parallel, sink is not None) == "unfused":
+        kind = backend(*qkv, o, parallel, sink is not None)
+        if form != "thd" and kind == "unfused":
             if not _packed(qkv):
                 query_layer, key_layer, value_layer = (t.contiguous() for t in qkv)
             qkv = (query_layer, key_layer, value_layer)
             cross = self.attention_type == "cross"
             return unfused_attention(*qkv, attention_mask, o, sink, cross, forked)
+        turned = kind == "flash" and form == "sbhd"
+        if turned:  # flash-attn knows bshd alone, so copies come and go (backends.py:860 @v2.17)
+            query_layer, key_layer, value_layer = (t.transpose(0, 1).contiguous() for t in qkv)
+            qkv, o.form = (query_layer, key_layer, value_layer), "bshd"
         with forked:
             if parallel:
                 where = (self.cp_group, self.cp_global_ranks, self.cp_comm_type)
                 out = context_attention(qkv, o, *where, whole=_Attention.apply)
             else:
                 out = _Attention.apply(*qkv, attention_mask, o, sink)
+        if turned:
+            out = out.transpose(0, 1).contiguous()
         return out.view(*out.shape[:-2], -1)
