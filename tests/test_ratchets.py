@@ -77,7 +77,7 @@ def test_options_of_commands():
         "schedule": ["-o", "--out", "--force", "--json"],
         "replay": ["--html", "--against", "--trace", "--chakra", "--force", "--json"],
         "predict": ["--against", "--html", "--force", "--json"],
-        "import": ["-o", "--out", "--force", "--json"],
+        "import": ["--slices", "-o", "--out", "--force", "--json"],
         "compare": ["--html", "--trace", "--force", "--json"],
         "sweep": ["-o", "--out", "--explain", "--csv", "--html", "--force", "--json"],
         "memory": ["-o", "--out", "--force", "--json", "--github"],

@@ -200,6 +200,7 @@ COMMANDS = {
         import_,
         (
             (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
+            (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}),
             OUT,
             FORCE,
             JSON,

@@ -20,6 +20,8 @@ def import_(args: argparse.Namespace) -> int:
     prism import rank*.json.gz -o job       of torch.profiler (Megatron: --profile
                                             --use-pytorch-profiler), one file per rank
     prism import report.sqlite -o job       of nsys export --type sqlite
+    prism import traces --slices llama -o job   llama, captured, says what the job does (its groups,
+                                            waits and phases), the traces how long
     prism replay job
     prism predict job variability=job/variability.json
 
@@ -28,12 +30,14 @@ def import_(args: argparse.Namespace) -> int:
     waiting for the last rank, and what did not align or had to be inferred.  -o keeps the programs,
     variability.json and import.json.
     """
+    from megatron_prism.core.slices import open_programs
     from megatron_prism.traces.programs import import_traces, write
     from megatron_prism.traces.variance import vary
 
     if args.out is None:
         raise UsageError("an import needs a folder for its programs", fix="-o DIR")
-    found = import_traces(args.traces)
+    captured = None if args.slices is None else open_programs(args.slices)
+    found = import_traces(args.traces, captured)
     varies = vary(found)
     write(found, args.out, force=args.force)
     for name, value in (("variability", varies.variability()), ("import", varies.to_json())):

@@ -230,6 +230,8 @@ def _calls(words: int | str) -> tuple[str, str]:
 
 def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
     """The programs of the world of the what-ifs, which are named in their source."""
+    if what_if.dp is not None or what_if.moved is not None or what_if.nccl:
+        programs = whatif.without_call_times(programs)
     if what_if.microbatches is not None:
         programs = with_microbatches(programs, what_if.microbatches)
     if what_if.dp is not None:

@@ -28,7 +28,7 @@ import numpy as np
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import ProgramError, UsageError
 from megatron_prism.core.groups import WORLD_GROUP, named_group
-from megatron_prism.core.ops import CODE, IS_PAIR, NAMES, OP, PHASE_NAMES, UNKNOWN
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, PHASE_NAMES, UNKNOWN
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World, format_ranks
 from megatron_prism.graph.classes import memberships, partition
@@ -43,6 +43,7 @@ from megatron_prism.replay.network import Topology, crossing
 __all__ = [
     "SlowNic",
     "with_own_classes",
+    "without_call_times",
     "with_assumption",
     "microbatch_count",
     "with_data_parallel",
@@ -76,6 +77,24 @@ def with_own_classes(programs: Programs, ranks: Iterable[int], why: str = "apart
         of[mine] = len(more)
         more.append(_marked(programs.programs[index], int(mine[0]), why))
     return without_unused(dataclasses.replace(programs, programs=tuple(more), program_of=of))
+
+
+def without_call_times(programs: Programs) -> Programs:
+    """The same world without the times that its calls took: in another one they take others."""
+
+    def changed(program: Program) -> Program:
+        ops = program.ops.copy()
+        ops["ns"][IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]]] = -1
+        return dataclasses.replace(program, ops=ops)
+
+    talk = [
+        p.ops["ns"][IS_COLLECTIVE[p.ops["name"]] | IS_PAIR[p.ops["name"]]]
+        for p in programs.programs
+    ]
+    if not any((ns >= 0).any() for ns in talk):
+        return programs
+    made = dataclasses.replace(programs, programs=tuple(map(changed, programs.programs)))
+    return with_assumption(made, "calls as modelled, not as they were traced")
 
 
 def without_unused(programs: Programs) -> Programs:

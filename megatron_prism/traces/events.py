@@ -75,7 +75,8 @@ class Recorded:
     steps   : (number, start, end) of the profiler's steps, by start
     device  : int64 [n, 5]: start, end, stream, correlation, name, by start
     launch  : int64 [m, 3]: correlation, start, thread, by correlation
-    host    : int64 [k, 3]: start, end, thread of the host's outermost operators, by start
+    host    : int64 [k, 3]: start, end, thread of the host's innermost operators, by start; none
+              where there is a device
     calls   : by start
     names   : what ``device`` indexes
     dropped : what was no event that could be used, and how many
@@ -138,7 +139,6 @@ class _Sink:
             self.found.steps.append((int(step[1]), start, end))
         elif name.startswith(("c10d::", "nccl:", "gloo:")) or name == "record_param_comms":
             self.found.calls.append(HostCall(name, thread, start, end, fields or {}))
-            self.host.extend((start, end, thread))
         else:
             self.host.extend((start, end, thread))
 
@@ -148,7 +148,8 @@ class _Sink:
         found.device = device[np.argsort(device[:, 0], kind="stable")]
         launch = np.frombuffer(self.launch, np.int64).reshape(-1, 3)
         found.launch = launch[np.argsort(launch[:, 0], kind="stable")]
-        found.host = _outermost(np.frombuffer(self.host, np.int64).reshape(-1, 3))
+        if not len(device):
+            found.host = _innermost(np.frombuffer(self.host, np.int64).reshape(-1, 3))
         found.names = tuple(self.names)
         found.calls.sort(key=lambda call: (call.start, -call.end))
         found.steps.sort(key=lambda step: step[1])
@@ -157,16 +158,12 @@ class _Sink:
         return found
 
 
-def _outermost(host: np.ndarray) -> np.ndarray:
-    """Operators that lie in no other of their thread, by start."""
+def _innermost(host: np.ndarray) -> np.ndarray:
+    """Operators that hold no other of their thread, by start."""
     host = host[np.lexsort((-host[:, 1], host[:, 0], host[:, 2]))]
-    if not len(host):
-        return host
-    lift = host[:, 2] * (1 << 62 - int(host[:, 2].max()).bit_length())  # threads one after another
-    base = int(host[:, 0].min())
-    until = np.maximum.accumulate(host[:, 1] - base + lift)
-    kept = np.concatenate(([True], (host[1:, 1] - base + lift[1:]) > until[:-1]))
-    host = host[kept]
+    following = np.append(host[1:, 0], np.iinfo(np.int64).max)
+    last = np.append(host[1:, 2] != host[:-1, 2], True)[: len(host)]
+    host = host[last | (following >= host[:, 1])]
     return host[np.argsort(host[:, 0], kind="stable")]
 
 

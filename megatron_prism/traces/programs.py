@@ -14,6 +14,7 @@ given the largest one whose members were all in the call at the same time, in ev
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections import Counter, defaultdict
@@ -23,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError, UsageError, WorldError
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError, WorldError
 from megatron_prism.core.groups import WORLD_GROUP, of_family
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, NAMES, OP, UNKNOWN
 from megatron_prism.core.program import Builder, Program, Programs
 from megatron_prism.core.slices import SliceStore, stand_in_for
 from megatron_prism.core.world import World, format_ranks
@@ -34,8 +35,8 @@ from megatron_prism.replay import dependencies
 from megatron_prism.replay.dependencies import COMPUTE, MEET
 from megatron_prism.replay.priced_graph import PricedGraph
 from megatron_prism.replay.timeline import durations_of, evaluate
-from megatron_prism.traces.events import read_trace
-from megatron_prism.traces.timing import Measured, measure
+from megatron_prism.traces.events import Recorded, read_trace
+from megatron_prism.traces.timing import Call, Measured, Moment, measure
 
 __all__ = ["Imported", "assemble", "import_traces", "write"]
 
@@ -87,12 +88,14 @@ class Imported:
         count = len(self.numbers)
         dag = dependencies.build(priced.graph, count)
         durations = durations_of(dag, priced.prices)
-        wire = np.nan_to_num(self.wire).astype(np.int64)
         for row in range(count):
             mine = dag.iteration == row
             meets = np.flatnonzero(mine & (dag.kind == MEET))
             if len(meets):
-                durations[meets] = wire[row, dag.op[meets]]
+                own_ns = self.wire[row, dag.op[meets]]
+                durations[meets] = np.where(
+                    np.isnan(own_ns), durations[meets], np.nan_to_num(own_ns)
+                )
             for c, index in enumerate(priced.graph.classes.programs):
                 nodes = np.flatnonzero(mine & (dag.kind == COMPUTE) & (dag.owner == c))
                 program = self.programs.programs[index]
@@ -111,9 +114,8 @@ class Imported:
 
 
 # -- the world and its groups ---------------------------------------------------------------------
-def _ranked(measured: Sequence[Measured]) -> list[Measured]:
+def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
     """By rank; UsageError for two of one rank, or of two jobs."""
-    found = [one.recorded for one in measured]
     if all(one.rank is None for one in found):
         for rank, one in enumerate(found):
             one.rank = rank
@@ -143,7 +145,7 @@ def _ranked(measured: Sequence[Measured]) -> list[Measured]:
         wrong = [r for _, ranks in one.groups.values() for r in ranks if not 0 <= r < size]
         if wrong:
             raise UsageError(f"{one.path} has a group with rank {wrong[0]} of {size}", fix="see it")
-    return sorted(measured, key=lambda one: one.recorded.rank or 0)
+    return sorted(found, key=lambda one: one.rank or 0)
 
 
 def _world(measured: Sequence[Measured]) -> World:
@@ -365,7 +367,8 @@ def assemble(measured: Sequence[Measured]) -> Imported:
         UsageError: the traces are of two jobs, or of one rank twice.
         PrismError: their calls do not fit together, with the first place.
     """
-    ranked, notes = _ranked(measured), list[str]()
+    _ranked([one.recorded for one in measured])
+    ranked, notes = sorted(measured, key=lambda one: one.recorded.rank or 0), list[str]()
     for one in ranked:
         _renumbered(one)
         notes += [f"rank {one.recorded.rank}: {note}" for note in one.notes]
@@ -468,7 +471,9 @@ def _with_wire(found: Imported) -> Imported:
     least = wire if found.whole.all() else _fastest(found, wire, at)
     found.wire = wire
     found.skew = [np.maximum(0.0, took[i] - least[:, at[i]]) for i in range(len(measured))]
-    typical = np.rint(np.nanmean(wire, axis=0)) if len(meet) else np.empty(0)
+    known = ~np.isnan(wire).all(axis=0)
+    typical = np.full(len(meet), np.nan)
+    typical[known] = np.rint(np.nanmean(wire[:, known], axis=0))
     for c, index in enumerate(graph.classes.programs):
         ops = graph.programs.programs[index].ops
         calls = np.flatnonzero(IS_COLLECTIVE[ops["name"]] | IS_PAIR[ops["name"]])
@@ -495,17 +500,181 @@ def _fastest(found: Imported, wire: np.ndarray, at: Sequence[np.ndarray]) -> np.
     return least
 
 
+# -- aligned with a capture -----------------------------------------------------------------------
+class _Aligned:
+    """A traced rank's calls beside those of its captured program, which says what waits for what.
+
+    op_of : of every kept call, its op;  slots : of every segment, its op
+    """
+
+    def __init__(self, program: Program, rank: int, notes: list[str]) -> None:
+        self.program, self.rank, self.notes = program, rank, notes
+        self.op_of: list[int] = []
+        self.slots: list[int] = []
+
+    def plan(self, calls: Sequence[Call]) -> tuple[list[int], list[Moment]]:
+        """The calls that the capture has, too, and what happens in which order."""
+        ops, names = self.program.ops, self.program.ops["name"]
+        mine = np.flatnonzero(IS_COLLECTIVE[names] | IS_PAIR[names])
+        size = np.maximum(ops["num_in"], ops["num_out"])[mine].tolist()
+        captured = list(zip((NAMES[name] for name in names[mine]), size, strict=True))
+        traced = [(call.op, max(call.num_in, call.num_out)) for call in calls]
+        blocks = difflib.SequenceMatcher(None, captured, traced, autojunk=False)
+        matched = [
+            (int(mine[a + i]), b + i)
+            for a, b, count in blocks.get_matching_blocks()
+            for i in range(count)
+        ]
+        self._say(captured, traced, len(matched))
+        at = {op: number for number, (op, _) in enumerate(matched)}
+        self.op_of = [op for op, _ in matched]
+        call_of: dict[int, int] = {}  # handle -> call
+        tokens: list[Moment] = []
+        self.slots = []
+        for op, (name, handle) in enumerate(
+            zip(names.tolist(), ops["handle"].tolist(), strict=True)
+        ):
+            if name == CODE["compute"]:
+                tokens.append(Moment("segment", len(self.slots)))
+                self.slots.append(op)
+            elif op in at:
+                tokens.append(Moment("call", at[op]))
+                if handle < 0:
+                    tokens.append(Moment("wait", at[op]))
+                call_of[handle] = at[op]
+            elif name == CODE["wait"] and handle in call_of:
+                tokens.append(Moment("wait", call_of[handle]))
+        return [k for _, k in matched], tokens
+
+    def _say(
+        self, captured: list[tuple[str, int]], traced: list[tuple[str, int]], both: int
+    ) -> None:
+        if both == len(captured) == len(traced):
+            return
+        first = next(
+            (i for i, (a, b) in enumerate(zip(captured, traced, strict=False)) if a != b),
+            min(len(captured), len(traced)),
+        )
+        here = [
+            f"{one[first][0]} of {one[first][1]:,} elements" if first < len(one) else "nothing"
+            for one in (captured, traced)
+        ]
+        said = (
+            f"rank {self.rank}: {both} of {len(captured)} captured and {len(traced)} traced calls "
+            f"align; the first that does not: call {first} is captured as {here[0]}, "
+            f"traced as {here[1]}"
+        )
+        if 2 * both < max(len(captured), len(traced)):
+            raise PrismError(said, fix="capture the job that was traced, with the same arguments")
+        self.notes.append(
+            f"{said}; captured calls that the trace lacks are modelled, traced ones that "
+            "the capture lacks count as computing"
+        )
+
+    def finished(self, one: Measured) -> tuple[Program, np.ndarray]:
+        """The captured program with the traced times."""
+        ops = self.program.ops
+        cost = np.where(
+            ops["ns"] > 0,
+            ops["ns"].astype(float),
+            np.maximum(ops["flops"], 0) / 5e5 + np.maximum(ops["traffic"], 0) / 3e3,
+        )
+        weight = np.maximum(cost[self.slots], 1.0)
+        samples, run = one.segments.astype(float), list[int]()
+        for token in [*one.tokens, Moment("call", -1)]:
+            if token.kind == "segment":
+                run.append(token.of)
+            elif len(run) > 1:  # nothing of the trace tells these apart: as the capture has them
+                part = weight[run] / weight[run].sum()
+                samples[:, run] = samples[:, run].sum(axis=1, keepdims=True) * part
+                run = []
+            else:
+                run = []
+        samples = np.rint(samples).astype(np.int64)
+        row = np.zeros(1, dtype=OP)
+        for name in UNKNOWN:
+            row[name] = -1
+        row["name"], row["note"] = CODE["mark"], len(self.program.strings)
+        made = np.concatenate([ops, row])
+        made["ns"][self.slots] = np.rint(samples.mean(axis=0)).astype(np.int64)
+        for name in (
+            "host",
+            "lead",
+            "products",
+        ):  # the trace's times have the host's delays in them
+            made[name] = -1
+        strings = (*self.program.strings, f"rank {self.rank}'s own times")
+        program = dataclasses.replace(
+            self.program,
+            rank=self.rank,
+            ops=made,
+            strings=strings,
+            samples=samples,
+            hosts=np.empty(0, np.int64),
+        )
+        return program, np.array(self.op_of, dtype=np.int64)
+
+
+def _aligned(found: list[Recorded], captured: Programs) -> Imported:
+    """A job whose captured programs say what it does."""
+    world, notes = captured.world, list[str]()
+    if wrong := [one for one in found if one.world not in (0, world.size)]:
+        raise UsageError(
+            f"{wrong[0].path} is of a job of {wrong[0].world:,} ranks, "
+            f"the slices of {world.size:,}",
+            fix="name the slices of the job that was traced",
+        )
+    found[0].world = world.size
+    found = _ranked(found)
+    measured, made = [], []
+    for one in found:
+        rank = world.check_rank(one.rank or 0)
+        aligned = _Aligned(captured.of(rank), rank, notes)
+        measured.append(measure(one, aligned.plan))
+        notes += [f"rank {rank}: {note}" for note in measured[-1].notes]
+        made.append(aligned.finished(measured[-1]))
+    try:
+        of = stand_in_for(world, [program.rank for program, _ in made])
+    except ProgramError as error:
+        raise UsageError(
+            "a stage of the pipeline has no traced rank",
+            fix="trace one rank of every stage: --profile-ranks",
+        ) from error
+    gpu = next((one.gpu for one in found if one.gpu), "cpu")
+    source = {**captured.source, "from": "traces", "device": gpu}
+    programs = Programs(world, tuple(p for p, _ in made), of, captured.groups, source)
+    graph, none = build(programs), np.empty(0)
+    if findings := graph.check():
+        raise PrismError(
+            f"the calls of the slices do not fit together:\n\n{findings[0]}", fix="prism check DIR"
+        )
+    return _with_wire(
+        Imported(programs, measured, graph, [c for _, c in made], [], none, [], none, notes)
+    )
+
+
 # -- a job ----------------------------------------------------------------------------------------
-def import_traces(paths: Sequence[str | os.PathLike[str]]) -> Imported:
-    """Read the traces of one job: files, or folders of them.  Errors as of ``read_trace`` and
-    ``assemble``."""
+def import_traces(
+    paths: Sequence[str | os.PathLike[str]], captured: Programs | None = None
+) -> Imported:
+    """Read the traces of one job: files, or folders of them.
+
+    Args:
+        captured: the same job's programs, which say what it does (groups, waits, phases) while the
+            traces say how long; None: what it does is inferred from the traces.
+
+    Raises:
+        UsageError: a file is no trace, or they are of two jobs.
+        PrismError: their calls do not fit together, or are not those of ``captured``.
+    """
     files: list[Path] = []
     for path in map(Path, paths):
         inside = sorted(p for p in path.iterdir() if _TRACE.search(p.name)) if path.is_dir() else []
         if path.is_dir() and not inside:
             raise UsageError(f"{path} holds no traces", fix="files *.json, *.json.gz or *.sqlite")
         files += inside or [path]
-    return assemble([measure(one) for file in files for one in read_trace(file)])
+    found = [one for file in files for one in read_trace(file)]
+    return _aligned(found, captured) if captured else assemble([measure(one) for one in found])
 
 
 def write(found: Imported, folder: Path, *, force: bool = False) -> None:

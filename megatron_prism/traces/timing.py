@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -108,6 +108,9 @@ class Moment:
     of: int
 
 
+Plan = Callable[[Sequence[Call]], tuple[list[int], list[Moment]]]
+
+
 @dataclass
 class Measured:
     """One rank's iterations.
@@ -131,7 +134,6 @@ class Measured:
     done: np.ndarray
     totals: np.ndarray
     busy: np.ndarray
-    starts: np.ndarray
     notes: list[str] = field(default_factory=list)
 
 
@@ -359,10 +361,7 @@ def _on_host(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]
         calls.append(_call(one, one.first.start, *span))
     if lost:
         notes.append(f"{lost:,} calls have no span in which they run and are left out")
-    spans = {(one.first.start, one.first.end) for one in asked}
     host = found.host[found.host[:, 2] == main]
-    kept = np.array([(s, e) not in spans for s, e in host[:, :2].tolist()], dtype=bool)
-    host = host[kept] if len(host) else host
     return _Work(host[:, 0], host[:, 0], host[:, 1]), calls, 0
 
 
@@ -547,11 +546,12 @@ def _tokens(made: Sequence[_Iteration]) -> list[Moment]:
     return tokens
 
 
-def measure(found: Recorded, tokens: Sequence[Moment] | None = None) -> Measured:
+def measure(found: Recorded, plan: Plan | None = None) -> Measured:
     """The iterations of a rank.
 
     Args:
-        tokens: what happens in which order, if that is known; None: as the times show.
+        plan: says of the calls of an iteration which to keep, and what happens in which order;
+            None: all of them, and as the times show.
 
     Raises:
         PrismError: there is nothing to measure.
@@ -568,7 +568,12 @@ def measure(found: Recorded, tokens: Sequence[Moment] | None = None) -> Measured
     if not found.steps:
         notes.append("the profiler marked no steps: all of it counts as one iteration")
     kept = _alike(made, notes)
-    tokens = list(tokens) if tokens is not None else _tokens(kept)
+    if plan is not None:
+        chosen, tokens = plan(kept[0].calls)
+        for one in kept:
+            one.calls = [one.calls[k] for k in chosen]
+    else:
+        tokens = _tokens(kept)
     slots = 1 + max((token.of for token in tokens if token.kind == "segment"), default=0)
     segments = np.stack([one.measure(tokens, slots) for one in kept])
     if (segments < 0).any():
@@ -585,6 +590,5 @@ def measure(found: Recorded, tokens: Sequence[Moment] | None = None) -> Measured
         times[:, :, 1],
         np.array([one.end - one.begin for one in kept], dtype=np.int64),
         np.array([one.work.busy() for one in kept], dtype=np.int64),
-        np.array([one.begin for one in kept], dtype=np.int64),
         notes,
     )

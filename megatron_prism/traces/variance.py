@@ -213,20 +213,15 @@ def _slow_ranks(found: Imported, priced: PricedGraph, alike: list[list[int]]) ->
                     effect = _without(priced, chosen, factor)
                     named.append(Outlier("node", f"node {name}", factor, effect, chosen))
         for at, rank in enumerate(ranks):
-            others = np.delete(own, [at, *slow_nodes])
-            if (
-                at not in slow_nodes
-                and len(ranks) >= _FEWEST
-                and _stands_out(own[at], others, noise)
-            ):
-                factor = math.exp(own[at] - float(np.median(others)))
-                named.append(
-                    Outlier(
-                        "gpu", f"rank {rank}", factor, _without(priced, (rank,), factor), (rank,)
-                    )
-                )
-            elif (drift := _drift(rest[at])) is not None:
+            others, level = np.delete(own, [at, *slow_nodes]), float(own[at])
+            if (drift := _drift(rest[at])) is not None:
                 named.append(Outlier("drift", f"rank {rank}", drift, 0.0, (rank,)))
+                level = float(np.median(rest[at][: count // 3]))  # was it slow from the beginning?
+            enough = at not in slow_nodes and len(ranks) >= _FEWEST
+            if enough and _stands_out(level, others, noise):
+                factor = math.exp(level - float(np.median(others)))
+                effect = _without(priced, (rank,), factor)
+                named.append(Outlier("gpu", f"rank {rank}", factor, effect, (rank,)))
     return named
 
 
@@ -290,24 +285,31 @@ def _slow_iterations(found: Imported) -> list[Outlier]:
 
 
 # -- components -----------------------------------------------------------------------------------
-_NAMES = ("gpu", "iteration", "rank x iteration")
+_NAMES = ("gpu", "node", "iteration", "rank x iteration")
 
 
-def _squares(logs: np.ndarray) -> tuple[float, float, float]:
-    """Variances of rows, of columns and of the rest of a table, float64 [ranks, iterations]."""
+def _squares(logs: np.ndarray, nodes: np.ndarray | None = None) -> tuple[float, ...]:
+    """Variances between rows, between their nodes, between columns, and of the rest of a table,
+    float64 [ranks, iterations]; nan where there are too few.  ``nodes``: int [ranks]."""
     ranks, count = logs.shape
     rest = logs - logs.mean()
     rows, columns = rest.mean(axis=1), rest.mean(axis=0)
     rest = rest - rows[:, None] - columns
     nan = math.nan
     if count < 2:
-        return nan, nan, nan
+        return nan, nan, nan, nan
     if ranks < 2:
-        return nan, nan, float(columns.var(ddof=1))
+        return nan, nan, nan, float(columns.var(ddof=1))
     left = float((rest * rest).sum()) / ((ranks - 1) * (count - 1))
-    own = max(0.0, float(rows.var(ddof=1)) - left / count)
+    own, between = float(rows.var(ddof=1)), nan
+    of, number = np.unique(np.zeros(ranks) if nodes is None else nodes, return_inverse=True)
+    if len(of) >= _FEWEST and ranks - len(of) > 1:
+        sizes = np.bincount(number)
+        means = np.bincount(number, weights=rows) / sizes
+        own = float(((rows - means[number]) ** 2).sum()) / (ranks - len(of))
+        between = max(0.0, float(means.var(ddof=1)) - own / float(sizes.mean()))
     shared = max(0.0, float(columns.var(ddof=1)) - left / ranks)
-    return own, shared, left
+    return max(0.0, own - left / count), between, shared, left
 
 
 def _computing(
@@ -318,15 +320,17 @@ def _computing(
     for members in alike:
         kept = [i for i in members if found.ranks[i] not in aside]
         if kept and without:
-            tables.append((kept, _totals(found, kept)[:, without]))
+            names = [found.measured[i].recorded.node for i in kept]
+            nodes = np.array([names.index(name) if name else i for i, name in enumerate(names)])
+            tables.append((kept, _totals(found, kept)[:, without], nodes))
     if not tables:
         return []
-    count = sum(len(kept) for kept, _ in tables)
+    count = sum(len(kept) for kept, _, _ in tables)
     basis = f"{count} ranks in {len(tables)} kinds, {len(without)} iterations"
 
-    def pooled(logs: Sequence[np.ndarray]) -> np.ndarray:
-        each = np.array([_squares(one) for one in logs])
-        weights = np.array([[max(1, len(one) - 1)] * 3 for one in logs], dtype=float)
+    def pooled(logs: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+        each = np.array([_squares(*one) for one in logs])
+        weights = np.array([[max(1, len(one) - 1)] * len(_NAMES) for one, _ in logs], dtype=float)
         weights = np.where(np.isnan(each), 0.0, weights)
         total = weights.sum(axis=0)
         with np.errstate(invalid="ignore"):
@@ -334,11 +338,13 @@ def _computing(
         spreads: np.ndarray = np.sqrt(mean)
         return spreads
 
-    value = pooled([logs for _, logs in tables])
     rng = np.random.default_rng(0)
-    draws = np.array([pooled([_resampled(logs, rng) for _, logs in tables]) for _ in range(_DRAWS)])
+    value = pooled([(logs, nodes) for _, logs, nodes in tables])
+    draws = np.array(
+        [pooled([_resampled(logs, rng, nodes) for _, logs, nodes in tables]) for _ in range(_DRAWS)]
+    )
     made = [_component(name, value[i], draws[:, i], basis) for i, name in enumerate(_NAMES)]
-    ratios = [_ratios(found, i, without) for kept, _ in tables for i in kept]
+    ratios = [_ratios(found, i, without) for kept, _, _ in tables for i in kept]
     ratios = [one for one in ratios if one.size]
     if ratios and len(without) > 1:
         each = np.sqrt([np.log1p((one * one).mean()) for one in ratios])  # of a lognormal factor
@@ -355,10 +361,13 @@ def _component(name: str, value: float, draws: np.ndarray, basis: str) -> Compon
     return Component(name, float(value), float(min(low, value)), float(max(high, value)), basis)
 
 
-def _resampled(logs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _resampled(
+    logs: np.ndarray, rng: np.random.Generator, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks (with their nodes) and iterations of a table, drawn anew."""
     ranks, count = logs.shape
-    drawn: np.ndarray = logs[rng.integers(ranks, size=ranks)][:, rng.integers(count, size=count)]
-    return drawn
+    rows = rng.integers(ranks, size=ranks)
+    return logs[rows][:, rng.integers(count, size=count)], nodes[rows]
 
 
 def _ratios(found: Imported, index: int, without: list[int]) -> np.ndarray:
@@ -392,13 +401,14 @@ def _calls(found: Imported, without: list[int]) -> list[Component]:
     basis = f"{len(logs)} calls, {logs.shape[1]} iterations"
 
     def both(table: np.ndarray) -> tuple[float, float]:
-        _, shared, left = _squares(table - table.mean(axis=1, keepdims=True))
+        *_, shared, left = _squares(table - table.mean(axis=1, keepdims=True))
         return math.sqrt(left) if left >= 0 else math.nan, math.sqrt(
             shared
         ) if shared >= 0 else math.nan
 
     rng = np.random.default_rng(0)
-    draws = np.array([both(_resampled(logs, rng)) for _ in range(_DRAWS)])
+    alone = np.arange(len(logs))
+    draws = np.array([both(_resampled(logs, rng, alone)[0]) for _ in range(_DRAWS)])
     value = both(logs)
     return [
         _component(name, value[i], draws[:, i], basis) for i, name in enumerate(("call", "network"))

@@ -3,15 +3,17 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 from helpers import traced_jobs
 from helpers.kineto import Trace, two_ranks
 
 from megatron_prism.cli.main import main
 from megatron_prism.core.errors import PrismError, UsageError
+from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import open_programs
 from megatron_prism.predict.variability import read_variability
-from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.priced_graph import WhatIf, price
 from megatron_prism.traces.programs import import_traces
 from megatron_prism.traces.variance import vary
 
@@ -40,6 +42,98 @@ def test_known_times_come_back(tmp_path):
         "measured: times of calls in the slices (NVIDIA H200)",
     }
     assert found.replayed_ns(priced)[1] == pytest.approx(found.iteration_ns[1], rel=1e-3)
+
+
+CAPTURED = """prism-program 1
+world size=2
+program rank=0 ranks=0-1
+0F0  compute flops=1e12
+-    mark note=here
+0F0  compute flops=3e12
+0F0  all_reduce DATA_PARALLEL_GROUP bf16 n=1024 reduce=sum
+0F0  all_reduce DATA_PARALLEL_GROUP bf16 n=4096 reduce=sum handle=4
+0B0  compute flops=1e12
+-    wait handle=4
+O    compute flops=1e12
+"""
+
+
+def test_a_capture_says_what_and_the_traces_how_long(tmp_path):
+    two_ranks(tmp_path, slow=1.5)
+    found = import_traces([tmp_path], parse(CAPTURED))
+    assert found.notes == []
+    program = found.programs.of(1)
+    assert [op.phase for op in program if op.name == "compute"] == [
+        "forward", "forward", "backward", "optimizer"
+    ]  # fmt: skip
+    assert (program.samples[1] // 1000).tolist() == [375, 1125, 400, 400]
+    assert found.programs.of(0)[3].group == "DATA_PARALLEL_GROUP"
+    assert price(found.programs).timeline.iteration_ns == pytest.approx(2_600_000, rel=1e-3)
+
+
+def test_calls_that_a_capture_has_otherwise_are_named(tmp_path):
+    two_ranks(tmp_path)
+    more = CAPTURED.replace("0B0  compute", "0F0  barrier DATA_PARALLEL_GROUP\n0B0  compute")
+    found = import_traces([tmp_path], parse(more))
+    assert "call 2 is captured as barrier" in found.notes[0]
+    other = CAPTURED.replace("1024", "7").replace("4096", "9")
+    with pytest.raises(PrismError, match="call 0 is captured as all_reduce of 7 elements"):
+        import_traces([tmp_path], parse(other))
+
+
+def test_traced_calls_do_not_outlive_their_world(tmp_path):
+    two_ranks(tmp_path)
+    found = import_traces([tmp_path])
+    priced = price(found.programs, what_if=WhatIf(moved="b200"))
+    assert not any("times of calls" in source for source in priced.prices.used())
+    assert "not as they were traced" in priced.graph.programs.source["what-if"]
+
+
+def job_of_eight(folder, factors, iterations=20):
+    """Eight ranks on four nodes: 1000 us times the rank's factor in each iteration, and a call."""
+    for rank in range(8):
+        trace, now = Trace(rank, 8, node=f"node{rank // 2}"), 1000.0
+        for number in range(iterations):
+            took = [1000 * factors(other, number) for other in range(8)]
+            trace.step(number, now - 900, now + max(took) + 200 - 900)
+            trace.kernel(now - 800, now, now + took[rank])
+            trace.call(now - 790, now + took[rank], now + max(took) + 100)
+            trace.kernel(now - 780, now + max(took) + 100, now + max(took) + 200)
+            now += max(took) + 200
+        trace.write(folder)
+
+
+def test_slow_nodes_gpus_and_drift_are_named_apart(tmp_path):
+    noise = np.random.default_rng(3).normal(1, 0.002, (8, 20))
+
+    def factors(rank, number):
+        slow = {4: 1.3, 5: 1.3, 1: 1.2}.get(rank, 1.0)
+        return slow * noise[rank, number] * (1 + 0.004 * number * (rank == 7))
+
+    job_of_eight(tmp_path, factors)
+    varies = vary(import_traces([tmp_path]))
+    named = {one.kind: one for one in varies.findings}
+    assert named["node"].what == "node node2"
+    assert named["node"].factor == pytest.approx(1.27, abs=0.02)  # of a rank's whole iteration
+    assert named["gpu"].ranks == (1,)
+    assert named["drift"].ranks == (7,)
+    assert named["node"].effect_ns == pytest.approx(100_000, rel=0.4)  # rank 1 comes next
+
+
+def test_spreads_are_those_that_were_put_in(tmp_path):
+    rng = np.random.default_rng(5)
+    step, own = rng.normal(0, 0.03, 40), rng.normal(0, 0.02, (8, 40))
+    gpu = np.tile([0.05, -0.05], 4) / np.sqrt(2) + np.repeat([0.0866, -0.0866, 0.0866, -0.0866], 2)
+    job_of_eight(tmp_path, lambda r, n: np.exp(gpu[r] + step[n] + own[r, n]), iterations=40)
+    found = {one.name: one for one in vary(import_traces([tmp_path])).components}
+    for name, spread in (
+        ("gpu", 0.05),
+        ("node", 0.1),
+        ("iteration", 0.03),
+        ("rank x iteration", 0.02),
+    ):
+        assert found[name].spread == pytest.approx(spread * 1000 / 1100, rel=0.3), name
+        assert found[name].low <= found[name].spread <= found[name].high
 
 
 def test_one_rank_stands_for_the_others_and_its_waits_are_theirs(tmp_path):
