@@ -219,7 +219,7 @@ COMMANDS = {
     "sweep": Command(
         sweep,
         (
-            (("recipe",), {"metavar": "RECIPE"}),
+            (("recipe",), {"metavar": "RECIPE", "nargs": "?"}),
             SETTINGS,
             OUT,
             (
@@ -235,6 +235,7 @@ COMMANDS = {
             FORCE,
             JSON,
         ),
+        job=True,
     ),
     "memory": Command(
         memory,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
@@ -14,6 +15,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import rendered, write_whole
 
 if TYPE_CHECKING:
+    from megatron_prism.sweep.space import Script
     from megatron_prism.sweep.sweep import Sweep
 
 __all__ = ["sweep"]
@@ -23,6 +25,7 @@ def sweep(args: argparse.Namespace) -> int:
     """Rank the layouts of a recipe's job: time, memory, and the command line to start each with.
 
     prism sweep RECIPE tp=1,2,4,8 pp=auto vpp=1,2,5 micro_batch_size=1,2 recompute=none,full -o DIR
+    prism sweep tp=1,2 pp=2,4 -o DIR --prism-world-size 64 -- pretrain_gpt.py <its arguments>
 
     An axis is tp, pp, vpp, cp, ep, etp, dp, world_size, micro_batch_size, global_batch_size,
     recompute, Megatron's name of one of them, or any key of a recipe (train.fp8=none,mxfp8).  auto
@@ -39,18 +42,35 @@ def sweep(args: argparse.Namespace) -> int:
     """
     from megatron_prism.sweep.sweep import sweep as run
 
-    how, axes = _words(args.settings)
+    given, job = list(args.settings), args.recipe
+    if args.job:
+        given, job = ([job, *given] if job else given), _script(args)
+    elif job is None:
+        fix = "prism sweep RECIPE tp=1,2 -o DIR, or tp=1,2 -o DIR -- pretrain_gpt.py …"
+        raise UsageError("a sweep of what?", fix=fix)
+    how, axes = _words(given)
     if args.out is None:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     check_outputs([place for place in (args.csv, args.html) if place is not None], args.force)
     talk = console(stderr=True)
-    made = run(args.recipe, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
+    made = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
     for place, text in ((args.csv, made.to_csv), (args.html, made.to_html)):
         if place is not None:
             write_whole(place, text(), force=args.force)
             talk.print(f"wrote {place}")
     return 0 if made.rows else 1
+
+
+def _script(args: argparse.Namespace) -> Script:
+    from megatron_prism.emulate.options import split
+    from megatron_prism.sweep.space import Script
+
+    script, *words = args.job
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
+    ours, rest = split(words)
+    return Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
 
 
 def _print(made: Sweep, args: argparse.Namespace) -> None:

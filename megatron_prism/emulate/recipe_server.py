@@ -110,13 +110,20 @@ class CaptureServer:
         if answer["kind"] == "crash":
             raise NotTrainedError(f"rank {rank}: {answer['message']}")
 
-    def check(self, recipes: Sequence[Recipe], command_lines: Sequence[Sequence[str]]) -> list[str]:
-        """What Megatron says against each recipe, "" where it accepts it.
+    def check(
+        self,
+        recipes: Sequence[Recipe],
+        command_lines: Sequence[Sequence[str]],
+        world_sizes: Sequence[int],
+    ) -> list[str]:
+        """What Megatron says against each job, "" where it accepts it.
 
-        Its TransformerConfig is built of every recipe; where ``megatron.training`` is installed,
-        its command line is parsed and validated, too (training/arguments.py validate_args).
+        Its TransformerConfig is built of every recipe; where ``megatron.training`` is installed or
+        beside the script, the command line (script and arguments) is parsed and validated, too
+        (training/arguments.py validate_args).  ``recipes``: empty for command lines of a script.
         """
-        answer = self._ask("check", (list(recipes), [list(words) for words in command_lines]))
+        lines = [list(words) for words in command_lines]
+        answer = self._ask("check", (list(recipes), lines, list(world_sizes)))
         if answer["kind"] != "checked":
             raise NotTrainedError(f"Megatron's argument checks: {answer['message']}")
         found: list[str] = answer["refusals"]
@@ -201,7 +208,7 @@ def _capture(
     return last if last["kind"] != "result" else {"kind": "captured"}
 
 
-def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> Answer:
+def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[int]) -> Answer:
     from importlib.util import find_spec
 
     from megatron_prism.emulate import recipe_model, recipe_rank
@@ -209,14 +216,19 @@ def _check(recipes: list[Recipe], command_lines: list[list[str]]) -> Answer:
     from megatron_prism.runtime import devices
 
     tier = devices.prepare("meta", Session().changes)
+    if not recipes:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(command_lines[0][0])))
     if recipes:
         recipe_rank.start_world(recipe_rank.run_of(recipes[0], 0, tier), recipes[0], Session())
     training = find_spec("megatron") is not None and find_spec("megatron.training") is not None
     refusals = []
-    for recipe, words in zip(recipes, command_lines, strict=True):
-        said = _refusal(partial(recipe_model.transformer_config, recipe))
+    every: list[Recipe | None] = [*recipes] or [None] * len(sizes)
+    for recipe, words, size in zip(every, command_lines, sizes, strict=True):
+        said = ""
+        if recipe is not None:
+            said = _refusal(partial(recipe_model.transformer_config, recipe))
         if not said and training:
-            said = _refusal(partial(_validate, words, recipe.world.size))
+            said = _refusal(partial(_validate, words, size))
         refusals.append(said)
     return {"kind": "checked", "refusals": refusals}
 
@@ -226,8 +238,8 @@ def _validate(words: list[str], world_size: int) -> None:
     from megatron.training.arguments import parse_args, validate_args
 
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(world_size), "0"
-    sys.argv = ["pretrain_gpt.py", *words]
-    validate_args(parse_args())
+    sys.argv = words
+    validate_args(parse_args(ignore_unknown_args=True))  # a script has arguments of its own
 
 
 def _refusal(run: Callable[[], object]) -> str:

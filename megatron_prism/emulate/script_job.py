@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import time
@@ -26,7 +27,7 @@ from megatron_prism.emulate import workers
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ScriptJob", "capture", "capture_command_line"]
+__all__ = ["ScriptJob", "capture", "capture_command_line", "record"]
 
 STEPS = 12  # of a capture with times: two warm up, nine count, the last ends them
 STEPS_OF_SHAPES = 3  # tier meta: one warms up, one counts, the last ends it
@@ -116,6 +117,13 @@ def _values(words: Sequence[str]) -> Mapping[str, str]:
         if name.startswith("--"):
             found[name] = value if equals else following
     return found
+
+
+def record(job: ScriptJob, folder: Path, ranks: Sequence[int]) -> None:
+    """``capture`` of ``ranks`` alone, which says nothing."""
+    from rich.console import Console
+
+    capture(job, folder, ranks, Console(file=io.StringIO()), whole=False)
 
 
 def capture(

@@ -91,7 +91,7 @@ def _cells(sweep: Sweep, row: Row) -> list[str]:
 
 def command(sweep: Sweep, row: Row) -> str:
     """What starts a point's job."""
-    return "pretrain_gpt.py " + shlex.join(sweep.commands[row.result["key"]])
+    return shlex.join(sweep.commands[row.result["key"]])
 
 
 def _fell(sweep: Sweep) -> list[str]:

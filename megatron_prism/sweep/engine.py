@@ -45,7 +45,7 @@ def run(
     left, done = dict(enumerate(families)), 0
     for _ in range(_TRIES):
         pool = ProcessPoolExecutor(
-            min(workers, len(left)), multiprocessing.get_context("spawn"), die_with_parent
+            min(workers, len(left)), multiprocessing.get_context("fork"), die_with_parent
         )
         try:
             running: dict[Future[int], int] = {

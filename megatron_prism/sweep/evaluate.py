@@ -9,8 +9,6 @@ the same folder uses them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,19 +18,18 @@ import numpy as np
 
 from megatron_prism.core.errors import PrismError, ProgramError
 from megatron_prism.core.program import Programs, load
-from megatron_prism.core.recipe import Recipe
-from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.recipe_job import of_recipe, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import analyse, peak
 from megatron_prism.predict import predict
 from megatron_prism.replay.priced_graph import price
 from megatron_prism.replay.whatif import with_data_parallel, with_microbatches
+from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
-__all__ = ["FITS_NOT", "SweepSettings", "evaluate", "family_of"]
+__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate"]
 
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
@@ -57,41 +54,6 @@ class SweepSettings:
     tail: bool = False
 
 
-def family_of(recipe: Recipe) -> str:
-    """The same for recipes that differ in replicas and batch alone."""
-    source = source_of(_resized(recipe, 1, _fewest(recipe)))
-    kept = {key: value for key, value in source.items() if key not in of_recipe(recipe)}
-    kept["settings"] = re.sub(r'"(train.global_batch_size|parallel.world_size)": "[^"]*",? ?', "",
-                              kept["settings"])  # fmt: skip
-    return hashlib.sha1(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _fewest(recipe: Recipe) -> int:
-    """Microbatches of which two periods are equal on every stage, if there are as many at all.
-
-    The first stage warms up longest: (pp - 1) 1F1B, 2 (pp - 1) + (vpp - 1) pp chunks interleaved
-    (core/pipeline_parallel/schedules.py get_pp_rank_microbatches @0.16.1).
-    """
-    pp, vpp = recipe.parallel.pp, recipe.parallel.vpp
-    if pp == 1:
-        return 5
-    if not vpp:
-        return pp + 3
-    return pp * (3 if pp == 2 else 4)
-
-
-def _resized(recipe: Recipe, dp: int, microbatches: int) -> Recipe:
-    """The same layout with other replicas and microbatches."""
-    parallel, train = recipe.parallel, recipe.train
-    world = recipe.world.size // recipe.world.dp * dp
-    batch = train.micro_batch_size * dp * microbatches
-    return dataclasses.replace(
-        recipe,
-        parallel=dataclasses.replace(parallel, world_size=world),
-        train=dataclasses.replace(train, global_batch_size=batch),
-    )
-
-
 class _OutOfMemory(Exception):
     """A stage allocates more than there is."""
 
@@ -104,11 +66,11 @@ def evaluate(
 
 
 def _one(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> Figures:
-    assert point.recipe is not None
+    assert point.layout is not None
     head = {"key": point.key, "axes": dict(point.axes)}
     try:
-        programs, base = _programs(point.recipe, settings, server)
-        memory = _memory(programs, point.recipe, base, settings)
+        programs, base = _programs(point.layout, settings, server)
+        memory = _memory(programs, point.layout, base, settings)
         over = settings.limit is not None and memory["bytes"] > settings.limit
         if over:
             raise _OutOfMemory(_too_much(memory["bytes"], settings.limit or 0, memory["stage"]))
@@ -125,68 +87,58 @@ def _too_much(num_bytes: int, limit: int, stage: str) -> str:
 
 # -- slices ---------------------------------------------------------------------------------------
 def _programs(
-    recipe: Recipe, settings: SweepSettings, server: CaptureServer
-) -> tuple[Programs, Recipe]:
+    layout: JobLayout, settings: SweepSettings, server: CaptureServer
+) -> tuple[Programs, JobLayout]:
     """The point's programs and what was captured for them: stored already, or captured now."""
-    family = settings.folder / "slices" / family_of(recipe)
-    base = _base(recipe, family)
-    exact = _resized(recipe, recipe.world.dp, recipe.num_microbatches)
-    limit = settings.limit if base.world.dp == recipe.world.dp else None  # states shrink with dp
+    family = settings.folder / "slices" / layout.family()
+    base = _base(layout, family)
+    exact = layout.resized(layout.world.dp, layout.num_microbatches)
+    limit = settings.limit if base.world.dp == layout.world.dp else None  # states shrink with dp
     try:
-        return _changed(_captured(base, family, limit, server), recipe), base
+        return _changed(_captured(base, family, limit, server), layout), base
     except ProgramError:  # no steady state that repeats, or calls that do not say how they scale
         if exact == base:
             raise
         return _captured(exact, family, settings.limit, server), exact
 
 
-def _base(recipe: Recipe, family: Path) -> Recipe:
+def _base(layout: JobLayout, family: Path) -> JobLayout:
     """The member of the family to capture: one that is complete already, else of this dp."""
-    dp, wanted = recipe.world.dp, recipe.num_microbatches
-    few = min(wanted, _fewest(recipe))
+    dp, wanted = layout.world.dp, layout.num_microbatches
+    few = min(wanted, layout.fewest)
     there = sorted(
         (int(found[2]), int(found[1]))
-        for path in family.glob("dp*-m*/whole")
-        if (found := re.fullmatch(r"dp(\d+)-m(\d+)", path.parent.name))
+        for path in family.glob("dp*-m*.whole")
+        if (found := re.fullmatch(r"dp(\d+)-m(\d+)", path.stem))
     )
     for microbatches, size in sorted(there, key=lambda pair: (pair[1] != dp, pair)):
         if microbatches in (wanted, few):
-            return _resized(recipe, size, microbatches)
-    return _resized(recipe, dp, few)
+            return layout.resized(size, microbatches)
+    return layout.resized(dp, few)
 
 
-def _captured(base: Recipe, family: Path, limit: int | None, server: CaptureServer) -> Programs:
+def _captured(base: JobLayout, family: Path, limit: int | None, server: CaptureServer) -> Programs:
     """The slices of ``base``, those that are missing captured first.
 
     The first stage comes first: it has most microbatches in flight, so where it does not fit the
     others need no capture.  Stages between the second and the last are the second in another order
     if their layers are alike, and need less memory, as they have fewer microbatches in flight.  A
-    ``whole`` file says that no stage is missing.
+    ``.whole`` file says that no stage is missing.
     """
     folder = family / f"dp{base.world.dp}-m{base.num_microbatches}"
-    store = SliceStore(folder, base.world, source_of(base))
-    whole = folder / "whole"
-    if not whole.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(".*"):  # of a writer that was killed
-            path.unlink(missing_ok=True)
-        for stage in base.world.stages:
-            rank = base.world.rank_at(pp=stage)
-            if not store.path(rank).exists():
-                server.capture(base, rank, store, _alike(base) if stage == 1 else ())
-            if limit is not None:
-                _check_fits(store.path(rank), stage, limit)
-        whole.touch()
-    return assemble(folder)
-
-
-def _alike(recipe: Recipe) -> tuple[int, ...]:
-    """The stages between the second and the last, if all of them have the second's layers."""
-    m, stages = recipe.model, range(1, recipe.world.pp - 1)
-    layers = {tuple(recipe.layers_of(stage)) for stage in stages}
-    if len(layers) != 1 or layers == {()} or m.moe_layer_freq != 1 or m.extra:
-        return ()
-    return tuple(stages[1:])
+    whole = family / f"{folder.name}.whole"
+    if whole.exists():
+        return assemble(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".*"):  # of a writer that was killed
+        path.unlink(missing_ok=True)
+    for stage in base.world.stages:
+        slice_ = base.capture(folder, stage, server)
+        if limit is not None:
+            _check_fits(slice_, stage, limit)
+    made = base.assembled(folder)
+    whole.touch()
+    return made
 
 
 def _check_fits(path: Path, stage: int, limit: int) -> None:
@@ -195,13 +147,15 @@ def _check_fits(path: Path, stage: int, limit: int) -> None:
         raise _OutOfMemory(_too_much(top.num_bytes, limit, f"stage {stage}"))
 
 
-def _changed(programs: Programs, recipe: Recipe) -> Programs:
-    """Programs with the replicas and microbatches of ``recipe``; ProgramError if they cannot."""
-    return with_data_parallel(with_microbatches(programs, recipe.num_microbatches), recipe.world.dp)
+def _changed(programs: Programs, layout: JobLayout) -> Programs:
+    """Programs with the replicas and microbatches of ``layout``; ProgramError if they cannot."""
+    return with_data_parallel(with_microbatches(programs, layout.num_microbatches), layout.world.dp)
 
 
 # -- figures --------------------------------------------------------------------------------------
-def _memory(programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSettings) -> Figures:
+def _memory(
+    programs: Programs, layout: JobLayout, base: JobLayout, settings: SweepSettings
+) -> Figures:
     """The stage that needs most: of the two that allocate most, the one with more device bytes.
 
     Slices of another data-parallel size have another part of the optimizer's state, in proportion.
@@ -217,9 +171,9 @@ def _memory(programs: Programs, recipe: Recipe, base: Recipe, settings: SweepSet
         )
         one = analyse(alone)[0]
         more = 0
-        if recipe.train.use_distributed_optimizer and base.world.dp != recipe.world.dp:
+        if layout.shares_state and base.world.dp != layout.world.dp:
             state = one.peak.by_kind["optim"]
-            more = state * base.world.dp // recipe.world.dp - state
+            more = state * base.world.dp // layout.world.dp - state
         nccl = device.nccl(nccl_buffers.used_by(programs, index)) if device is not None else None
         beyond = (nccl + device.process
                   if device is not None and nccl is not None and device.process is not None

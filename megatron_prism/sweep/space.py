@@ -12,16 +12,25 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate.recipe_flags import option_of
+from megatron_prism.sweep.layout import (
+    JobLayout,
+    RecipeLayout,
+    ScriptLayout,
+    option_value,
+    with_option,
+)
 
-__all__ = ["AXES", "MOST", "SweepPoint", "parse_axes", "points", "sizes", "text"]
+__all__ = ["AXES", "MOST", "Job", "Script", "SweepPoint", "parse_axes", "points", "sizes", "text"]
 
 AXES = {  # short name -> key of a recipe
     "world_size": "parallel.world_size",
@@ -43,17 +52,38 @@ Value = int | float | str | bool | None
 
 
 @dataclass(frozen=True)
+class Script:
+    """A stock script's job: its path, its arguments, and ``--prism-…`` flags for every rank."""
+
+    script: str
+    words: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return Path(self.script).name
+
+    def options(self) -> list[str]:
+        """Those that are given, and those that a recipe knows."""
+        given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
+        return [*dict.fromkeys([*given, *map(option_of, recipes.keys())])]
+
+
+Job = Recipe | Script
+
+
+@dataclass(frozen=True)
 class SweepPoint:
     """One combination.
 
     axes   : short name -> value
-    recipe : of it; None: it is no layout
+    layout : of it; None: it is none
     reason : why it is none, or why it was dropped later; "" while it is in the race
     by     : which filter dropped it
     """
 
     axes: Mapping[str, Value]
-    recipe: Recipe | None
+    layout: JobLayout | None
     reason: str = ""
     by: str = ""
 
@@ -63,9 +93,10 @@ class SweepPoint:
 
     @property
     def key(self) -> str:
-        """Of its result among stored ones: a digest of the whole recipe."""
-        content = dataclasses.asdict(self.recipe) if self.recipe else dict(self.axes)
-        return hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        """Of its result among stored ones."""
+        if self.layout is not None:
+            return self.layout.key
+        return hashlib.sha1(json.dumps(dict(self.axes)).encode()).hexdigest()[:16]
 
     def dropped(self, by: str, reason: str) -> SweepPoint:
         return dataclasses.replace(self, by=by, reason=reason)
@@ -78,7 +109,7 @@ def text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_axes(words: Sequence[str], recipe: Recipe) -> dict[str, tuple[Value, ...]]:
+def parse_axes(words: Sequence[str], job: Job) -> dict[str, tuple[Value, ...]]:
     """``tp=1,2,4`` and ``pp=auto`` as values, in the order given.
 
     UsageError for a name that is no axis: it names the closest one and Megatron's argument.
@@ -86,19 +117,19 @@ def parse_axes(words: Sequence[str], recipe: Recipe) -> dict[str, tuple[Value, .
     found: dict[str, tuple[Value, ...]] = {}
     for word in words:
         name, equals, text = word.partition("=")
-        axis = _axis(name.lstrip("-").replace("-", "_"), text if equals else "")
+        axis = _axis(name.lstrip("-").replace("-", "_"), text if equals else "", job)
         if not equals or not text:
             raise UsageError(f"axis {axis} has no values", fix=f"{axis}=1,2,4 or {axis}=auto")
         if axis in found:
             raise UsageError(f"axis {axis} is given twice", fix=f"{axis}=A,B in one word")
-        found[axis] = _auto(axis, recipe) if text == "auto" else _values(axis, text)
+        found[axis] = _auto(axis, job) if text == "auto" else _values(axis, text)
     if "dp" in found and "world_size" in found:
         raise UsageError("dp and world_size say the same thing", fix="leave one of them out")
     return found
 
 
-def _axis(name: str, text: str) -> str:
-    """The short name of an axis, or a key of the recipe."""
+def _axis(name: str, text: str, job: Job) -> str:
+    """The short name of an axis, or a key of the recipe, or an option of the script."""
     long = recipes.RENAMED.get(name, name)
     for axis, key in AXES.items():
         if name == axis or long == key and key or option_of(key)[2:].replace("-", "_") == name:
@@ -109,6 +140,9 @@ def _axis(name: str, text: str) -> str:
     leaf = [key for key in keys if key.rpartition(".")[2] == name]
     if leaf and not leaf[0].startswith("prism."):
         return leaf[0]
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(job, Script) and option in job.options():
+        return option
     known = {**{axis: axis for axis in AXES}, **recipes.RENAMED}
     known |= {key.rpartition(".")[2]: key for key in keys if not key.startswith("prism.")}
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -139,8 +173,10 @@ def _values(axis: str, text: str) -> tuple[Value, ...]:
     return tuple(values)
 
 
-def _auto(axis: str, recipe: Recipe) -> tuple[Value, ...]:
+def _auto(axis: str, recipe: Job) -> tuple[Value, ...]:
     """All that divide: what is no layout together with the others falls later."""
+    if isinstance(recipe, Script):
+        raise UsageError(f"{axis}=auto is of a recipe", fix=f"{axis}=1,2,4")
     m, world = recipe.model, recipe.parallel.world_size
     powers = [1 << n for n in range(11)]
     found: dict[str, list[Value]] = {
@@ -157,17 +193,51 @@ def _auto(axis: str, recipe: Recipe) -> tuple[Value, ...]:
     return tuple(found[axis])
 
 
-def points(recipe: Recipe, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
+def points(job: Job, axes: Mapping[str, Sequence[Value]]) -> list[SweepPoint]:
     """Every combination once, in the order of the axes."""
     found: dict[str, SweepPoint] = {}
     for values in itertools.product(*axes.values()):
-        point = point_of(recipe, dict(zip(axes, values, strict=True)))
+        point = point_of(job, dict(zip(axes, values, strict=True)))
         found.setdefault(point.key, point)
     return list(found.values())
 
 
-def point_of(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
-    """The point of one combination: the recipe with these values, or why there is none."""
+def point_of(job: Job, axes: Mapping[str, Value]) -> SweepPoint:
+    """The point of one combination: the job with these values, or why there is none."""
+    return _of_recipe(job, axes) if isinstance(job, Recipe) else _of_script(job, axes)
+
+
+def _of_script(job: Script, axes: Mapping[str, Value]) -> SweepPoint:
+    words, ours = list(job.words), list(job.ours)
+    for axis, value in axes.items():
+        if axis == "world_size":
+            ours = with_option(ours, "--prism-world-size", value)
+        elif axis != "dp":
+            words = with_option(words, option_of(AXES.get(axis, axis)), value)
+    if "vpp" in axes:
+        words = with_option(words, "--num-layers-per-virtual-pipeline-stage", None)
+        if axes["vpp"] == 1:
+            words = with_option(words, option_of("parallel.vpp"), None)
+    if axes.get("tp") == 1:
+        words = with_option(words, "--sequence-parallel", None)
+    if "recompute" in axes:
+        full = axes["recompute"] == "full"
+        method = option_value(words, "--recompute-method") or "uniform"
+        layers = option_value(words, "--recompute-num-layers") or "1"
+        words = with_option(words, "--recompute-activations", None)
+        words = with_option(words, "--recompute-method", method if full else None)
+        words = with_option(words, "--recompute-num-layers", layers if full else None)
+    if "dp" in axes:
+        sizes = [option_value(words, option_of(AXES[axis])) or "1" for axis in ("tp", "pp", "cp")]
+        size = int(str(axes["dp"])) * math.prod(map(int, sizes))
+        ours = with_option(ours, "--prism-world-size", size)
+    try:
+        return SweepPoint(axes, ScriptLayout.of(job.script, words, ours))
+    except PrismError as error:
+        return SweepPoint(axes, None, error.message, "no layout")
+
+
+def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     sections = {name: copy.copy(getattr(recipe, name)) for name in ("model", "parallel", "train")}
     prism = dataclasses.replace(recipe.prism, ranks=None, tier="meta", out=None)
     parallel, train = sections["parallel"], sections["train"]
@@ -195,7 +265,7 @@ def point_of(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     except (PrismError, TypeError) as error:
         said = error.message if isinstance(error, PrismError) else str(error)
         return SweepPoint(axes, None, said, "no layout")
-    return SweepPoint(axes, made)
+    return SweepPoint(axes, RecipeLayout(made))
 
 
 def sizes(axes: Mapping[str, Sequence[Any]]) -> int:

@@ -22,14 +22,13 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, rendered
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.recipe_flags import megatron_flags
 from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.sweep import engine, prune, space
-from megatron_prism.sweep.evaluate import FAILED, SweepSettings, family_of
+from megatron_prism.sweep.evaluate import FAILED, SweepSettings
 from megatron_prism.sweep.rank import OBJECTIVES, Row, ranked
-from megatron_prism.sweep.space import SweepPoint, Value
+from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
 __all__ = ["Sweep", "sweep"]
 
@@ -44,7 +43,7 @@ class Sweep:
 
     rows    : evaluated points, best first
     dropped : the others, in the order of the axes
-    commands: flags of pretrain_gpt.py, by key of a point
+    commands: script and arguments, by key of a point
     """
 
     recipe: str
@@ -105,7 +104,7 @@ class Sweep:
 
 
 def sweep(
-    recipe: Recipe | str | os.PathLike[str],
+    recipe: Recipe | Script | str | os.PathLike[str],
     axes: Axes,
     out: str | os.PathLike[str],
     *,
@@ -119,7 +118,7 @@ def sweep(
     """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
 
     Args:
-        recipe: a Recipe, the name of a shipped one, or a YAML file.
+        recipe: a Recipe, the name of a shipped one, or a YAML file; or a stock Script.
         axes: axis -> values (``{"tp": [1, 2], "pp": "auto"}``), or words (``["tp=1,2"]``).
         out: folder of slices and results.
         machine: name of a shipped one, or a JSON file like it; None: the recipe's hardware.name.
@@ -133,9 +132,10 @@ def sweep(
     Raises:
         UsageError: no such axis, objective or machine.
     """
-    recipe, folder, told = recipes.given(recipe), Path(out), told or (lambda text: None)
+    job: Job = recipe if isinstance(recipe, Script) else recipes.given(recipe)
+    folder, told = Path(out), told or (lambda text: None)
     words = axes if not isinstance(axes, Mapping) else [_word(*item) for item in axes.items()]
-    values = space.parse_axes(list(words), recipe)
+    values = space.parse_axes(list(words), job)
     if not values:
         raise UsageError("a sweep needs axes", fix="tp=1,2,4,8 pp=auto")
     if (size := space.sizes(values)) > space.MOST:
@@ -148,18 +148,18 @@ def sweep(
         raise UsageError(f"no objective {objective}", fix=f"one of {', '.join(OBJECTIVES)}")
     if objective == "cost" and price is None:
         raise UsageError("objective=cost needs a price", fix="price=2.5, of a GPU for an hour")
-    machine = machine or default_machine("", recipe.hardware.name)
+    machine = machine or default_machine("", "" if isinstance(job, Script) else job.hardware.name)
     nodes = read_machine(machine)
     limit = limit if limit is not None else nodes.device_memory or None
     settings = SweepSettings(
         folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
     )
     with claimed(folder, inside=True):
-        return _evaluated(recipe, values, settings, objective, price, workers or 2, told)
+        return _evaluated(job, values, settings, objective, price, workers or 2, told)
 
 
 def _evaluated(
-    recipe: Recipe,
+    job: Job,
     values: Mapping[str, Sequence[Value]],
     settings: SweepSettings,
     objective: str,
@@ -169,7 +169,7 @@ def _evaluated(
 ) -> Sweep:
     """Every point of the sweep, ranked."""
     folder, limit = settings.folder, settings.limit
-    points = space.points(recipe, values)
+    points = space.points(job, values)
     told(f"{len(points)} points")
     points = _pruned(points, settings, told)
     results = folder / "results" / _run_name(settings)
@@ -195,10 +195,10 @@ def _evaluated(
         for point in points
         if point.by or "by" in found[point.key]
     ]  # fmt: skip
-    commands = {p.key: megatron_flags(p.recipe) for p in left if p.recipe is not None}
+    commands = {p.key: p.layout.command() for p in left if p.layout is not None}
     rows = tuple(ranked(good, objective, price))
     nodes = read_machine(settings.machine)
-    return Sweep(recipe.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
+    return Sweep(job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
 
 
 def _word(axis: str, values: Sequence[Value] | str) -> str:
@@ -241,8 +241,8 @@ def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
     """Points that share slices, together and in their order."""
     found: dict[str, list[SweepPoint]] = {}
     for point in points:
-        if point.recipe is not None:
-            found.setdefault(family_of(point.recipe), []).append(point)
+        if point.layout is not None:
+            found.setdefault(point.layout.family(), []).append(point)
     return list(found.values())
 
 

@@ -5,7 +5,6 @@ import pytest
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
 from megatron_prism.sweep import prune, space
-from megatron_prism.sweep.evaluate import family_of
 
 LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")
 
@@ -48,7 +47,7 @@ def test_a_point_that_is_no_layout_says_why():
     assert one.by == "no layout"
     assert "does not divide 1024" in one.reason
     assert not other.by
-    assert other.recipe.parallel.sequence_parallel
+    assert other.layout.recipe.parallel.sequence_parallel
 
 
 def test_auto_tries_what_divides():
@@ -59,9 +58,9 @@ def test_auto_tries_what_divides():
 
 def test_a_family_differs_in_replicas_and_batch_alone():
     same = points("tp=8", "pp=4", "vpp=5", "world_size=512,1024", "global_batch_size=512,1024")
-    assert len({family_of(point.recipe) for point in same}) == 1
+    assert len({point.layout.family() for point in same}) == 1
     other = points("tp=8", "pp=4", "vpp=5", "micro_batch_size=1,2")
-    assert len({family_of(point.recipe) for point in other}) == 2
+    assert len({point.layout.family() for point in other}) == 2
 
 
 def test_the_memory_bound_drops_what_cannot_fit():
@@ -69,3 +68,47 @@ def test_the_memory_bound_drops_what_cannot_fit():
     assert small.by == prune.MEMORY
     assert "limit 60 GiB" in small.reason
     assert not large.by
+
+
+SCRIPT = space.Script(
+    "pretrain_gpt.py",
+    tuple(
+        "--num-layers 8 --micro-batch-size 1 --global-batch-size 64 --bf16 --sequence-parallel "
+        "--tensor-model-parallel-size=2 --use-distributed-optimizer --recompute-activations".split()
+    ),
+    ("--prism-world-size", "16"),
+)
+
+
+def of_script(*words):
+    return space.points(SCRIPT, space.parse_axes(words, SCRIPT))
+
+
+def test_a_script_has_megatrons_options_as_axes():
+    one, other = of_script("tensor-model-parallel-size=1,4", "recompute=full", "bf16=none")
+    assert (one.layout.world.tp, other.layout.world.tp) == (1, 4)
+    assert "--sequence-parallel" not in one.layout.words
+    assert "--sequence-parallel" in other.layout.words
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert full in " ".join(other.layout.words)
+    assert not {"--recompute-activations", "--bf16"} & set(other.layout.words)
+    with pytest.raises(UsageError) as error:
+        of_script("tensor-model-paralel-size=1")
+    assert "--tensor-model-parallel-size" in (error.value.fix or "")
+
+
+def test_points_of_a_script_that_make_no_layout_say_why():
+    one, other, good = of_script("tp=3,1,2", "global_batch_size=64")[:1] + of_script(
+        "global_batch_size=60,64"
+    )
+    assert [point.by for point in (one, other, good)] == ["no layout", "no layout", ""]
+    assert "does not divide" in one.reason
+    assert "--global-batch-size 60" in other.reason
+
+
+def test_a_script_s_layouts_share_slices_where_replicas_and_batch_differ():
+    same = of_script("dp=2,4", "global_batch_size=64,128")
+    assert {point.layout.world.size for point in same} == {4, 8}
+    assert len({point.layout.family() for point in same}) == 1
+    assert same[0].layout.resized(4, 3).num_microbatches == 3
+    assert same[0].key != same[1].key

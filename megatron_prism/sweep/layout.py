@@ -1,0 +1,283 @@
+"""A layout of a job: a recipe's, or a stock script's command line.
+
+A sweep asks a layout for its sizes, for the same layout with other replicas and microbatches, for
+the slice of a stage, and for the command line that trains it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_prism.core.errors import MissingSlicesError, PrismError, UsageError
+from megatron_prism.core.program import Programs
+from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.slices import SliceStore, assemble
+from megatron_prism.core.world import World
+from megatron_prism.emulate import options, script_job
+from megatron_prism.emulate.recipe_flags import megatron_flags
+from megatron_prism.emulate.recipe_job import of_recipe, source_of
+from megatron_prism.emulate.recipe_server import CaptureServer
+
+__all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "with_option"]
+
+
+class JobLayout(ABC):
+    """One layout, with its replicas and batch.
+
+    world            : its sizes
+    micro_batch_size : sequences of a microbatch
+    global_batch_size: of an iteration
+    shares_state     : whether replicas share the optimizer's state out
+    """
+
+    world: World
+    micro_batch_size: int
+    global_batch_size: int
+    shares_state: bool
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.world.dp)
+
+    @property
+    def fewest(self) -> int:
+        """Microbatches of which two periods are equal on every stage, if there are as many at all.
+
+        The first stage warms up longest: (pp - 1) 1F1B, 2 (pp - 1) + (vpp - 1) pp chunks
+        interleaved (core/pipeline_parallel/schedules.py get_pp_rank_microbatches @0.16.1).
+        """
+        pp, vpp = self.world.pp, self.world.vpp
+        if pp == 1:
+            return 5
+        return pp * (3 if pp == 2 else 4) if vpp and vpp > 1 else pp + 3
+
+    @property
+    def key(self) -> str:
+        """Of its result among stored ones."""
+        return _digest(self.content())
+
+    @abstractmethod
+    def content(self) -> object:
+        """All that decides its result, as JSON."""
+
+    @abstractmethod
+    def resized(self, dp: int, microbatches: int) -> JobLayout:
+        """The same layout with other replicas and microbatches."""
+
+    @abstractmethod
+    def family(self) -> str:
+        """The same for layouts that differ in replicas and batch alone."""
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Script and arguments that train it."""
+
+    @abstractmethod
+    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+        """The slice of a stage's first rank, which is in ``folder`` then, and others maybe."""
+
+    @abstractmethod
+    def assembled(self, folder: Path) -> Programs:
+        """The world, of the slices of all stages."""
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class RecipeLayout(JobLayout):
+    """A recipe's."""
+
+    recipe: Recipe
+
+    @property
+    def world(self) -> World:  # type: ignore[override]
+        return self.recipe.world
+
+    @property
+    def micro_batch_size(self) -> int:  # type: ignore[override]
+        return self.recipe.train.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:  # type: ignore[override]
+        return self.recipe.train.global_batch_size
+
+    @property
+    def shares_state(self) -> bool:  # type: ignore[override]
+        return self.recipe.train.use_distributed_optimizer
+
+    def content(self) -> object:
+        return dataclasses.asdict(self.recipe)
+
+    def resized(self, dp: int, microbatches: int) -> RecipeLayout:
+        parallel, train = self.recipe.parallel, self.recipe.train
+        size = self.world.size // self.world.dp * dp
+        batch = train.micro_batch_size * dp * microbatches
+        return RecipeLayout(
+            dataclasses.replace(
+                self.recipe,
+                parallel=dataclasses.replace(parallel, world_size=size),
+                train=dataclasses.replace(train, global_batch_size=batch),
+            )
+        )
+
+    def family(self) -> str:
+        one = self.resized(1, self.fewest).recipe
+        source = source_of(one)
+        kept = {key: value for key, value in source.items() if key not in of_recipe(self.recipe)}
+        sizes = r'"(train.global_batch_size|parallel.world_size)": "[^"]*",? ?'
+        kept["settings"] = re.sub(sizes, "", kept["settings"])
+        return _digest(kept)
+
+    def command(self) -> list[str]:
+        return ["pretrain_gpt.py", *megatron_flags(self.recipe)]
+
+    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+        store = SliceStore(folder, self.world, source_of(self.recipe))
+        rank = self.world.rank_at(pp=stage)
+        if not store.path(rank).exists():
+            server.capture(self.recipe, rank, store, self._alike() if stage == 1 else ())
+        return store.path(rank)
+
+    def _alike(self) -> tuple[int, ...]:
+        """The stages between the second and the last, if all of them have the second's layers."""
+        m, stages = self.recipe.model, range(1, self.world.pp - 1)
+        layers = {tuple(self.recipe.layers_of(stage)) for stage in stages}
+        if len(layers) != 1 or layers == {()} or m.moe_layer_freq != 1 or m.extra:
+            return ()
+        return tuple(stages[1:])
+
+    def assembled(self, folder: Path) -> Programs:
+        return assemble(folder)
+
+
+@dataclass(frozen=True)
+class ScriptLayout(JobLayout):
+    """A stock script's.
+
+    script : its path
+    words  : its arguments
+    ours   : ``--prism-…`` flags for every rank
+    """
+
+    script: str
+    words: tuple[str, ...]
+    ours: tuple[str, ...]
+    world: World
+    micro_batch_size: int
+    global_batch_size: int
+
+    @classmethod
+    def of(cls, script: str, words: Sequence[str], ours: Sequence[str]) -> ScriptLayout:
+        """UsageError or WorldError for sizes that make no layout."""
+        before = ["--prism-emulate", "--prism-ranks", "0"]
+        given = options.from_command_line([*before, *ours, *words])
+        assert given is not None, "--prism-emulate is among them"
+        micro = _number(words, "--micro-batch-size", 1)
+        batch = _number(words, "--global-batch-size", micro * given.world.dp)
+        if batch % (micro * given.world.dp):
+            raise UsageError(
+                f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} x "
+                f"data-parallel size {given.world.dp}",
+                fix="another batch",
+            )
+        return cls(script, tuple(words), tuple(ours), given.world, micro, batch)
+
+    @property
+    def shares_state(self) -> bool:  # type: ignore[override]
+        return "--use-distributed-optimizer" in self.words
+
+    def content(self) -> object:
+        return [self.script, self.words, self.ours, self.world.size]
+
+    def resized(self, dp: int, microbatches: int) -> ScriptLayout:
+        size = self.world.size // self.world.dp * dp
+        batch = self.micro_batch_size * dp * microbatches
+        words = with_option(self.words, "--global-batch-size", batch)
+        ours = with_option(self.ours, "--prism-world-size", size)
+        world = dataclasses.replace(self.world, size=size)
+        return dataclasses.replace(
+            self, words=tuple(words), ours=tuple(ours), world=world, global_batch_size=batch
+        )
+
+    def family(self) -> str:
+        one = self.resized(1, 1)
+        return _digest([str(Path(self.script).resolve()), one.words, one.ours])
+
+    def command(self) -> list[str]:
+        return [self.script, *self.words]
+
+    def _job(self) -> script_job.ScriptJob:
+        argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
+        return script_job.ScriptJob.of(self.script, argv, self.world, "meta")
+
+    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+        rank = self.world.rank_at(pp=stage)
+        path = SliceStore(folder, self.world, {}).path(rank)
+        if not path.exists():
+            self._record(folder, [rank])
+        return path
+
+    def _record(self, folder: Path, ranks: Sequence[int]) -> None:
+        try:
+            script_job.record(self._job(), folder, ranks)
+        except PrismError as error:  # the log's end has Megatron's words
+            raise PrismError(_refusal(error.message), fix=error.fix) from error
+
+    def assembled(self, folder: Path) -> Programs:
+        while True:
+            try:
+                return assemble(folder)
+            except MissingSlicesError as error:
+                there = set(SliceStore(folder, self.world, {}).ranks())
+                missing = [rank for rank in error.ranks if rank not in there]
+                if not missing:
+                    raise
+                self._record(folder, missing)
+
+
+def _refusal(message: str) -> str:
+    """The line of a traceback that says what is wrong."""
+    found = re.findall(r"^(?:\w+\.)*(?:\w*Error|\w*Exception): .+$", message, re.MULTILINE)
+    return found[-1] if found else message
+
+
+def option_value(words: Sequence[str], option: str) -> str | None:
+    """What follows an option, the last time that it is given; "" for a flag."""
+    found = None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            found = value if equals else "" if following.startswith("--") else following
+    return found
+
+
+def _number(words: Sequence[str], option: str, default: int) -> int:
+    text = option_value(words, option)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{option} {text} is no number", fix=f"{option} {default}") from None
+
+
+def with_option(words: Sequence[str], option: str, value: object) -> list[str]:
+    """The words with one option at their end; True is a flag, None and False leave it out."""
+    kept: list[str] = []
+    mine = False  # whether this word is a value of the option
+    for word in words:
+        mine = word.partition("=")[0] == option if word.startswith("--") else mine
+        if not mine:
+            kept.append(word)
+    if value is None or value is False:
+        return kept
+    return [*kept, option] if value is True else [*kept, option, str(value)]
