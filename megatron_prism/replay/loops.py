@@ -56,9 +56,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(value := function.__globals__.get(name), FunctionType)
     }
     known = {**function.__globals__, **helpers}
-    compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(
-        FunctionType(function.__code__, known, function.__name__)
-    )
+    linked = FunctionType(function.__code__, known, function.__name__)
+    compiled: Callable[..., Any]
+    try:
+        compiled = numba.njit(cache=True, nogil=True)(linked)
+    except RuntimeError:  # neither the package's folder nor the user's may be written
+        compiled = numba.njit(nogil=True)(linked)
     return compiled
 
 

@@ -1,11 +1,14 @@
 """What people feed the commands by mistake or by malice: every one ends soon, with what to type."""
 
+import contextlib
 import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -19,6 +22,7 @@ import megatron_prism.__main__ as start
 from megatron_prism.cli import main as cli
 from megatron_prism.core import foreign, program
 from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
+from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.recipe import load
 from megatron_prism.emulate import recipe_job
@@ -251,3 +255,68 @@ def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     assert start.main() == 130
     assert capsys.readouterr().err == "prism: interrupted\n"
+
+
+def test_loops_are_compiled_where_nothing_may_be_written(monkeypatch):
+    """A package of the administrator's, a user without a home."""
+    import numba
+
+    from megatron_prism.replay import loops
+
+    original, tried = numba.njit, []
+
+    def njit(*function, cache=False, **how):
+        if how.get("nogil"):
+            tried.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return original(*function, **how)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert loops._compiled.__wrapped__(_twice)(3) == 6
+    assert tried == [True, False]
+
+
+def _twice(number):
+    return 2 * number
+
+
+# -- kills -----------------------------------------------------------------------------------------
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def heeds_ctrl_c():  # a shell's background job ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("after_s", [0.4, 2.5])
+def test_a_killed_command_leaves_nothing(number, after_s, tmp_path):
+    """Neither processes nor half an artefact; the next one is not disturbed by what is hidden."""
+    words = [sys.executable, "-m", "megatron_prism", "emulate", "tiny-gpt_1cpu", "-o", "out/e"]
+    words += ["train.iterations=3000"]
+    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "cwd": tmp_path}
+    with subprocess.Popen(words, preexec_fn=heeds_ctrl_c, **how) as command:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(after_s)
+        tasks = Path(f"/proc/{command.pid}/task").glob("*/children")
+        below = [int(pid) for task in tasks for pid in task.read_text().split()]
+        command.send_signal(number)
+        said = command.communicate(timeout=30)[1].decode()
+    assert command.returncode in (-number, 128 + number)
+    assert "Traceback" not in said
+    deadline = time.monotonic() + 10
+    while any(map(alive, below)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, below))
+    left = [path for path in tmp_path.rglob("*") if path.name != "out"]
+    assert all(number == signal.SIGKILL and ".e." in str(path) for path in left)
+    with ArtefactFolder(tmp_path / "out" / "e") as folder:
+        folder.write_text("summary.json", "{}")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["e"]
