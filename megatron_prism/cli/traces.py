@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, print_json
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import write_whole
 
 __all__ = ["compare", "import_"]
@@ -76,8 +76,14 @@ def compare(args: argparse.Namespace) -> int:
         )
     outputs = [Path(name) for name in (args.html, args.trace) if name is not None]
     check_outputs(outputs, args.force, paths)
-    predicted = replay(open_programs(paths[-1]), **how)
-    made = compare_traces(import_traces(paths[:-1]), predicted)
+    programs = open_programs(paths[-1])
+    predicted = replay(programs, **how)
+    try:  # the prediction says what the job does, if it is of the same calls
+        found = import_traces(paths[:-1], programs)
+    except PrismError as error:
+        console(stderr=True).print(f"prism: the traces are read alone: {error.message}")
+        found = import_traces(paths[:-1])
+    made = compare_traces(found, predicted)
     for name, text in ((args.html, made.to_html), (args.trace, made.to_chrome_trace)):
         if name is not None:
             write_whole(Path(name), text(), force=args.force)

@@ -230,9 +230,7 @@ def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> 
     where = {one.recorded.rank: i for i, one in enumerate(measured)}
     guessed = Counter[str]()
     for i, one in enumerate(measured):
-        shared = [(n, m) for n, m in names.members[i].items() if len(m) > 1]
-        shared = shared or list(names.members[i].items())
-        largest = sorted(shared, key=lambda item: -len(item[1]))
+        largest = sorted(names.members[i].items(), key=lambda item: -len(item[1]))
         by_key: dict[object, list[int]] = defaultdict(list)
         for k, call in enumerate(one.calls):
             if not call.group or call.group not in names.named[i]:
@@ -249,7 +247,7 @@ def _guess_groups(measured: list[Measured], names: _Names, notes: list[str]) -> 
                         f"rank {one.recorded.rank}: of call {k}, {one.calls[k]}, it is not known "
                         "which group makes it: the trace does not say, and no group of it has all "
                         "members in such a call at that time",
-                        fix="give the traces of all ranks",
+                        fix="give the traces of all ranks, or a capture of the job: --slices DIR",
                     )
                 found[i][k] = name
                 guessed[name] += 1
@@ -412,7 +410,8 @@ def _joined(
     if findings := graph.check():
         raise PrismError(
             f"the calls of the traced ranks do not fit together:\n\n{findings[0]}",
-            fix="profile the same iterations on every rank (schedule= of torch.profiler)",
+            fix="profile the same iterations on every rank (schedule= of torch.profiler); where "
+            "traces name no groups (gloo), a capture of the same job does: --slices DIR",
         )
     none = np.empty(0)
     return Imported(joined, ranked, graph, call_op, [], none, [], none, notes)
