@@ -43,6 +43,11 @@ def _routes(settings: _Settings) -> bool:
     return experts and not _has(settings, "moe_pad_expert_input_to_capacity")
 
 
+def _captures_graphs(settings: _Settings) -> bool:
+    graphs = settings.get("cuda_graph_impl", "none") not in ("none", "None")
+    return graphs or _has(settings, "enable_cuda_graph", "external_cuda_graph")
+
+
 def _packs_unfused(settings: _Settings) -> bool:
     packed = _has(settings, "sft", "sequence_packing_scheduler", "use_packed_sequence")
     return packed and settings.get("attention_backend") == "unfused"
@@ -51,6 +56,8 @@ def _packs_unfused(settings: _Settings) -> bool:
 _RULES: tuple[tuple[Callable[[_Settings], bool], Estimate], ...] = (
     # of NVIDIA's published peaks of MoE jobs (docs/accuracy.md)
     (_routes, Estimate("routing: other ranks send experts as many tokens as this one", -15, 10)),
+    # one job is known: 2 % above the figure without graphs (docs/accuracy.md)
+    (_captures_graphs, Estimate("CUDA graphs: what they keep is not counted", 0, 10)),
     # scores and their mask, of the longest sequence
     (_packs_unfused, Estimate("unfused attention of packed sequences: counted as fused", 0, 150)),
 )

@@ -19,6 +19,9 @@ ROUTED = {**DENSE, "--num-experts": "8"}
         ({**ROUTED, "--moe-pad-expert-input-to-capacity": ""}, []),
         ({**DENSE, "--cross-entropy-loss-fusion": ""}, []),
         ({**DENSE, "--sft": ""}, ["unfused attention"]),
+        ({**DENSE, "--cuda-graph-impl": "local"}, ["CUDA graphs"]),
+        ({**DENSE, "--cuda-graph-impl": "none"}, []),
+        ({**DENSE, "--enable-cuda-graph": ""}, ["CUDA graphs"]),
     ],
 )
 def test_what_is_estimated_of_a_job(settings, words):
