@@ -156,7 +156,9 @@ CHOICES = {
 POSITIVE = {
     "model": ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size",
               "ffn_hidden_size", "num_query_groups", "kv_channels", "make_vocab_size_divisible_by",
-              "max_position_embeddings", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+              "max_position_embeddings", "num_experts", "moe_ffn_hidden_size", "moe_router_topk",
+              "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+              "mtp_num_layers"),
     "train": ("micro_batch_size", "global_batch_size", "iterations", "recompute_num_layers"),
     "parallel": ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 }  # fmt: skip
@@ -181,8 +183,6 @@ BEYOND = (
     "fine_grained_activation_offloading",
     "heterogeneous_block_specs",
     "hybrid_context_parallel",
-    "mtp_num_layers",
-    "multi_latent_attention",
 )
 
 
@@ -264,6 +264,11 @@ def _model(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield (
             f"hidden_size {m.hidden_size} is not divisible by {m.num_attention_heads} heads",
             "change model.num_attention_heads, or give model.kv_channels",
+        )
+    if m.multi_latent_attention and m.position_embedding_type != "rope":
+        yield (
+            f"latent attention with position_embedding_type {m.position_embedding_type}",
+            "set model.position_embedding_type=rope",
         )
     if m.num_attention_heads % recipe.num_query_groups:
         yield (
@@ -404,6 +409,15 @@ class Model:
     attention_dropout: float = 0.1
     hidden_dropout: float = 0.1
     init_method_std: float = 0.02
+
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None  # of latent attention; None: queries are not compressed
+    kv_lora_rank: int = 32  # this and the next three: of latent attention
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    mtp_num_layers: int | None = None  # layers that predict further tokens; None: none
+    mtp_loss_scaling_factor: float = 0.1
 
     num_experts: int | None = None  # None: a dense model
     moe_ffn_hidden_size: int | None = None  # None: ffn_hidden_size

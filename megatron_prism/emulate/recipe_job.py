@@ -300,7 +300,7 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     m = recipe.model
     tokens = recipe.train.global_batch_size * m.seq_length
     found = {"tokens_per_iteration": str(tokens)}
-    if any(m.extra.get(key) for key in _OTHER):
+    if m.multi_latent_attention or m.mtp_num_layers or any(m.extra.get(key) for key in _OTHER):
         return found
     query = recipe.kv_channels * m.num_attention_heads
     keys = recipe.kv_channels * recipe.num_query_groups

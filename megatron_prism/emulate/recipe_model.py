@@ -68,12 +68,17 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
     RecipeError for a ``model.extra`` key that this release's TransformerConfig lacks.
     """
     import torch
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
     from torch.nn import functional
 
     r, m, p, t = recipe, recipe.model, recipe.parallel, recipe.train
     dtype = torch.bfloat16 if t.bf16 else torch.float32
     te = r.prism.transformer_impl == "transformer_engine"
+    latent = m.multi_latent_attention
+    kind = MLATransformerConfig if latent else TransformerConfig
     fields: dict[str, object] = {
         **_parallel_fields(recipe),
         "ffn_hidden_size": r.ffn_hidden_size,
@@ -88,7 +93,7 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
         "deallocate_pipeline_outputs": True,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": te,
-        "apply_rope_fusion": te and m.position_embedding_type == "rope",
+        "apply_rope_fusion": te and m.position_embedding_type == "rope" and not latent,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": te,
         "bias_activation_fusion": te,
@@ -101,7 +106,9 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
         fields["moe_grouped_gemm"] = False  # needs Transformer Engine: one expert at a time
     if m.swiglu:
         fields |= {"gated_linear_unit": True, "activation_func": functional.silu}
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    if latent:  # a rank that is None is one: queries are not compressed
+        fields["q_lora_rank"] = m.q_lora_rank
+    known = {f.name for f in dataclasses.fields(kind)}
     for part in (m, p, t):
         for item in dataclasses.fields(part):
             value = getattr(part, item.name)
@@ -114,7 +121,7 @@ def transformer_config(recipe: Recipe) -> MegatronConfig:
             fix="check its spelling in megatron/core/transformer/transformer_config.py",
         )
     fields |= m.extra
-    return TransformerConfig(**{k: v for k, v in fields.items() if k in known})
+    return kind(**{k: v for k, v in fields.items() if k in known})
 
 
 def chunks(recipe: Recipe, config: MegatronConfig) -> list[ModelChunk]:
@@ -151,7 +158,10 @@ def _gpt(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
     """One GPTModel chunk; embedding and loss where Megatron's pipeline puts them."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
 
     m, vpp = recipe.model, recipe.parallel.vpp
     stage = chunk if vpp else None
@@ -160,14 +170,16 @@ def _gpt(recipe: Recipe, config: MegatronConfig, chunk: int) -> torch.nn.Module:
     place = {"ignore_virtual": False, "vp_stage": stage}
     accepted = inspect.signature(parallel_state.is_pipeline_first_stage).parameters
     place = {k: v for k, v in place.items() if k in accepted}
+    te = recipe.prism.transformer_impl == "transformer_engine"
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=te, normalization=m.normalization, vp_stage=stage
+    )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=recipe.prism.transformer_impl == "transformer_engine",
-            normalization=m.normalization,
-            vp_stage=stage,
-        ),
+        transformer_layer_spec=spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, te, vp_stage=stage)
+        if m.mtp_num_layers
+        else None,
         vocab_size=recipe.padded_vocab_size,
         max_sequence_length=m.max_position_embeddings or m.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(**place),

@@ -106,6 +106,12 @@ def _matrices(recipe: Recipe, layers: int) -> tuple[int, int]:
     query = recipe.kv_channels * m.num_attention_heads
     keys = recipe.kv_channels * recipe.num_query_groups
     attention = m.hidden_size * (2 * query + 2 * keys) // p.tp
+    if m.multi_latent_attention:  # what is compressed is on every rank
+        of_head, rope = m.num_attention_heads // p.tp, m.qk_pos_emb_head_dim
+        down = m.hidden_size * ((m.q_lora_rank or 0) + m.kv_lora_rank + rope)
+        up = (m.q_lora_rank or m.hidden_size) * (m.qk_head_dim + rope)
+        up += m.kv_lora_rank * (m.qk_head_dim + m.v_head_dim) + m.hidden_size * m.v_head_dim
+        attention = down + of_head * up
     products = 3 if m.swiglu else 2
     mlp = m.hidden_size * recipe.ffn_hidden_size * products // p.tp
     embedding = recipe.padded_vocab_size * m.hidden_size // p.tp
@@ -130,6 +136,8 @@ def _activations(recipe: Recipe) -> int:
     if t.recompute_granularity is None and not m.num_experts:
         query = recipe.kv_channels * m.num_attention_heads
         keys = recipe.kv_channels * recipe.num_query_groups
+        if m.multi_latent_attention:
+            query, keys = m.num_attention_heads * m.v_head_dim, 0
         wide = recipe.ffn_hidden_size * (2 if m.swiglu else 1)
         kept += boundary + tokens * (query + 2 * keys + wide) // p.tp
     chunks = recipe.layers_of(0)

@@ -65,8 +65,9 @@ def test_a_dense_model_by_hand():
 
 
 def test_models_that_recipes_do_not_name_have_no_flops():
-    recipe = recipes.load("tiny-gpt_1cpu", ["model.extra.attention_output_gate=true"])
-    assert set(recipe_job.of_recipe(recipe)) == {"tokens_per_iteration"}
+    for setting in ("model.extra.attention_output_gate=true", "model.mtp_num_layers=1"):
+        recipe = recipes.load("tiny-gpt_1cpu", [setting])
+        assert set(recipe_job.of_recipe(recipe)) == {"tokens_per_iteration"}
 
 
 def test_without_a_stock_job_nothing_is_said(monkeypatch):

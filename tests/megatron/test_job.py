@@ -131,6 +131,20 @@ def test_real_text_on_the_cpu_has_a_falling_loss(tmp_path):
     ]
 
 
+def test_latent_attention_and_further_tokens_have_the_parameters_of_their_sizes():
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_head_dim": 40, "qk_pos_emb_head_dim": 16,
+             "v_head_dim": 48, "mtp_num_layers": 1}  # fmt: skip
+    settings = [f"model.{name}={size}" for name, size in sizes.items()]
+    settings += ["prism.tier=meta", "prism.transformer_impl=transformer_engine",
+                 "model.multi_latent_attention=true", "train.iterations=1"]  # fmt: skip
+    result = recipe_job.emulate(recipes.load("tiny-gpt_1cpu", settings), None)
+    hidden, heads, wide, words = 128, 4, 384, 256
+    attention = hidden * (32 + 24 + 16) + heads * (32 * (40 + 16) + 24 * (40 + 48) + 48 * hidden)
+    layer = attention + 3 * hidden * wide + 2 * hidden  # two norms
+    further = layer + 2 * hidden * hidden + 3 * hidden
+    assert result.ranks[0]["parameters"] == 2 * layer + further + words * hidden + hidden
+
+
 def test_a_loss_that_is_not_finite_fails(tmp_path):
     recipe = recipes.load("tiny-gpt_1cpu", ["train.lr=1e30", "train.iterations=5"])
     with pytest.raises(PrismError, match="the loss of iteration . is not finite") as caught:
