@@ -51,6 +51,7 @@ setup(
         "megatron-core>=0.16.1,<0.21",
         "numba>=0.61",  # loops over large world graphs (replay/loops.py); 55 MB
         "msgspec>=0.19",  # checks foreign files against types; 0.4 MB, no dependencies
+        "shtab>=1.7",  # prism completion; 14 kB, no dependencies
         "PyYAML>=6",  # OmegaConf's own parser, whose errors we explain
     ],
     extras_require={

@@ -13,6 +13,7 @@ Loaded by every pytest run of the environment, so the package is imported only w
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -112,17 +113,17 @@ class MemoryGuard:
         path = self.root / (wanted.get("baseline") or self.place)
         limit, tol = limit_of(wanted), size(wanted, "tol_bytes")
         device = wanted.get("device") or "h200"
+        there = path.exists()
+        if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
+            return f"{path} is missing; write it: pytest --prism-mem-update"
+        fresh = self.update or not there
+        before = None if fresh else baseline.load(path)  # a damaged one is told before the capture
         programs = _programs(wanted["job"], wanted.get("settings", ()))
         known = None if device == "none" else device
         after = baseline.peak_memory(programs, device=known)
         for name, one in after.classes.items():
             self.record(f"prism_memory[{name}].peak_allocated", one["peak_allocated"])
-        there = path.exists()
-        if not there and os.environ.get("CI", "").lower() in ("1", "true") and not self.update:
-            return f"{path} is missing; write it: pytest --prism-mem-update"
-        fresh = self.update or not there
-        before = after if fresh else baseline.load(path)
-        changes = baseline.compare(before, after, tol_bytes=tol, limit=limit)
+        changes = baseline.compare(before or after, after, tol_bytes=tol, limit=limit)
         failed = [change for change in changes if change.fails]
         if fresh and not failed:
             baseline.save(after, path, force=True)
@@ -131,7 +132,6 @@ class MemoryGuard:
 
 def _programs(job: object, settings: str | Sequence[str]) -> Programs:
     """Programs as they are, opened, or captured from a recipe."""
-    from megatron_prism.core import recipe
     from megatron_prism.core.errors import UsageError
     from megatron_prism.core.program import Programs
     from megatron_prism.core.slices import open_programs
@@ -146,8 +146,16 @@ def _programs(job: object, settings: str | Sequence[str]) -> Programs:
                 f"settings={settings!r} changes no captured programs", fix="job=RECIPE"
             )
         return open_programs(job)
+    words = (settings,) if isinstance(settings, str) else tuple(settings)
+    stamp = Path(job).stat().st_mtime_ns if Path(job).exists() else 0
+    return _captured(str(job), words, stamp)
+
+
+@functools.lru_cache(maxsize=4)
+def _captured(job: str, settings: tuple[str, ...], stamp: int) -> Programs:
+    """Captured from a recipe; tests of the same job share it.  ``stamp``: when its file changed."""
+    from megatron_prism.core import recipe
     from megatron_prism.emulate.recipe_job import capture
 
-    words = [settings] if isinstance(settings, str) else list(settings)
     with tempfile.TemporaryDirectory() as folder:
-        return capture(recipe.load(str(job), words), Path(folder) / "slices")
+        return capture(recipe.load(job, settings), Path(folder) / "slices")

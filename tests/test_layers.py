@@ -48,6 +48,7 @@ PACKAGES = {
     # types of files, checked by core/foreign.py
     "msgspec": ["core/*", "replay/costs/*", "memory/*", "predict/*", "hang/*",
                 "traces/*"],
+    "shtab": ["cli/main.py"],
     "rich": ["cli/*", "report/*", "emulate/*"],
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],

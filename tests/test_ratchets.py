@@ -44,7 +44,7 @@ def test_commands():
     assert list(cli.COMMANDS) == [
         "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
         "predict", "import", "compare", "sweep", "memory", "calibrate", "world", "recipes",
-        "patches",
+        "patches", "completion",
     ]  # fmt: skip
 
 
@@ -53,13 +53,17 @@ def test_options_of_commands():
         name: [flag for flags, _ in command.arguments for flag in flags if flag.startswith("-")]
         for name, command in cli.COMMANDS.items()
     }
+    common = {"--csv", "--force", "--json"}  # and --help
+    for name in set(cli.COMMANDS) - {"run", "completion"}:
+        known = cli._parser(name)._option_string_actions
+        assert set(known) == {"-h", "--help", *common, *surface[name]}
     assert surface == {
         "run": [],
-        "emulate": ["-o", "--out", "--force", "--json"],
-        "capture": ["-o", "--out", "--force"],
+        "emulate": ["-o", "--out", "-v", "--verbose"],
+        "capture": ["-o", "--out"],
         "show": ["--text"],
-        "classes": ["--json"],
-        "check": ["--json"],
+        "classes": [],
+        "check": [],
         "hang": [
             "--dumps",
             "--then",
@@ -71,20 +75,19 @@ def test_options_of_commands():
             "--markdown",
             "--html",
             "--trace",
-            "--force",
-            "--json",
         ],
-        "schedule": ["-o", "--out", "--force", "--json"],
-        "replay": ["--html", "--against", "--trace", "--chakra", "--force", "--json"],
-        "predict": ["--against", "--html", "--force", "--json"],
-        "import": ["--slices", "-o", "--out", "--force", "--json"],
-        "compare": ["--html", "--trace", "--force", "--json"],
-        "sweep": ["-o", "--out", "--explain", "--csv", "--html", "--force", "--json"],
-        "memory": ["-o", "--out", "--force", "--json", "--github"],
-        "calibrate": ["-o", "--out", "--force", "--host", "--from-nccl-tests"],
-        "world": ["--json"],
-        "recipes": ["--json"],
-        "patches": ["--megatron", "--json"],
+        "schedule": ["-o", "--out"],
+        "replay": ["--html", "--against", "--trace", "--chakra", "-v", "--verbose"],
+        "predict": ["--against", "--html", "-v", "--verbose"],
+        "import": ["--slices", "-o", "--out"],
+        "compare": ["--html", "--trace"],
+        "sweep": ["-o", "--out", "--explain", "--html"],
+        "memory": ["-o", "--out", "--github"],
+        "calibrate": ["-o", "--out", "--host", "--from-nccl-tests"],
+        "world": [],
+        "recipes": [],
+        "patches": ["--megatron"],
+        "completion": [],
     }
 
 
@@ -112,6 +115,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-slow",
         "--prism-tier",
         "--prism-values",
+        "--prism-verbose",
         "--prism-watch",
         "--prism-world",
         "--prism-world-size",

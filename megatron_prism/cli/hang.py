@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, print_json, steps
+from megatron_prism.cli.output import check_outputs, console, given, steps
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
@@ -71,10 +71,10 @@ def hang(args: argparse.Namespace) -> int:
     else:
         found, planted = _of_programs(args)
     _write(args, found)
-    if args.json:
-        more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
-        print_json(found.to_json() | more)
-    else:
+    more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
+    rows = [{"role": "culprit", **dataclasses.asdict(one)} for one in found.culprits]
+    rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
+    if not given(args, found.to_json() | more, rows):
         for hit in planted.hits if planted is not None else ():
             print(f"planted: {hit}")
         print(found)

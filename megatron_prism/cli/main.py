@@ -22,11 +22,12 @@ import megatron_prism
 from megatron_prism.cli.hang import hang
 from megatron_prism.cli.memory import ACTIONS, memory
 from megatron_prism.cli.output import (
+    check_outputs,
     check_working_directory,
     console,
+    given,
     output_failed,
     prepare,
-    print_json,
     print_table,
     visible,
 )
@@ -50,6 +51,8 @@ SETTINGS = ("settings",), {"nargs": "*", "metavar": "key=value", "help": "see ab
 FORCE = ("--force",), {"action": "store_true", "help": "replace an artefact that is there"}
 PROGRAMS = ("programs",), {"metavar": "PATH", "help": "folder of slices, file of programs, or text"}
 JSON = ("--json",), {"action": "store_true", "help": "print the result as JSON"}
+CSV = ("--csv",), {"metavar": "FILE", "type": Path, "help": "its table to write, one row a line"}
+VERBOSE = (("-v", "--verbose"), {"action": "store_true", "help": "also what the result rests on"})
 OVERRIDES = (
     ("settings",),
     {
@@ -92,9 +95,10 @@ def emulate(args: argparse.Namespace) -> int:
     out = args.out or (Path(recipe.prism.out) if recipe.prism.out else None)
     from megatron_prism.emulate import recipe_job
 
-    result = recipe_job.emulate(recipe, out, force=args.force, console=console(stderr=args.json))
-    if args.json:
-        print_json(result.to_json())
+    result = recipe_job.emulate(
+        recipe, out, force=args.force, console=console(stderr=args.json), verbose=args.verbose
+    )
+    given(args, result.to_json(), [dict(one) for one in result.ranks])
     return 0
 
 
@@ -103,11 +107,44 @@ def recipes(args: argparse.Namespace) -> int:
     from megatron_prism.core import recipe
 
     rows = {name: recipe.summary(file) for name, file in recipe.shipped().items()}
-    if args.json:
-        print_json(rows)
+    if given(args, rows, [{"recipe": name, "shows": text} for name, text in rows.items()]):
         return 0
     print_table(("recipe", "what it shows"), rows.items())
     return 0
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Print what completes the commands, options and files of prism in a shell.
+
+    eval "$(prism completion bash)"          in ~/.bashrc; zsh and tcsh likewise
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise UsageError("completion is made by shtab", fix="pip install shtab") from error
+    whole = argparse.ArgumentParser(prog="prism")
+    commands = whole.add_subparsers()
+    for name, command in COMMANDS.items():
+        first = (inspect.getdoc(command.function) or "").partition("\n")[0]
+        one = commands.add_parser(name, help=first, add_help=False)
+        _add_arguments(one, name)
+        if command.raw or command.job:
+            from megatron_prism.emulate import options as flags
+
+            flags.add_flags(one)
+        for action in one._actions:
+            if action.metavar in _PATHS:
+                action.complete = _PATHS[str(action.metavar)]  # type: ignore[attr-defined]
+    print(shtab.complete(whole, args.shell))
+    return 0
+
+
+_PATHS = {  # metavar -> what shtab offers
+    **dict.fromkeys(("FILE", "PATH", "PATH|key=value", "RECIPE"), {"bash": "_shtab_compgen_files",
+                     "zsh": "_files", "tcsh": "f"}),
+    **dict.fromkeys(("DIR", "DIR2"), {"bash": "_shtab_compgen_dirs", "zsh": "_files -/",
+                     "tcsh": "d"}),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,11 +162,11 @@ COMMANDS = {
     "run": Command(run, raw=True),
     "emulate": Command(
         emulate,
-        ((("recipe",), {"metavar": "RECIPE"}), OUT, FORCE, JSON, OVERRIDES),
+        ((("recipe",), {"metavar": "RECIPE"}), OUT, VERBOSE, OVERRIDES),
     ),
     "capture": Command(
         capture,
-        ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT, FORCE, OVERRIDES),
+        ((("recipe",), {"metavar": "RECIPE", "nargs": "?"}), OUT, OVERRIDES),
         job=True,
     ),
     "show": Command(
@@ -140,8 +177,8 @@ COMMANDS = {
             (("--text",), {"action": "store_true", "help": "print the whole text form"}),
         ),
     ),
-    "classes": Command(classes, (PROGRAMS, JSON)),
-    "check": Command(check, (PROGRAMS, JSON)),
+    "classes": Command(classes, (PROGRAMS,)),
+    "check": Command(check, (PROGRAMS,)),
     "hang": Command(
         hang,
         (
@@ -156,8 +193,6 @@ COMMANDS = {
             (("--markdown",), {"metavar": "FILE", "type": Path, "help": "it, for an issue"}),
             (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
             (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
-            FORCE,
-            JSON,
         ),
     ),
     "schedule": Command(
@@ -165,8 +200,6 @@ COMMANDS = {
         (
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "sizes and switches"}),
             (("-o", "--out"), {"metavar": "FILE", "help": "file of programs to write"}),
-            FORCE,
-            JSON,
         ),
     ),
     "replay": Command(
@@ -181,8 +214,7 @@ COMMANDS = {
                 ("--chakra",),
                 {"metavar": "DIR", "type": Path, "help": "Chakra traces, for ASTRA-sim"},
             ),
-            FORCE,
-            JSON,
+            VERBOSE,
         ),
     ),
     "predict": Command(
@@ -192,8 +224,7 @@ COMMANDS = {
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "see above"}),
             (("--against",), {"metavar": "DIR", "action": "append", "help": "another layout"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, with all what-ifs"}),
-            FORCE,
-            JSON,
+            VERBOSE,
         ),
     ),
     "import": Command(
@@ -202,8 +233,6 @@ COMMANDS = {
             (("traces",), {"metavar": "TRACE", "nargs": "+", "help": "files, or folders of them"}),
             (("--slices",), {"metavar": "DIR", "help": "captured programs of the same job"}),
             OUT,
-            FORCE,
-            JSON,
         ),
     ),
     "compare": Command(
@@ -212,8 +241,6 @@ COMMANDS = {
             (("paths",), {"metavar": "PATH", "nargs": "+", "help": "traces, then the prediction"}),
             (("--html",), {"metavar": "FILE", "help": "page to write, for any browser"}),
             (("--trace",), {"metavar": "FILE", "help": "trace with both, for ui.perfetto.dev"}),
-            FORCE,
-            JSON,
         ),
     ),
     "sweep": Command(
@@ -230,10 +257,7 @@ COMMANDS = {
                     "help": "why A beats B: places in the table, or axes",
                 },
             ),
-            (("--csv",), {"metavar": "FILE", "type": Path, "help": "every point, one a line"}),
             (("--html",), {"metavar": "FILE", "type": Path, "help": "page: time against memory"}),
-            FORCE,
-            JSON,
         ),
         job=True,
     ),
@@ -243,8 +267,6 @@ COMMANDS = {
             (("action",), {"choices": ACTIONS}),
             (("settings",), {"nargs": "*", "metavar": "PATH|key=value", "help": "see above"}),
             (("-o", "--out"), {"metavar": "FILE", "help": "baseline to write"}),
-            FORCE,
-            JSON,
             (("--github",), {"action": "store_true", "help": "also annotate, for GitHub Actions"}),
         ),
     ),
@@ -252,17 +274,18 @@ COMMANDS = {
         calibrate,
         (
             (("-o", "--out"), {"metavar": "FILE", "type": Path, "help": "calibration to write"}),
-            FORCE,
             (("--host",), {"action": "store_true", "help": "this host alone, without a GPU"}),
             (("--from-nccl-tests",), {"nargs": "+", "metavar": "FILE", "help": "their output"}),
             SETTINGS,
         ),
     ),
-    "world": Command(world, (SETTINGS, JSON)),
-    "recipes": Command(recipes, (JSON,)),
+    "world": Command(world, (SETTINGS,)),
+    "recipes": Command(recipes),
     "patches": Command(
-        patches,
-        ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}), JSON),
+        patches, ((("--megatron",), {"metavar": "DIR", "help": "a checkout of Megatron-LM"}),)
+    ),
+    "completion": Command(
+        completion, ((("shell",), {"choices": ("bash", "zsh", "tcsh"), "metavar": "SHELL"}),)
     ),
 }
 
@@ -324,7 +347,10 @@ def _dispatch(words: list[str]) -> int:
         _parser(name).print_help()
         return 0
     with unwinding(), visible():
-        return command.function(_parse_job(name, rest) if command.job else _parse(name, rest))
+        args = _parse_job(name, rest) if command.job else _parse(name, rest)
+        if getattr(args, "csv", None) is not None:
+            check_outputs([args.csv], args.force)  # before the work, not after
+        return command.function(args)
 
 
 def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
@@ -357,9 +383,14 @@ def _parser(name: str) -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for flags, settings in COMMANDS[name].arguments:
-        parser.add_argument(*flags, **settings)
+    _add_arguments(parser, name)
     return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    common = () if COMMANDS[name].raw or name == "completion" else (CSV, FORCE, JSON)
+    for flags, settings in (*COMMANDS[name].arguments, *common):
+        parser.add_argument(*flags, **settings)
 
 
 def _parse(name: str, words: list[str]) -> argparse.Namespace:

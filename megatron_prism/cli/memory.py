@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, print_json, print_table
+from megatron_prism.cli.output import check_outputs, console, given, print_table
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UsageError
 
@@ -174,8 +174,7 @@ def _record(args: argparse.Namespace, places: list[str], settings: dict[str, str
     check_outputs([Path(args.out)], args.force, places)
     made = _measure(places[0], settings.get("alloc", ""), _device(settings))
     path = memory_baseline.save(made, args.out, force=args.force)
-    if args.json:
-        print(path.read_text(encoding="utf-8"), end="")
+    if given(args, json.loads(path.read_text(encoding="utf-8")), _rows(made)):
         return 0
     _overview(made)
     console().print(f"wrote {args.out}")
@@ -270,8 +269,8 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
     if chosen is not None and chosen not in made.classes:
         raise UsageError(f"there is no class {chosen}", fix=f"use {', '.join(made.classes)}")
     names = list(made.classes) if chosen is None else [chosen]
-    if args.json:
-        print_json(replace(made, classes={name: made.classes[name] for name in names}).to_json())
+    made = replace(made, classes={name: made.classes[name] for name in names})
+    if given(args, made.to_json(), _rows(made)):
         return 0
     _overview(made)
     for name in names:
@@ -291,6 +290,15 @@ def _explain(args: argparse.Namespace, places: list[str], settings: dict[str, st
         ]
         print_table(("  bytes", "tensors", "kind", "site", "module"), rows)
     return 0
+
+
+def _rows(made: Baseline) -> list[dict[str, object]]:
+    """A row for every class, without the lists of its tensors."""
+    kept = ("count", "ranks", "peak_allocated", "peak_reserved", "nccl", "peak_device")
+    return [
+        {"class": name, **{key: one.get(key) for key in kept}, "at": one["at"]}
+        for name, one in made.classes.items()
+    ]
 
 
 def _bytes(num_bytes: int | None) -> str:
@@ -317,11 +325,11 @@ def _report(
     runs_out: dict[str, str] | None = None,
 ) -> int:
     failed = [change for change in changes if change.fails]
-    if args.json:
-        shown = [asdict(change) | {"fails": change.fails} for change in changes]
-        out = {name: text.strip() for name, text in (runs_out or {}).items()}
-        print_json({"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
-                    "changes": shown, "runs_out": out})  # fmt: skip
+    shown = [asdict(change) | {"fails": change.fails} for change in changes]
+    out = {name: text.strip() for name, text in (runs_out or {}).items()}
+    value = {"schema": "prism.memory_changes/1", "against": path, "failures": len(failed),
+             "changes": shown, "runs_out": out}  # fmt: skip
+    if given(args, value, shown):
         return 1 if failed else 0
     for change in changes:
         if change.what != "same":

@@ -5,18 +5,21 @@ rich is imported on first use, so that ``prism --version`` and usage errors stay
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import csv
 import errno
 import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megatron_prism.core.errors import UsageError, shown
-from megatron_prism.core.files import check_not_taken, check_writable
+from megatron_prism.core.files import check_not_taken, check_writable, write_whole
+from megatron_prism.core.progress import Lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +30,7 @@ __all__ = [
     "check_outputs",
     "check_working_directory",
     "console",
+    "given",
     "output_failed",
     "prepare",
     "print_json",
@@ -158,17 +162,50 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
+def given(
+    args: argparse.Namespace, value: object, rows: Iterable[Mapping[str, object]] | None = None
+) -> bool:
+    """Print ``value`` if JSON is wanted, and say so; write ``rows``, its table, if CSV is wanted.
+
+    A cell that is a mapping becomes a column for each key (``at.phase``), a list JSON.
+    """
+    if args.csv is not None and rows is not None:
+        flat = [dict(_flat(row)) for row in rows]
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)))
+        writer.writeheader()
+        writer.writerows(flat)
+        write_whole(args.csv, text.getvalue(), force=args.force)
+        console(stderr=True).print(f"wrote {args.csv}")
+    if args.json:
+        print_json(value)
+    return bool(args.json)
+
+
+def _flat(row: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            listed = isinstance(value, list | tuple)
+            yield above + str(key), json.dumps(value) if listed else value
+
+
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
     """A bar on stderr while work is done, which wanders until what it gives is called with the part
     that is done, 0 to 1.
 
-    Where nobody looks at a terminal it prints nothing, not even the line it would stand in.
+    Where nobody looks at a terminal it is a line every ten seconds.
     """
     from rich.progress import Progress
 
     talk = console(stderr=True)
-    with Progress(console=talk, transient=True, disable=not talk.is_terminal) as bar:
+    if not talk.is_terminal:
+        lines = Lines(talk.print)
+        yield lambda part: lines.tell(f"prism: {what}: {part:.0%}")
+        return
+    with Progress(console=talk, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda part: bar.update(task, total=1.0, completed=part)
 

@@ -7,6 +7,7 @@ hurts, as text, JSON or a page; or compares layouts.  Without torch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import tempfile
@@ -18,7 +19,7 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
     check_outputs,
     console,
-    print_json,
+    given,
     print_table,
     progress,
     steps,
@@ -119,14 +120,15 @@ def ms(ns: float | None) -> str:
 
 
 def _change(ns: float) -> str:
-    return f"{'+' if ns > 0 else ''}{ms(ns)}"
+    shown = ms(ns)
+    return shown.removeprefix("-") if shown == "-0.0 ms" else f"{'+' if ns > 0 else ''}{shown}"
 
 
 Rows = list[tuple[str, ...]]
 
 
-def show(result: Prediction) -> None:
-    """The prediction."""
+def show(result: Prediction, verbose: bool) -> None:
+    """The prediction; ``verbose``: also what every time rests on."""
     out, spread = console(), result.variability
     out.print(result.graph)
     out.print(f"  without variation  {ms(result.steady)}  (as prism replay has it)")
@@ -149,15 +151,15 @@ def show(result: Prediction) -> None:
     if p95 is not None:
         out.print("\nwhat moves p95")
         rows = [
-            (f"{part} spread {getattr(spread, part):.2g} halved", ms(ns),
-             _change(ns - result.halved_from))
+            (f"{part} spread {getattr(spread, part):.2g} halved",
+             ms(p95 + ns - result.halved_from), _change(ns - result.halved_from))
             for part, ns in sorted(result.halved.items(), key=lambda item: item[1])
             if getattr(spread, part)
         ]  # fmt: skip
         rows += [
             (
                 f"one GPU of {result.classes[index]} takes {result.slow_by:g} x as long",
-                ms(ns),
+                ms(p95 + ns - result.slow_from),
                 _change(ns - result.slow_from),
             )
             for index, ns in result.slow.items()
@@ -165,7 +167,11 @@ def show(result: Prediction) -> None:
         print_table(("if", "p95", "change"), rows)
     out.print(f"\nspreads: {result.source}")
     out.print(f"calls: {result.calls}")
-    out.print("durations: " + "\n           ".join(result.durations))
+    if verbose:
+        out.print("durations: " + "\n           ".join(result.durations))
+    else:
+        short = dict.fromkeys(text.partition(" (")[0] for text in result.durations)
+        out.print("durations: " + "\n           ".join(short) + " (-v says more)")
     out.print("not in it: contention, drift of a rank between two calls")
 
 
@@ -234,8 +240,8 @@ def _percent(one: Chance) -> str:
     return f"{100 * one.share:.1f} % ({100 * one.low:.1f} to {100 * one.high:.1f} %)"
 
 
-def show_comparison(found: Comparison) -> None:
-    """Layouts side by side."""
+def show_comparison(found: Comparison, verbose: bool) -> None:
+    """Layouts side by side; ``verbose``: also what each rests on."""
     out = console()
     first = found.layouts[0].name
     out.print(f"{found.samples:,} iterations each, one network for all, seed {found.seed}\n")
@@ -267,8 +273,11 @@ def show_comparison(found: Comparison) -> None:
     print_table(("layout", f"{first} is faster", "fastest of all"), rows)
     if found.note:
         out.print(f"\nbeware: {found.note}")
+    said: dict[str, list[str]] = {}
     for name, one in found.rests_on.items():
-        out.print(f"\n{name}\n  spreads: {one.spreads}\n  calls: {one.calls}")
+        said.setdefault(f"  spreads: {one.spreads}\n  calls: {one.calls}", []).append(name)
+    for text, names in said.items():
+        out.print(f"\n{', '.join(names)}\n{text}")
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -306,10 +315,9 @@ def predict(args: argparse.Namespace) -> int:
     found = _predict(args, settings)
     if args.html is not None:
         write_whole(Path(args.html), found.to_html(), force=args.force)
-    if args.json:
-        print_json(found.to_json())
+    if given(args, found.to_json(), [dataclasses.asdict(one) for one in found.quantiles]):
         return 0
-    show(found)
+    show(found, args.verbose)
     if found.study is not None:
         show_study(found.study)
     if found.run is not None:
@@ -384,10 +392,9 @@ def _against(args: argparse.Namespace, settings: dict[str, Any]) -> int:
         )
     if args.html is not None:
         write_whole(Path(args.html), found.to_html(), force=args.force)
-    if args.json:
-        print_json(found.to_json())
+    if given(args, found.to_json(), [dataclasses.asdict(one) for one in found.layouts]):
         return 0
-    show_comparison(found)
+    show_comparison(found, args.verbose)
     return 0
 
 

@@ -7,17 +7,19 @@ Nothing here imports torch; only ``capture`` starts processes that do.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import check_outputs, console, print_json, print_table
+from megatron_prism.cli.output import check_outputs, console, given, print_table
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from megatron_prism.core.program import Programs
+    from megatron_prism.core.ops import Op
+    from megatron_prism.core.program import Program, Programs
 
 __all__ = ["calibrate", "capture", "check", "classes", "show"]
 
@@ -49,7 +51,9 @@ def capture(args: argparse.Namespace) -> int:
     from megatron_prism.emulate import recipe_job
 
     recipe = recipes.load(args.recipe, args.settings)
-    recipe_job.capture(recipe, args.out, force=args.force, console=console())
+    talk = console(stderr=args.json)
+    captured = recipe_job.capture(recipe, args.out, force=args.force, console=talk)
+    _given_programs(args, captured)
     return 0
 
 
@@ -62,7 +66,12 @@ def _capture_script(args: argparse.Namespace) -> int:
         raise UsageError(f"{word} does not go with a script", fix="prism capture -o DIR -- SCRIPT")
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
-    script_job.capture_command_line(script, [*words, *rest], args.out, console(), force=args.force)
+    talk = console(stderr=args.json)
+    script_job.capture_command_line(script, [*words, *rest], args.out, talk, force=args.force)
+    if args.json or args.csv:
+        from megatron_prism.core.slices import open_programs
+
+        _given_programs(args, open_programs(args.out))
     return 0
 
 
@@ -80,10 +89,9 @@ def show(args: argparse.Namespace) -> int:
     settings = arguments.read(
         args.settings, dict.fromkeys(("rank", "around", "group"), str), "show"
     )
-    if args.text and settings:
-        raise UsageError(
-            f"--text is all of them, {next(iter(settings))}= some", fix="leave one out"
-        )
+    if args.text and (settings or args.json):
+        other = "--json" if args.json else f"{next(iter(settings))}="
+        raise UsageError(f"--text is all of them, and {other} not", fix="leave one out")
     programs = open_programs(args.programs)
     if args.text:
         print(dump(programs), end="")
@@ -91,11 +99,45 @@ def show(args: argparse.Namespace) -> int:
     if "rank" not in settings:
         for key, value in settings.items():
             raise UsageError(f"{key}= shows ops of a rank", fix=f"rank=0 {key}={value}")
-        _overview(programs)
+        if not _given_programs(args, programs):
+            _overview(programs)
         return 0
-    for rank in programs.world.select(settings["rank"]):
-        _ops(programs, rank, settings.get("around"), settings.get("group"))
+    found = {
+        rank: _ops(programs, rank, settings.get("around"), settings.get("group"))
+        for rank in programs.world.select(settings["rank"])
+    }
+    rows = [
+        {"rank": rank, "index": index, "step": op.label, **dataclasses.asdict(op)}
+        for rank, ops in found.items()
+        for index, op in ops.items()
+    ]
+    if not given(args, rows, rows):
+        for rank, ops in found.items():
+            _print_ops(programs, rank, ops)
     return 0
+
+
+def _given_programs(args: argparse.Namespace, programs: Programs) -> bool:
+    """``given`` a line for every program; ``peak_bytes`` is null where none was recorded."""
+    from megatron_prism.core.world import format_ranks
+
+    rows: list[dict[str, object]] = [
+        {
+            "ranks": format_ranks(programs.ranks_of(index).tolist()),
+            "captured_as": program.rank,
+            "ops": len(program),
+            "peak_bytes": _peak(program),
+            "counts": dict(program.counts()),
+        }
+        for index, program in enumerate(programs.programs)
+    ]
+    source = {key: job_settings.short(value) for key, value in programs.source.items()}
+    value = {"world": str(programs.world), "source": source, "programs": rows}
+    return given(args, value, rows)
+
+
+def _peak(program: Program) -> int | None:
+    return int(program.live_bytes().max(initial=0)) if len(program.allocations) else None
 
 
 def _overview(programs: Programs) -> None:
@@ -109,16 +151,16 @@ def _overview(programs: Programs) -> None:
     rows = []
     for index, program in enumerate(programs.programs):
         counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())
-        peak = int(program.live_bytes().max(initial=0))
-        shown = format_bytes(peak) if len(program.allocations) else "not recorded"
+        peak = _peak(program)
+        shown = "not recorded" if peak is None else format_bytes(peak)
         rows.append((format_ranks(programs.ranks_of(index).tolist()), f"{len(program):,}", shown,
                      counts))  # fmt: skip
     print_table(("ranks", "ops", "live peak", "of which"), rows)
 
 
-def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> None:
+def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -> dict[int, Op]:
+    """The ops of ``rank`` that are meant, by their place in its program."""
     from megatron_prism.core.groups import named_group
-    from megatron_prism.core.program_text import format_op
 
     program = programs.of(rank)
     ops = list(program)
@@ -138,12 +180,18 @@ def _ops(programs: Programs, rank: int, around: str | None, group: str | None) -
                 f"rank {rank} has no step {around}", fix=f"there are {', '.join(labels[:8])} …"
             )
         wanted = range(max(0, near[0] - _AROUND), min(len(ops), near[-1] + _AROUND + 1))
-    print(f"rank {rank}" + ("" if program.rank == rank else f" (captured as rank {program.rank})"))
-    for index in wanted:
-        if group is None or ops[index].group in meant:
-            line = format_op(ops[index])
-            note = line.find(' note="')
-            print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
+    return {i: ops[i] for i in wanted if group is None or ops[i].group in meant}
+
+
+def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
+    from megatron_prism.core.program_text import format_op
+
+    as_rank = programs.of(rank).rank
+    print(f"rank {rank}" + ("" if as_rank == rank else f" (captured as rank {as_rank})"))
+    for index, op in ops.items():
+        line = format_op(op)
+        note = line.find(' note="')
+        print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
 
 
 def classes(args: argparse.Namespace) -> int:
@@ -168,8 +216,7 @@ def classes(args: argparse.Namespace) -> int:
         }
         for index in range(len(found))
     ]
-    if args.json:
-        print_json({"world": str(made.programs.world), "classes": rows})
+    if given(args, {"world": str(made.programs.world), "classes": rows}, rows):
         return 0
     console().print(str(made))
     print_table(
@@ -198,18 +245,17 @@ def check(args: argparse.Namespace) -> int:
     circle = None if found else from_programs.diagnose_graph(made)
     if circle is not None and circle.verdict == "healthy":
         circle = None
-    if args.json:
-        rows: list[dict[str, object]] = [
-            {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
-             "picture": f.picture, "likely": f.likely}
-            for f in found
-        ]  # fmt: skip
-        if circle is not None:
-            ranks = [culprit.rank for culprit in circle.culprits]
-            rows.append({"kind": circle.verdict, "group": circle.group, "ranks": ranks,
-                         "call": circle.seq, "picture": "\n".join(circle.chain),
-                         "likely": circle.headline()})  # fmt: skip
-        print_json(rows)
+    rows: list[dict[str, object]] = [
+        {"kind": f.kind, "group": f.group, "ranks": f.ranks, "call": f.number,
+         "picture": f.picture, "likely": f.likely}
+        for f in found
+    ]  # fmt: skip
+    if circle is not None:
+        ranks = [culprit.rank for culprit in circle.culprits]
+        rows.append({"kind": circle.verdict, "group": circle.group, "ranks": ranks,
+                     "call": circle.seq, "picture": "\n".join(circle.chain),
+                     "likely": circle.headline()})  # fmt: skip
+    if given(args, rows, rows):
         return 1 if rows else 0
     print(made)
     for finding in found:
@@ -244,7 +290,9 @@ def calibrate(args: argparse.Namespace) -> int:
 
     keys = {"processes": arguments.count(0, 9999, "processes=4")}
     settings = arguments.read(args.settings, keys, "calibrate")
-    calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=console())
+    talk = console(stderr=args.json)
+    calibrating.calibrate(args.out, settings.get("processes"), force=args.force, console=talk)
+    given(args, json.loads(args.out.read_text(encoding="utf-8")))
     return 0
 
 
@@ -257,7 +305,7 @@ def _host(args: argparse.Namespace) -> int:
     seconds = arguments.read(args.settings, keys, "calibrate --host").get("seconds", 10)
     if args.out is not None:
         check_outputs([args.out], args.force, [])
-    out = console()
+    out = console(stderr=args.json)
     out.print(f"measuring this host for {seconds} s")
     found = host_benchmark.measure(seconds)
     out.print(f"host index {found.index:.3f}, spread {found.spread:.0%}: {found.source}")
@@ -266,6 +314,7 @@ def _host(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_whole(args.out, found.to_json(), force=args.force)
         out.print(f"wrote {args.out}; prism replay DIR host={args.out}")
+    given(args, json.loads(found.to_json()))
     return 0
 
 
@@ -281,9 +330,10 @@ def _from_nccl_tests(args: argparse.Namespace) -> int:
     runs = [nccl_tests.read(file) for file in files]
     stored = nccl_tests.calibration(runs, settings.get("node_gpus"))
     write_whole(args.out, json.dumps(stored, indent=1) + "\n", force=args.force)
-    out = console()
+    out = console(stderr=args.json)
     for run in runs:
         where = "one host" if run.per_node == run.ranks else f"{run.per_node} per host"
         out.print(f"{run.path}: {run.op}, {run.ranks} ranks, {where}, {len(run.rows)} sizes")
     out.print(f"wrote {args.out}: {stored['source']}")
+    given(args, stored)
     return 0

@@ -11,13 +11,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import (
     check_outputs,
     console,
-    print_json,
+    given,
     print_table,
     warn_without_times,
 )
@@ -105,14 +105,16 @@ def replay(args: argparse.Namespace) -> int:
         with ArtefactFolder(args.chakra, args.force) as folder:
             write_chakra(timeline, folder.work)
         outputs.append(args.chakra)
-    if args.json and other is not None:
-        print_json({"first": timeline.to_json(), "second": other.to_json()})
-    elif args.json:
-        print_json(timeline.to_json())
+    metrics = timeline.to_json() if args.json or args.csv else {}
+    value: dict[str, object] = dict(metrics)
+    if other is not None:
+        value = {"first": metrics, "second": other.to_json() if metrics else {}}
+    if given(args, value, cast("list[dict[str, object]]", metrics.get("classes"))):
+        pass
     elif other is not None:
         _show_pair((names[0], timeline), (names[1], other))
     else:
-        print(timeline.to_text(), end="")
+        print(timeline.to_text(verbose=args.verbose), end="")
     for path in outputs:
         console(stderr=True).print(f"wrote {path}")
     return 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import console, print_json
+from megatron_prism.cli.output import console, given
 from megatron_prism.core import units
 from megatron_prism.core.errors import UnitError, UnsupportedError, UsageError
 
@@ -57,8 +57,12 @@ def schedule(args: argparse.Namespace) -> int:
     times = schedule_timeline(recorded)
     if out is not None:
         program.save(recorded, out, force=args.force)
-    if args.json:
-        print_json(_as_json(recorded, times))
+    rows = [
+        {"stage": number, "step": step.label, "start": float(step.start), "end": float(step.end)}
+        for number, steps in enumerate(times.stages)
+        for step in steps
+    ]
+    if given(args, _as_json(recorded, times), rows):
         return 0
     to = console()
     to.print(_title(recorded, times))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_prism.cli import arguments
-from megatron_prism.cli.output import console, print_json, print_table
+from megatron_prism.cli.output import console, given, print_table
 from megatron_prism.core.errors import UnitError, UsageError
 
 if TYPE_CHECKING:
@@ -33,19 +33,23 @@ def world(args: argparse.Namespace) -> int:
     rank, release = sizes.pop("rank", None), sizes.pop("megatron", (0, 16))
     the_world = _world(names, sizes)
     ranks = the_world.select(rank) if rank is not None else ()
-    if args.json:
-        print_json(
-            {
-                "sizes": {"size": the_world.size, "vpp": the_world.vpp, **the_world.axis_sizes()},
-                "ranks": {
-                    str(r): {
-                        "coordinates": the_world.coordinates(r)._asdict(),
-                        "groups": the_world.groups(r, megatron=release),
-                    }
-                    for r in ranks
-                },
-            }
-        )
+    found = {
+        str(r): {
+            "coordinates": the_world.coordinates(r)._asdict(),
+            "groups": the_world.groups(r, megatron=release),
+        }
+        for r in ranks
+    }
+    rows: list[dict[str, object]] = [
+        {"rank": r, "group": name, "size": len(group), "ranks": group}
+        for r, one in found.items()
+        for name, group in one["groups"].items()
+    ]
+    if not found and args.csv is not None:
+        stages = ((s, the_world.matching(pp=s).tolist()) for s in the_world.stages)
+        rows = [{"stage": s, "size": len(all_of), "ranks": all_of} for s, all_of in stages]
+    sizes = {"size": the_world.size, "vpp": the_world.vpp, **the_world.axis_sizes()}
+    if given(args, {"sizes": sizes, "ranks": found}, rows):
         return 0
     _print_world(the_world, ranks, release)
     return 0

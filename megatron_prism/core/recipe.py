@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, get_type_hints
 
@@ -223,7 +223,33 @@ def _world(recipe: Recipe) -> None:
     except WorldError as error:
         here = re.sub(r"\b(size|tp|cp|pp|ep|etp|vpp|order)=", r"parallel.\1=", error.fix or "")
         fix = here.replace("parallel.size=", "parallel.world_size=")
-        raise WorldError(error.message, fix=fix) from None
+        raise WorldError(error.message, fix=_that_run(recipe, fix)) from None
+
+
+def _that_run(recipe: Recipe, fix: str) -> str:
+    """``fix`` without the sizes that the rest of the recipe refuses (heads, batches), if it takes
+    any of them."""
+    sizes, keep, axes = fix.partition(", or keep ")
+    ranks = axes.partition(" with ")[0]
+    kept = []
+    for part in (sizes, axes):
+        words = re.findall(r"parallel\.\w+=\d+", part)
+        kept.append(" or ".join(word for word in words if _runs(recipe, word)))
+    if not any(kept):
+        return fix
+    kept[1] = kept[1] and f"keep {ranks} with {kept[1]}"
+    return ", or ".join(filter(None, kept))
+
+
+def _runs(recipe: Recipe, word: str) -> bool:
+    """Whether ``parallel.KEY=NUMBER`` makes a recipe that can be built."""
+    key, _, value = word.removeprefix("parallel.").partition("=")
+    sizes: dict[str, Any] = {key: int(value)}
+    try:
+        replace(recipe, parallel=replace(recipe.parallel, **sizes))
+    except (RecipeError, WorldError):
+        return False
+    return True
 
 
 def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -766,6 +792,10 @@ def _plain(config: DictConfig, file: Path) -> Recipe:
     return recipe
 
 
+_SPELLED = {"tensor": "tp", "pipeline": "pp", "virtual": "vpp", "context": "cp",
+            "expert_tensor": "etp", "expert": "ep"}  # fmt: skip
+
+
 def _unknown(key: str, where: str) -> RecipeError:
     """An unknown key: the same name in another section, or a name like it."""
     known, leaf = keys(), key.rpartition(".")[2]
@@ -773,6 +803,8 @@ def _unknown(key: str, where: str) -> RecipeError:
     sections = [item.name for item in fields(Recipe)]
     if leaf in RENAMED:  # Megatron's own word
         close = [RENAMED[leaf]]
+    elif spelled := [axis for word, axis in _SPELLED.items() if leaf.startswith(word)]:
+        close = close or [f"parallel.{spelled[0]}"]
     close = close or difflib.get_close_matches(key, [*known, *sections], n=2, cutoff=0.75)
     fix = (
         f"did you mean {' or '.join(close)}?"

@@ -122,6 +122,20 @@ def _detach() -> None:
     _attached = False
 
 
+_OF_THIS_HOST = (  # what Megatron misses here, and the job has or does not care about
+    r"(Transformer Engine|Apex|absl\.logging|nvidia-modelopt|flashinfer|DeepEP)\b.* (is|are) not ",
+    r"Triton is not ",
+)
+
+
+def _quieten(session: Session) -> None:
+    """Leave out Megatron's warnings of libraries that this host lacks."""
+    before = list(warnings.filters)
+    session.changes.on_undo(lambda: warnings.filters.__setitem__(slice(None), before))  # type: ignore[index]
+    for pattern in _OF_THIS_HOST:
+        warnings.filterwarnings("ignore", message=pattern)
+
+
 def _check_version() -> str:
     """The release of the megatron.core that is imported; an untested one warns by name."""
     release = megatron_release()
@@ -143,6 +157,8 @@ def attach(options: flags.Options, session: Session) -> Any:
     from megatron_prism.emulate import own_loop, patch, summary
     from megatron_prism.emulate.patches import moe, without_cuda
 
+    if not options.verbose:
+        _quieten(session)
     run = build_run(options, session)
     context = patch.PatchContext(
         start=lambda: start_world(run, session),

@@ -162,7 +162,11 @@ def local_ranks(
                 fix=f"start with torchrun --nproc-per-node {len(ranks)}, one process per rank; "
                 "to record each for itself: --prism-capture DIR, without torchrun",
             )
-        ranks = ranks[:k]  # a coordinate selector matches many equal ranks: take the first k
+        if len(ranks) > k:  # coordinates match many equal ranks
+            taken = f"rank {ranks[0]} runs" if k == 1 else f"ranks {format_ranks(ranks[:k])} run"
+            said = f"--prism-ranks {text} matches {len(ranks):,} ranks, of which {taken}"
+            print(f"prism: {said}", file=sys.stderr)
+        ranks = ranks[:k]
     if len(ranks) < k:
         raise UsageError(
             f"{k} processes were started, but --prism-ranks {args.prism_ranks} names {len(ranks)}",
@@ -407,6 +411,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "YAML",
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
+    "--prism-verbose": {
+        "action": "store_true",
+        "help": "list what stands in for missing libraries, and keep Megatron's warnings of them",
+    },
     **HANG_FLAGS,
     "--prism-break": {
         "default": None,
@@ -456,6 +464,7 @@ class Options:
     debugger: str | None = None
     watch: str | None = None
     stages: bool = False
+    verbose: bool = False
 
     @property
     def rank(self) -> int:
@@ -601,6 +610,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         debugger=args.prism_debugger,
         watch=args.prism_watch,
         stages=args.prism_ranks == STAGES and _alone(args, k),
+        verbose=args.prism_verbose,
     )
 
 

@@ -50,7 +50,13 @@ def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
     console.print(f"  {'real here':<20} {len(ranks)} ranks; {virtual:,} are virtual")
 
 
-def body(recipe: Recipe, summaries: Sequence[Summary], wall_s: float, console: Console) -> None:
+def body(
+    recipe: Recipe,
+    summaries: Sequence[Summary],
+    wall_s: float,
+    console: Console,
+    verbose: bool = False,
+) -> None:
     """After the work: per stage parameters, memory and p2p; then communication by group."""
     _stages(recipe, summaries, console)
     _communication(summaries, console)
@@ -63,7 +69,7 @@ def body(recipe: Recipe, summaries: Sequence[Summary], wall_s: float, console: C
         console.print(f"loss at stage {summary['stage']}: {shown}")
     console.print(f"communication: counted here, every call of {first['communication_of']}")
     console.print(f"megatron-core {first['megatron_core']}, tier {first['tier']}")
-    for stand_in in first["stand_ins"]:
+    for stand_in in first["stand_ins"] if verbose else ():
         console.print(f"  stand-in  {stand_in}")
     rss = max(s["host_peak_rss"] for s in summaries)
     console.print(f"{wall_s:.1f} s, at most {format_bytes(rss)} of host memory per worker")
@@ -180,6 +186,7 @@ def emulate(
     force: bool = False,
     console: Console | None = None,
     num_workers: int | None = None,
+    verbose: bool = False,
 ) -> EmulationResult:
     """Train a recipe on one rank per pipeline stage; all other ranks are virtual.
 
@@ -189,6 +196,7 @@ def emulate(
         force: whether to replace that folder.
         console: a rich Console for what is printed; default: stdout.
         num_workers: ranks at once; default: one per core.
+        verbose: whether to list what stands in for missing libraries.
 
     Raises:
         NotTrainedError: a rank did not make its optimizer steps; then nothing is written.
@@ -202,7 +210,7 @@ def emulate(
         start = time.perf_counter()
         summaries = run_ranks(recipe, ranks, console, num_workers=num_workers)
         result = EmulationResult(recipe, summaries, time.perf_counter() - start)
-        body(recipe, summaries, result.wall_s, console)
+        body(recipe, summaries, result.wall_s, console, verbose)
         if isinstance(folder, ArtefactFolder):
             folder.write_json("summary.json", result.to_json())
             folder.write_json("recipe.json", asdict(recipe))

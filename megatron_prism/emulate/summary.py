@@ -69,8 +69,10 @@ class Reporter(TrainingListener):
             f"emulating rank {options.rank} of {options.world.size:,} ({place}) on tier "
             f"{self.tier.name}; {others:,} ranks are virtual, values: {options.values}"
         )
-        for what in self.tier.stand_in:
+        for what in self.tier.stand_in if options.verbose else ():
             self._say(f"  stand-in  {what}")
+        if self.tier.name == "meta":
+            self._say("  tier meta has shapes only: what depends on data is unknown in the log")
 
     def _say(self, *lines: str) -> None:
         """Lines to stderr in one write, so that ranks do not interleave."""

@@ -8,6 +8,7 @@ Finder, so that a plan hits the same call in both.
 
 from __future__ import annotations
 
+import difflib
 import json
 import random
 import re
@@ -174,7 +175,9 @@ def parse(text: str) -> Fault:
     kind, at, where = head.partition("@")
     kind = ALIASES.get(kind.lower(), kind.lower())
     if kind not in KINDS:
-        raise UsageError(f"{text!r}: there is no fault {kind}", fix=f"one of {', '.join(KINDS)}")
+        close = difflib.get_close_matches(kind, KINDS, n=1)
+        known = f"did you mean {close[0]}?" if close else f"one of {', '.join(KINDS)}"
+        raise UsageError(f"{text!r}: there is no fault {kind}", fix=known)
     if not at or not where:
         raise UsageError(f"{text!r} does not say where", fix=FIX)
     select = _select(text, where)

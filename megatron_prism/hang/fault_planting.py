@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.groups import Membership, named_group
+from megatron_prism.core.groups import Membership, named_group, short_names
 from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, SLOWER, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
@@ -241,8 +241,20 @@ def plant(programs: Programs, faults: Iterable[Fault], seed: int = 0) -> Planted
             latency = 1000 * (fault.number("latency_us", 0) or 0)
             planter.nics.append((ranks, fault.factor("bw_factor"), latency))
         if len(planter.hits) == before:
-            raise UsageError(f"{fault} never fires: no such call on {_few(ranks)}", fix=FIX)
+            raise UsageError(
+                f"{fault} never fires: no such call on {_few(ranks)}",
+                fix=_known_group(fault, programs.of(ranks[0])) or FIX,
+            )
     return planter.result()
+
+
+def _known_group(fault: Fault, program: Program) -> str:
+    """Which groups there are, if ``fault`` names another."""
+    groups = sorted({op.group for op in program if op.group})
+    wanted = fault.select.get("group")
+    if wanted is None or any(named_group(wanted, name) for name in groups):
+        return ""
+    return f"group= one of {', '.join(groups)}, or {', '.join(short_names())}"
 
 
 def _few(ranks: Sequence[int]) -> str:

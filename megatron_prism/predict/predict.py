@@ -135,7 +135,7 @@ def spreads_of(priced: PricedGraph, variability: VariabilityLike = None) -> Spre
     calls, file = None, "" if priced.calibration is None else priced.calibration.path
     if file:
         calls = call_spread(priced.graph, priced.prices, priced.machine, file)
-    said = calls.source if calls is not None else f"all vary as {spread.name} says"
+    said = calls.source if calls is not None else "all vary as the spreads say"
     if file and calls is None:
         said += f" ({file} has no samples of this job's calls)"
     return Spreads(spread, calls, said)

@@ -423,9 +423,9 @@ class Timeline:
         """The figures that ``prism replay --json`` prints; times in ns, each with its basis."""
         return rendered("report.metrics:to_json", self, dict)
 
-    def to_text(self) -> str:
-        """The page that ``prism replay`` prints."""
-        return rendered("report.text:render", self, str)
+    def to_text(self, verbose: bool = False) -> str:
+        """The page that ``prism replay`` prints; ``verbose`` says what the data are based on."""
+        return rendered(f"report.text:render{'_verbose' if verbose else ''}", self, str)
 
     def to_html(self) -> str:
         """One self-contained page with the diagram, for any browser."""

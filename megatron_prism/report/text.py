@@ -20,11 +20,16 @@ _LINKS = 2  # of a kind
 _SHORT = 100  # characters of a provenance that fits in a line
 
 
-def render(timeline: Timeline) -> str:
-    """The summary, ending in a newline."""
+def render(timeline: Timeline, verbose: bool = False) -> str:
+    """The summary, ending in a newline; ``verbose``: also what the data are based on."""
     found = timeline_metrics(timeline)
-    parts = [_head(found), _accounts(found), _path(found), _calls(found), _sources(found)]
+    parts = [_head(found), _accounts(found), _path(found), _calls(found), _sources(found, verbose)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_verbose(timeline: Timeline) -> str:
+    """``render`` with everything."""
+    return render(timeline, verbose=True)
 
 
 def format_flops(flops: float) -> str:
@@ -187,7 +192,7 @@ def _calls(found: Metrics) -> str:
     return "\n".join(_columns(rows))
 
 
-def _sources(found: Metrics) -> str:
+def _sources(found: Metrics, verbose: bool) -> str:
     """Shares first; what the data themselves are based on (in brackets) once, below."""
     if not found.sources:
         return ""
@@ -200,7 +205,8 @@ def _sources(found: Metrics) -> str:
             what, detail = source.text, ""
         lines.append(f"  {source.path_ns / total:6.1%}  {what}")
         details.setdefault(detail.removesuffix(")"))
-    return "\n".join([*lines, *(f"  {detail}" for detail in details if detail)])
+    said = [f"  {detail}" for detail in details if detail]
+    return "\n".join([*lines, *(said if verbose or not said else ["  -v says what these are"])])
 
 
 def _unit(ns: int) -> tuple[str, int]:

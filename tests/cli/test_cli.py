@@ -72,6 +72,45 @@ def test_world_without_a_size_is_the_smallest_one(capsys):
     assert out.startswith("16 ranks")
 
 
+@pytest.mark.parametrize(
+    ("words", "head", "first"),
+    [
+        (["recipes"], "recipe,shows", "guard-gpt_16gpu_tp2pp2vp2_h200,"),
+        (["world", "size=16", "pp=2"], "stage,size,ranks", "0,8,"),
+        (["world", "size=16", "tp=2", "rank=3"], "rank,group,size,ranks", "3,"),
+    ],
+)
+def test_tables_as_csv(words, head, first, tmp_path, capsys):
+    file = tmp_path / "t.csv"
+    status, out, err = run(*words, "--csv", str(file), capsys=capsys)
+    lines = file.read_text().splitlines()
+    assert (status, lines[0]) == (0, head)
+    assert lines[1].startswith(first)
+    assert out  # the text as well
+    assert str(file) in err
+    assert run(*words, "--csv", str(file), capsys=capsys)[0] == 2  # it is not overwritten
+
+
+def test_progress_is_a_line_every_ten_seconds_where_nobody_looks(monkeypatch, capsys):
+    now = iter((0.0, 4.0, 11.0, 12.0, 22.0))
+    monkeypatch.setattr("megatron_prism.core.progress.time.monotonic", lambda: next(now))
+    with output.progress("drawing") as told:
+        for part in (0.1, 0.2, 0.3, 0.4):
+            told(part)
+    assert capsys.readouterr().err.splitlines() == ["prism: drawing: 20%", "prism: drawing: 40%"]
+
+
+def test_completion_knows_commands_and_options(capsys):
+    pytest.importorskip("shtab")
+    status, out, _ = run("completion", "bash", capsys=capsys)
+    assert status == 0
+    script = f"{out}\nCOMP_WORDS=(prism predict --ag); COMP_CWORD=2; _shtab_prism"
+    script += '\necho "${COMPREPLY[@]}"; COMP_WORDS=(prism capture --prism-tier m);'
+    script += 'COMP_CWORD=3; _shtab_prism; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--against", "meta"]
+
+
 def test_recipes_lists_them(capsys):
     status, out, _ = run("recipes", capsys=capsys)
     assert status == 0

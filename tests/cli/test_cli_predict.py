@@ -32,7 +32,7 @@ def test_the_page(world, capsys):
     assert "p95" in out
     assert "what moves p95" in out
     assert "one GPU of class 0 takes 1.2 x as long" in out
-    assert "spreads: assumed" in out
+    assert "spreads: published ranges: assumed" in out
 
 
 def test_json_is_the_same_every_time(world, capsys):
@@ -96,7 +96,7 @@ def test_times_of_several_iterations_say_how_much_they_vary(tmp_path, capsys):
     assert cli.main(["predict", str(tmp_path / "h.prism")]) == 0
     assert "fitted to 6 timed iterations" in capsys.readouterr().out
     assert cli.main(["predict", few]) == 0
-    assert "spreads: assumed" in capsys.readouterr().out
+    assert "spreads: published ranges: assumed" in capsys.readouterr().out
 
 
 def test_a_world_that_does_not_fit_is_not_predicted(tmp_path, capsys):

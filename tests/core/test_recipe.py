@@ -280,12 +280,29 @@ def test_uneven_stages_and_layouts():
     assert "layout" in recipe.derived()["layers per chunk"]
 
 
+def test_sizes_that_are_proposed_are_those_that_the_rest_of_the_recipe_takes():
+    with pytest.raises(WorldError) as refused:  # 64 heads: not tp 5 or 10, which divide 1,000
+        load("parallel.world_size=1000")
+    words = refused.value.fix.replace("keep 1000 ranks with ", "").split(" or ")
+    assert words
+    for word in words:
+        load(word.strip(", "))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("tensor_parallel", "tp"), ("expert_tensor_parallel", "etp"), ("pipeline_stages", "pp")],
+)
+def test_axes_that_are_spelled_out_are_understood(key, meant):
+    with pytest.raises(RecipeError) as refused:
+        load(f"parallel.{key}=7")
+    assert refused.value.fix == f"did you mean parallel.{meant}?"
+
+
 def test_building_a_recipe_in_python_checks_it_too():
     with pytest.raises(WorldError, match="does not divide 3 ranks") as refused:
         recipes.Recipe(
             recipes.Model(2, 64, 4, 128, 256),
             recipes.Parallel(world_size=3, tp=2),
         )
-    sizes, kept = refused.value.fix.split(", or keep 3 ranks with ")
-    assert sizes == "parallel.world_size=2 or parallel.world_size=4"
-    assert kept == "parallel.tp=1 or parallel.tp=3"
+    assert refused.value.fix == "parallel.world_size=2"  # 4 heads, and a batch of 1

@@ -1,10 +1,14 @@
 """The fixture ``prism_memory`` in a pytest of its own: guards, updates, refuses."""
 
+import functools
 import json
 
 import pytest
 
-import megatron_prism.core.recipe  # noqa: F401 - as do its dataclasses, which OmegaConf looks up by name
+# inner runs drop what they import, and with it the names in annotations that are looked up late
+import megatron_prism.core.recipe  # noqa: F401
+import megatron_prism.emulate.recipe_job  # noqa: F401
+import megatron_prism.memory.baseline  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
@@ -174,6 +178,34 @@ def test_figures_are_in_the_junit_report(pytester, job):
     run(pytester, "--junitxml=report.xml").assert_outcomes(passed=1)
     text = (pytester.path / "report.xml").read_text()
     assert 'name="prism_memory[all].peak_allocated" value="1000"' in text
+
+
+def test_a_recipe_is_captured_once_for_all_tests_and_after_the_baseline_is_read(
+    pytester, job, monkeypatch
+):
+    from megatron_prism import pytest_plugin
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.emulate import recipe_job
+
+    taken = []
+
+    def capture(recipe, folder):
+        taken.append(recipe.name)
+        return open_programs(pytester.path / "job.txt")
+
+    monkeypatch.setattr(recipe_job, "capture", capture)
+    monkeypatch.setattr(pytest_plugin, "_captured", pytest_plugin._captured.__wrapped__)
+    monkeypatch.setattr(pytest_plugin, "_captured", functools.cache(pytest_plugin._captured))
+    call = "prism_memory.check('tiny-gpt_1cpu', device='none')"
+    pytester.makepyfile(
+        test_x=f"def test_peak(prism_memory):\n    {call}\ndef test_it(prism_memory):\n    {call}\n"
+    )
+    run(pytester).assert_outcomes(passed=2)
+    assert taken == ["tiny-gpt_1cpu"]
+    pytest_plugin._captured.cache_clear()
+    (pytester.path / BASELINE).write_text("{")
+    run(pytester, "-k", "test_peak").assert_outcomes(failed=1)
+    assert len(taken) == 1
 
 
 def test_a_typo_in_the_marker(pytester, job):

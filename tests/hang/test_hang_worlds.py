@@ -180,7 +180,8 @@ def test_the_command_plants_and_judges(tmp_path, capsys):
     [
         (["fault=drop@rank=6,group=tp,nth=400"], "never fires"),
         (["fault=drop@rank=16"], "rank 16"),
-        (["fault=dorp@rank=1"], "there is no fault dorp"),
+        (["fault=dorp@rank=1"], "did you mean drop?"),
+        (["fault=drop@rank=1,group=tpp"], "TENSOR_MODEL_PARALLEL_GROUP"),
         (["fault=drop@rank=1,grop=tp"], "not understood"),
         (["fault=drop@group=tp"], "names no rank"),
         (["fault=drop@rank=1,op=allreduce"], "there is no op"),

@@ -386,7 +386,9 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
         complete(*args, **kwargs)
         raise _Complete
 
+    told = module.print_rank_0
     module.generate_state_dict = generate  # type: ignore[attr-defined]
+    module.print_rank_0 = lambda *_: None  # type: ignore[attr-defined] # that it saves
     try:
         with monitor.part("checkpoint"):
             save()
@@ -398,3 +400,4 @@ def weigh(module: ModuleType, monitor: Any, save: Callable[[], object]) -> None:
         monitor.peak_source.parts.pop("checkpoint", None)
     finally:
         module.generate_state_dict = complete  # type: ignore[attr-defined]
+        module.print_rank_0 = told  # type: ignore[attr-defined]
