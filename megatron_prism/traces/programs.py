@@ -141,7 +141,8 @@ def _ranked(found: Sequence[Recorded]) -> list[Recorded]:
         raise UsageError(f"{found[0].path} is of a world of {size:,} ranks", fix="a real one")
     for one in found:
         one.world = size
-        one.groups = one.groups or {"": (WORLD_GROUP, tuple(range(size)))}
+        own = {name: group for name, group in one.groups.items() if one.rank in group[1]}
+        one.groups = own or {"": (WORLD_GROUP, tuple(range(size)))}
         wrong = [r for _, ranks in one.groups.values() for r in ranks if not 0 <= r < size]
         if wrong:
             raise UsageError(f"{one.path} has a group with rank {wrong[0]} of {size}", fix="see it")

@@ -465,7 +465,7 @@ class _Iteration:
 def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> list[_Iteration]:
     """By the profiler's steps; all of it is one where there are none."""
     on_host = not len(found.device)
-    low = min([int(work.launch[0])] * bool(len(work.launch)) + [c.issued for c in calls], default=0)
+    low = min(work.launch[:1].tolist() + [c.issued for c in calls], default=0)
     steps = found.steps or [(0, low, 1 << 62)]
     made = []
     for place, (number, begin, end) in enumerate(steps):
@@ -475,8 +475,8 @@ def _iterations(found: Recorded, work: _Work, calls: list[Call], idle: int) -> l
         own = [call for call in calls if begin <= call.issued < until]
         if not len(part.launch) and not own:
             continue
-        starts = [int(part.start.min())] * bool(len(part.start)) + [c.start for c in own]
-        ends = [int(part.end.max())] * bool(len(part.end)) + [c.end for c in own]
+        starts = part.start.tolist() + [c.start for c in own]
+        ends = part.end.tolist() + [c.end for c in own]
         first = begin if on_host and found.steps else min(starts)
         over = end if on_host and found.steps else max(ends)
         made.append(_Iteration(number, first, over, part, own, on_host))

@@ -90,6 +90,19 @@ def test_groups_of_ranks_that_do_not_exist_are_refused(tmp_path):
         import_traces([trace.write(tmp_path)])
 
 
+def test_steps_without_work_and_groups_of_others_are_no_harm(tmp_path):
+    trace = Trace(0, 2, groups={"0": ("default_pg", [0, 1]), "1": ("x", []), "2": ("y", [1])})
+    trace.step(0, 0, 5)
+    trace.step(1, 5, 50)
+    trace.call(6, 10, 40)
+    found = import_traces([trace.write(tmp_path)])
+    assert found.numbers == [1]
+    empty = Trace(0, 1)
+    empty.step(0, 0, 5)
+    with pytest.raises(PrismError, match="no work"):
+        import_traces([empty.write(tmp_path)])
+
+
 def nsight(path):
     """Two iterations of one rank, as Nsight Systems exports them."""
     with sqlite3.connect(path) as base:
