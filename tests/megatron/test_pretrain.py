@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.needs import TRAINING
@@ -121,20 +122,45 @@ def test_a_rank_whose_vocabulary_seldom_occurs_keeps_its_gradients(tmp_path):
     assert max(norms) < 1e3
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+SRUN = """#!/bin/bash
+# A step of two tasks on this host, as srun starts them.
+[ "$1" = --kill-on-bad-exit=1 ] && shift
+export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=2
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" && wait $first
+"""
+
+
+def slurm(folder):
+    """Environment of a batch script on one host."""
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_NODELIST": "here", "SLURM_JOB_ID": "7", "MASTER_PORT": "29613"}
+
+
 @pytest.mark.skipif(not ATTACHES, reason="under torchrun the attach is torch's entry point")
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         (16, 17),  # one tensor parallel group
-        # of which the first has no data, and would speak for rank 0, which says whether to train
+        # of which the first has no data, and would speak for rank 0, which says whether to train;
+        # started by the batch script of examples/
         (32, 48),
     ],
 )
-def test_several_processes_are_several_local_ranks(first, second, tmp_path):
-    out = tmp_path / "out"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = run(*WORLD, "--prism-ranks", f"{first},{second}", "--prism-out", str(out),
-               launcher=(*torchrun, "--master-port", "29611"))  # fmt: skip
+def test_several_processes_are_several_local_ranks(first, second, tmp_path, monkeypatch):
+    out = tmp_path / "prism-7"
+    if first == 16:
+        done = run(*WORLD, "--prism-ranks", f"{first},{second}", "--prism-out", str(out),
+                   launcher=(*TORCHRUN, "--master-port", "29611"))  # fmt: skip
+    else:
+        monkeypatch.chdir(tmp_path)
+        batch = SCRIPT.parents[2] / "examples/slurm.sh"
+        env = {**slurm(tmp_path), "WORLD": "64", "RANKS": f"{first},{second}"}
+        done = run("--prism-tier", "cpu", launcher=("bash", str(batch)), env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     a, b = (json.loads(f.read_text()) for f in sorted(out.iterdir()))
     assert (a["rank"], b["rank"]) == (first, second)
