@@ -8,10 +8,12 @@ Twelve packages; each imports only those above it (``tests/test_layers.py`` is t
     memory/    peaks, the allocator, NCCL's buffers, baselines
     predict/   the distribution of the iteration time and of a whole run
     traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
-    hang/      from dumps or programs to a verdict; faults to plant
+    hang/      from dumps or programs to a verdict; kinds of faults, planted in programs
     report/    a result as text, HTML page or trace; no analysis
-    runtime/   torch without Megatron: process group, recorder/, pacing/, devices/, te/
-    emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, calibration
+    runtime/   torch without Megatron: process group, answers and values of virtual ranks,
+               recorder/, pacing/, devices/ (tiers), te/ (Transformer Engine)
+    emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, faults of a
+               running job, calibration
     sweep/     the layouts of a job: enumerate, prune, evaluate, rank
     cli/       the commands of ``prism``, one file each
 

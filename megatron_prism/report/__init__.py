@@ -2,11 +2,15 @@
 
     metrics.py       the numbers that all renderers print, as one value
     text.py          a timeline for the terminal
-    replay.py        a timeline as one self-contained page (page.html, *.css, *.js)
+    page.py          the shell of every page: page.html, page.css, page.js, charts.js
+    replay.py        a timeline, or two side by side, as a page
     predict.py       a prediction, or several layouts side by side, as a page
     hang.py          a verdict on a hang as Markdown and as a page
+    sweep.py         the points of a sweep as text, CSV and page
+    traces.py        real jobs' traces, and a prediction beside them, as text and page
     chrome_trace.py  a timeline or a verdict for ui.perfetto.dev
 
+A page NAME has its sections in NAME.html, and NAME.js fills them; diagram.js draws timelines.
 What is in no program and no price is printed as unknown.
 """
 
