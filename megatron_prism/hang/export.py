@@ -140,8 +140,7 @@ def dump_of(
     if active_only:
         entries = [e for e in entries if not e["retired"]]
     if not stacks:
-        for entry in entries:
-            del entry["frames"]
+        entries = [{k: v for k, v in e.items() if k != "frames"} for e in entries]
     library = "comm_lib_version" if version == "2.10" else "nccl_version"
     return {
         "version": version,
@@ -207,6 +206,31 @@ class _Writer:
         self.fault = state.faults.get(rank)
 
     def entries(self, last: int = 0) -> list[Row]:
+        """The records of about the ``last`` calls.  Ranks that stand alike in the same program
+        differ in the names of their groups alone."""
+        state, rank = self.state, self.rank
+        if self.fault is not None:
+            return self._entries(last)
+        own = int(state.programs.program_of[rank])
+        if ("pairs", own) not in state.said:
+            ops = self.program.ops
+            codes = np.unique(ops["group"][IS_PAIR[ops["name"]]])
+            state.said["pairs", own] = [self.program.strings[code] for code in codes.tolist()]
+        pairs = tuple(
+            (name, int(state.groups[name].position[rank]), len(state.groups[name].group(rank)))
+            for name in state.said["pairs", own]
+            if name in self.ids
+        )
+        stands = (bytes(state.done[rank]), bytes(state.ready[rank]), state.issued[rank])
+        key = ("entries", own, last, self.timing, *stands, pairs, tuple(self.ids))
+        if key not in state.said:
+            state.said[key] = self._entries(last), self.status
+        rows, status = state.said[key]
+        self.status = {place: dict(one) for place, one in status.items()}
+        named = self.named
+        return [row | {"process_group": named[row["process_group"][1]]} for row in rows]
+
+    def _entries(self, last: int) -> list[Row]:
         found: list[Row] = []
         first, record = self._skip(last) if last else (0, 0)
         names = self.program.ops["name"]
