@@ -189,13 +189,23 @@ def queues() -> str:
 
 def without_engine() -> bool:
     """Whether the job asks for local layers: who does mostly has no Transformer Engine, nor its
-    optimizer, and Megatron takes torch's AdamW.  Who sets a variable NVTE_* has it."""
+    optimizer, and Megatron takes torch's AdamW.  Who sets a variable NVTE_* has it, and whoever
+    asks for what Megatron refuses without it: fused rotary embeddings (its default), states of
+    the optimizer in other types."""
     if any(name.startswith("NVTE_") for name in os.environ):
         return False
-    words, flag = sys.argv, "--transformer-impl"
-    given = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
-    given += [word.partition("=")[2] for word in words if word.startswith(flag + "=")]
-    return bool(given) and set(given) == {"local"}
+    words = sys.argv
+
+    def given(flag: str) -> set[str]:
+        found = [b for a, b in zip(words, [*words[1:], ""], strict=True) if a == flag]
+        return {*found, *(word.partition("=")[2] for word in words if word.startswith(flag + "="))}
+
+    rotary = "rope" in given("--position-embedding-type")
+    rotary = rotary or "--use-rotary-position-embeddings" in words
+    needs = rotary and not {"--no-rope-fusion", "--multi-latent-attention"} & set(words)
+    if needs or "--use-precision-aware-optimizer" in words:
+        return False
+    return given("--transformer-impl") == {"local"}
 
 
 HANG_FLAGS: dict[str, dict[str, Any]] = {

@@ -387,6 +387,9 @@ def test_reading_the_flags_imports_neither_torch_nor_megatron():
         ("--transformer-impl=local", True),
         ("--transformer-impl transformer_engine", False),
         ("--transformer-impl local --transformer-impl transformer_engine", False),
+        ("--transformer-impl local --use-precision-aware-optimizer", False),
+        ("--transformer-impl local --position-embedding-type rope", False),
+        ("--transformer-impl local --position-embedding-type=rope --no-rope-fusion", True),
     ],
 )
 def test_local_layers_are_without_an_engine(monkeypatch, words, local):
