@@ -258,6 +258,8 @@ COMMANDS = {
                 },
             ),
             (("--html",), {"metavar": "FILE", "type": Path, "help": "page: time against memory"}),
+            (("--slurm",), {"metavar": "N", "type": int, "help": "write an array job of N parts"}),
+            (("--join",), {"action": "store_true", "help": "rank what the parts have found"}),
         ),
         job=True,
     ),

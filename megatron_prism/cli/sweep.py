@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,8 @@ def sweep(args: argparse.Namespace) -> int:
     objective=time          or tokens_per_gpu, p95, cost (with price=, of a GPU for an hour)
     workers=2               local processes
 
+    --slurm N writes an array job of N parts, which evaluate; --join ranks what they have found.
+
     The same command goes on after an interruption; another sweep into DIR uses its slices.  Exit
     status 1: no point can run.
     """
@@ -53,6 +57,11 @@ def sweep(args: argparse.Namespace) -> int:
         raise UsageError("a sweep needs a folder to keep slices and results in", fix="-o DIR")
     check_outputs([place for place in (args.csv, args.html) if place is not None], args.force)
     talk = console(stderr=True)
+    if args.slurm is not None:
+        talk.print(_array_job(args))
+        return 0
+    if args.join:
+        how["part"] = "join"
     made = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
     for place, text in ((args.csv, made.to_csv), (args.html, made.to_html)):
@@ -73,6 +82,37 @@ def _script(args: argparse.Namespace) -> Script:
     return Script(script, tuple(rest), (*args.ours, *(word for _, one in ours for word in one)))
 
 
+_ARRAY_JOB = """#!/bin/bash
+#SBATCH --job-name=prism-sweep
+#SBATCH --array=0-{last}
+#SBATCH --cpus-per-task={workers}
+#SBATCH --mem=4G
+#SBATCH --output={log}
+exec {command} part=$SLURM_ARRAY_TASK_ID/{parts}{job}
+"""
+
+
+def _array_job(args: argparse.Namespace) -> str:
+    """Write ``DIR/sweep.sbatch``; what to type next."""
+    if args.slurm < 1:
+        raise UsageError(f"--slurm {args.slurm} parts", fix="--slurm 8")
+    out = args.out.absolute()
+    given = [args.recipe, *args.settings] if args.recipe else list(args.settings)
+    words = ["prism", "sweep", *given, "-o", str(out), *args.ours]
+    job = shlex.join(["--", *args.job]) if args.job else ""
+    threads = next((w.partition("=")[2] for w in given if w.startswith("workers=")), "2")
+    path = out / "sweep.sbatch"
+    text = _ARRAY_JOB.format(
+        last=args.slurm - 1, workers=threads, log=shlex.quote(str(out / "slurm-%a.log")),
+        command=shlex.join([sys.executable, "-m", "megatron_prism", *words[1:]]),
+        parts=args.slurm, job=f" {job}" if job else "",
+    )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text, force=True)
+    joined = f"{shlex.join([*words, '--join'])} {job}".strip()
+    return f"wrote {path}: sbatch {path}; when it has ended: {joined}"
+
+
 def _print(made: Sweep, args: argparse.Namespace) -> None:
     if args.explain:
         both = (made.find(args.explain[0]), made.find(args.explain[1]))
@@ -90,6 +130,7 @@ def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "limit": units.parse_bytes,
         "objective": arguments.name,
         "price": arguments.number("price=2.5"),
+        "part": arguments.name,
         "workers": arguments.count(1, os.cpu_count() or 1 << 10, "workers=2"),
     }
     mine = [word for word in words if word.partition("=")[0].lstrip("-") in keys]

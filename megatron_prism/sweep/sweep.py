@@ -9,6 +9,7 @@ another sweep into the folder uses its slices:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
@@ -113,6 +115,7 @@ def sweep(
     objective: str = "",
     price: float | None = None,
     workers: int | None = None,
+    part: str = "",
     told: Callable[[str], None] | None = None,
 ) -> Sweep:
     """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
@@ -127,6 +130,8 @@ def sweep(
             world differ between points.
         price: of a GPU for an hour.
         workers: local processes; default 2.
+        part: ``3/8``: evaluate that eighth alone (from 0), while other processes do the others;
+            ``join``: evaluate nothing, and rank what is there.
         told: called with a line of text about what is being done.
 
     Raises:
@@ -154,8 +159,19 @@ def sweep(
     settings = SweepSettings(
         folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
     )
-    with claimed(folder, inside=True):
-        return _evaluated(job, values, settings, objective, price, workers or 2, told)
+    shares = _shares(part)
+    with claimed(folder, inside=True) if not part else contextlib.nullcontext():
+        return _evaluated(job, values, settings, objective, price, workers or 2, shares, told)
+
+
+def _shares(part: str) -> tuple[int, int]:
+    """(which share of the families, of how many): ``3/8``; nothing of all is ``join``."""
+    if part in ("", "join"):
+        return (0, 1) if not part else (1, 1)
+    which, _, of = part.partition("/")
+    if not (which.isdecimal() and of.isdecimal() and int(which) < int(of)):
+        raise UsageError(f"part={part} is no part", fix="part=0/8 to part=7/8, or part=join")
+    return int(which), int(of)
 
 
 def _evaluated(
@@ -165,18 +181,23 @@ def _evaluated(
     objective: str,
     price: float | None,
     workers: int,
+    shares: tuple[int, int],
     told: Callable[[str], None],
 ) -> Sweep:
-    """Every point of the sweep, ranked."""
+    """Every point of the sweep, ranked; those of other shares if they are there."""
     folder, limit = settings.folder, settings.limit
     points = space.points(job, values)
     told(f"{len(points)} points")
     points = _pruned(points, settings, told)
     results = folder / "results" / _run_name(settings)
     left = [point for point in points if not point.by]
-    families = _families([p for p in left if not _is_there(results / f"{p.key}.json")])
+    which, of = shares
+    mine = [point for family in _families(left)[which::of] for point in family]
+    if shares == (1, 1):
+        mine = []
+    families = _families([p for p in mine if not _is_there(results / f"{p.key}.json")])
     waiting = sum(map(len, families))
-    told(f"{len(left)} to evaluate, {len(left) - waiting} of them are there already; "
+    told(f"{len(mine)} to evaluate, {len(mine) - waiting} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
     engine.run(
         families,
@@ -185,7 +206,7 @@ def _evaluated(
         workers=workers,
         told=lambda done: told(f"{done} of {waiting} evaluated"),
     )
-    found = {point.key: json.loads((results / f"{point.key}.json").read_text()) for point in left}
+    found = {point.key: _read(results, point) for point in left}
     for point in left:  # a sweep over other axes may have evaluated it
         found[point.key]["axes"] = dict(point.axes)
     good = [one for one in found.values() if "by" not in one]
@@ -199,6 +220,14 @@ def _evaluated(
     rows = tuple(ranked(good, objective, price))
     nodes = read_machine(settings.machine)
     return Sweep(job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
+
+
+def _read(results: Path, point: SweepPoint) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((results / f"{point.key}.json").read_text())
+    except (OSError, ValueError):  # of another part, which has not come to it yet
+        return {"key": point.key, "by": "not evaluated", "reason": "its part has not run"}
+    return found
 
 
 def _word(axis: str, values: Sequence[Value] | str) -> str:

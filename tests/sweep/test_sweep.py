@@ -4,8 +4,12 @@ import csv
 import dataclasses
 import io
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
+import yaml
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
@@ -112,3 +116,32 @@ def test_the_command_ends_with_1_where_nothing_runs(tmp_path, capsys):
     assert cli.main(words) == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["by"] for one in found["dropped"]] == ["no layout"] * 2
+
+
+def test_parts_of_an_array_job_find_together_what_one_process_finds(recipe, folder, first, tmp_path,
+                                                                    capsys):  # fmt: skip
+    out = tmp_path / "parts"
+    shutil.copytree(folder / "slices", out / "slices")
+    shutil.copy(folder / "megatron_checks.json", out)
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({key: dataclasses.asdict(getattr(recipe, key))
+                        for key in ("model", "parallel", "train", "prism")})
+    )  # fmt: skip
+    words = ["sweep", str(tmp_path / "tiny.yaml"), "tp=1,3", "global_batch_size=192,384",
+             "limit=8GiB", "machine=h200", "-o", str(out)]  # fmt: skip
+    assert cli.main([*words, "--join", "--json"]) == 1
+    nothing = json.loads(capsys.readouterr().out)
+    assert [one["by"] for one in nothing["dropped"]].count("not evaluated") == 2
+    assert cli.main([*words, "--slurm", "2"]) == 0
+    script = (out / "sweep.sbatch").read_text()
+    assert "--array=0-1" in script
+    for task in "01":
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": task}
+        subprocess.run(["bash", out / "sweep.sbatch"], env=environment, check=True)
+    capsys.readouterr()
+    assert cli.main([*words, "--join", "--json"]) == 0
+    joined = json.loads(capsys.readouterr().out)
+    whole = json.loads(json.dumps(first.to_json()))
+    for one in (*joined["points"], *whole["points"]):
+        del one["key"]  # the recipe's name is in it
+    assert joined["points"] == whole["points"]
