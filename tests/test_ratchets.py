@@ -81,7 +81,7 @@ def test_options_of_commands():
         "predict": ["--against", "--html", "-v", "--verbose"],
         "import": ["--slices", "-o", "--out"],
         "compare": ["--html", "--trace"],
-        "sweep": ["-o", "--out", "--explain", "--html"],
+        "sweep": ["-o", "--out", "--explain", "--html", "--slurm", "--join"],
         "memory": ["-o", "--out", "--github"],
         "calibrate": ["-o", "--out", "--host", "--from-nccl-tests"],
         "world": [],
