@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
@@ -28,7 +27,7 @@ from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.sweep import engine, prune, space
-from megatron_prism.sweep.evaluate import FAILED, SweepSettings
+from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings
 from megatron_prism.sweep.rank import OBJECTIVES, Row, ranked
 from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
@@ -222,9 +221,9 @@ def _evaluated(
     return Sweep(job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
 
 
-def _read(results: Path, point: SweepPoint) -> dict[str, Any]:
+def _read(results: Path, point: SweepPoint) -> Figures:
     try:
-        found: dict[str, Any] = json.loads((results / f"{point.key}.json").read_text())
+        found: Figures = json.loads((results / f"{point.key}.json").read_text())
     except (OSError, ValueError):  # of another part, which has not come to it yet
         return {"key": point.key, "by": "not evaluated", "reason": "its part has not run"}
     return found
