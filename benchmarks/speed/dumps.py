@@ -1,9 +1,10 @@
 """How long does the verdict on a large job's dumps take, and how much memory?
 
-``python -m benchmarks.speed.dumps [--keep DIR] [--ranks N]``
+``python -m benchmarks.speed.dumps [--keep DIR] [--ranks N] [--frames 12]``
 
 Makes two dump sets of 1,024 ranks (TP8 PP8 DP16) in torch 2.13's format, 430 MB each: 2,000
 calls a rank, the history of pipelined iterations with stacks and clocks.  They are synthetic.
+With ``--frames 12`` every call has a stack of its own, as torch writes it: 1.8 GB each.
 In one, rank 37 never comes to the last call of the world; in the other it makes its last two calls
 the other way round, which no group shows: the verdict that has to look at most.  Each is judged in
 a fresh process, by ``prism hang --dumps`` and by one process; the verdicts must be equal.
@@ -56,7 +57,18 @@ def iteration(stage: int, last: int) -> list[Call]:
             ("world", "all_reduce", 1, 1, 7)]  # fmt: skip
 
 
-def dump(world: World, rank: int, names: dict[tuple[int, ...], int], fault: str) -> dict[str, Any]:
+def stack(site: int, frames: int) -> list[dict[str, Any]]:
+    """The frames of a call: one list for all calls of a site, or ``frames`` of its own."""
+    if not frames:
+        return FRAMES[site]
+    names = [(f"{SITES[i % 4][0]}_{i}", f"/opt/megatron/megatron/{SITES[i % 4][1]}")
+             for i in range(frames)]  # fmt: skip
+    return [{"name": n, "filename": f"{f}", "line": 300 + site} for n, f in names]
+
+
+def dump(
+    world: World, rank: int, names: dict[tuple[int, ...], int], fault: str, frames: int = 0
+) -> dict[str, Any]:
     """What the recorder of ``rank`` holds when the job stands still."""
     mine = {"world": tuple(range(world.size))}
     mine |= {short: world.group(rank, GROUPS[short]) for short in ("tp", "dp", "pp")}
@@ -95,7 +107,7 @@ def dump(world: World, rank: int, names: dict[tuple[int, ...], int], fault: str)
             "time_discovered_started_ns": None,
             "time_discovered_completed_ns": begin + 900_000 if done else None,
             "retired": done, "timeout_ms": 600_000, "is_p2p": pair, "thread_name": "pt_autograd_0",
-            "thread_id": "139872361", "frames": FRAMES[site]})  # fmt: skip
+            "thread_id": "139872361", "frames": stack(site, frames)})  # fmt: skip
     return {
         "version": "2.10", "comm_lib_version": "2.27.3",
         "pg_config": {str(names[m]): {"name": str(names[m]), "desc": GROUPS[s],
@@ -108,7 +120,7 @@ def dump(world: World, rank: int, names: dict[tuple[int, ...], int], fault: str)
     }  # fmt: skip
 
 
-def write(folder: Path, size: int, fault: str) -> int:
+def write(folder: Path, size: int, fault: str, frames: int) -> int:
     """Bytes of the files of a job with ``fault``."""
     world = World(size, tp=8, pp=8)
     members = {world.group(r, GROUPS[s]) for s in ("tp", "dp", "pp") for r in range(size)}
@@ -116,7 +128,7 @@ def write(folder: Path, size: int, fault: str) -> int:
     folder.mkdir(parents=True)
     total = 0
     for rank in range(size):
-        data = pickle.dumps(dump(world, rank, names, fault), protocol=2)
+        data = pickle.dumps(dump(world, rank, names, fault, frames), protocol=2)
         total += (folder / f"_dump_{rank}").write_bytes(data)
     return total
 
@@ -133,10 +145,10 @@ def judged(folder: Path, alone: bool) -> Measured:
     return measure([sys.executable, *code, str(folder)], ROOT)
 
 
-def rows_of(folder: Path, fault: str, ranks: int) -> list[Row]:
+def rows_of(folder: Path, fault: str, ranks: int, frames: int) -> list[Row]:
     """Both ways of one set; made if it is not there."""
     if not folder.exists():
-        write(folder, ranks, fault)
+        write(folder, ranks, fault, frames)
     size = sum(file.stat().st_size for file in folder.iterdir())
     what = f"{fault}, {ranks:,} dumps, {size / 1e6:,.0f} MB"
     rows, said = [], []
@@ -158,12 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", type=Path, help="keep the dumps in this folder")
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 64")
+    parser.add_argument("--frames", type=int, default=0, help="of a stack of each call's own")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for fault in ("host stuck", "order"):
             folder = (args.keep or Path(temporary)) / fault.replace(" ", "_")
-            rows += rows_of(folder, fault, args.ranks)
+            rows += rows_of(folder, fault, args.ranks, args.frames)
     finish("Verdicts on large dump sets", rows)
 
 

@@ -299,6 +299,12 @@ class _Judge:
         elif unknown := sorted(state.unplaced()):
             self.evidence.append(f"waited for: {format_ranks(unknown)}, and no dump that can be "
                                  "judged says where that is")  # fmt: skip
+        elif unposted := waits.unposted_messages(state):
+            self.among = tuple(sorted({rank for pair in unposted for rank in pair}))
+            self.evidence += [f"rank {rank} waits for a message of rank {other}, which waits for "
+                              "nobody: one leaves it out, or the other expects one too many"
+                              for rank, other in unposted[:4]]  # fmt: skip
+            return self._result("deadlock", [])
         else:
             self.evidence.append(waits.complete_call_lines(state))
             calls = waits.complete_calls(state)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import waits
-from megatron_prism.hang.dumps import Dump, DumpSet
+from megatron_prism.hang.dumps import Dump, DumpSet, Group
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Diagnosis
 
@@ -141,8 +141,11 @@ def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool
         return f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: {again}"
     if not named:
         return ""
+    if issuing := [rank for rank in sorted(named) if state.in_batch(rank)]:
+        return f"ranks {format_ranks(issuing)} were issuing a batch of messages: {again}"
     kinds = {culprit.kind for culprit in verdict.culprits}
-    devices, stuck = kinds == {"device stuck"}, kinds <= {"host stuck", "device stuck"}
+    devices = {c.rank for c in verdict.culprits if c.kind == "device stuck"}
+    stuck = kinds <= {"host stuck", "device stuck"}
     for call in waits.complete_calls(state):
         if named.isdisjoint(state.groups[call.group].ranks):
             return f"everybody is in {call_text(call)}, and none of {late}: {again}"
@@ -150,7 +153,7 @@ def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool
         return f"ranks {format_ranks(sorted(free))} wait for none of {late}: {again}"
     if moments and len(named) > 1:
         return f"dumps are of several moments, and of {late} there are several: {again}"
-    if devices and len({rank // _NODE for rank in named}) > 1:
+    if len({rank // _NODE for rank in devices}) > 1:
         return f"on several nodes are {late}: {again}"
     if stuck and len(named) > _FEW and not _related(state, named):
         return f"nothing in common have {late}: {again}"
@@ -256,24 +259,28 @@ def _aborted(state: JobState) -> dict[int, str]:
 
 
 def _strangers(found: DumpSet) -> str:
-    """Several ranks that describe a group otherwise than most of those do who know it."""
-    usual = {name: count.most_common(1)[0][0]
-             for name, count in found.listed.items() if len(count) > 1}  # fmt: skip
-    if not usual:
-        return ""
-    usual_ranks = {name: set(group.ranks) for name, group in usual.items()}
-    odd = {
-        rank: name
-        for rank, dump in found.dumps.items()
-        for name, group in dump.groups.items()
-        if name in usual and len(group.ranks) > 1 and group.ranks != usual[name].ranks
-        and not usual_ranks[name].isdisjoint(group.ranks)
-    }  # fmt: skip
+    """Several ranks whose own groups are not those that most others list them in."""
+    own: dict[int, dict[str, Group]] = {}
+    for rank, dump in found.dumps.items():
+        several = Counter(group.desc for group in dump.groups.values())
+        own[rank] = {g.desc: g for g in dump.groups.values() if g.ranks and several[g.desc] == 1}
+    votes: Counter[int] = Counter()
+    where: dict[int, Group] = {}
+    for group, count in (row for versions in found.listed.values() for row in versions.items()):
+        for rank in group.ranks:
+            mine = own.get(rank, {}).get(group.desc)
+            if mine is None or mine.name == group.name and len(mine.ranks) == 1:
+                continue  # some dumps list nobody but their own rank
+            if mine.ranks == group.ranks:  # any job of this size has a group of all ranks
+                votes[rank] -= (count - 1) * (len(group.ranks) < len(found.dumps))
+            else:
+                votes[rank] += count
+                where[rank] = mine
+    odd = [rank for rank, count in sorted(votes.items()) if count > 0]
     if len(odd) < 2:
         return ""
-    rank = min(odd)
-    return (f"ranks {format_ranks(sorted(odd))} describe other groups than the rest (group "
-            f"{odd[rank]} on rank {rank}): dumps of two jobs")  # fmt: skip
+    return (f"ranks {format_ranks(odd)} describe other groups than the rest (group "
+            f"{where[odd[0]].name} on rank {odd[0]}): dumps of two jobs")  # fmt: skip
 
 
 def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:

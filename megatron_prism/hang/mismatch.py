@@ -7,6 +7,7 @@ that decide.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def find_mismatches(state: JobState) -> list[Mismatch]:
         odd = next(filter(None, (_compare(made, call) for call in calls)), None)
         if odd is not None:
             found.append(odd)
-    found += _messages(state)
+    found += _messages(made)
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
@@ -162,14 +163,10 @@ class _Made:
                     self._found[rank][e.desc, e.seq].append(e)
         return self._found[rank].get((desc, seq), [])
 
-    def heard(self, look: Callable[[Entry], object], but: tuple[Entry, Entry]) -> set[object]:
-        """How the job's calls look, without these two."""
-        return {
-            look(e)
-            for dump in self.state.dumps.values()
-            for e in dump.entries
-            if not e.pair and e.op != "coalesced" and e is not but[0] and e is not but[1]
-        }
+    def heard(self, *but: Entry) -> Iterator[Entry]:
+        """The job's calls and messages, without these."""
+        entries = itertools.chain.from_iterable(d.entries for d in self.state.dumps.values())
+        return (e for e in entries if e.op != "coalesced" and all(e is not one for one in but))
 
     def onward(self, rank: int, like: Entry) -> list[Signature]:
         """What it called from ``like`` on in its group of that description."""
@@ -239,24 +236,40 @@ def _unheard(
     mine, theirs = made.onward(one, a), made.onward(other, a)
     replaced = len(mine) > 1 < len(theirs) and _alike_from(mine[1:], theirs[1:])
     shifted = _alike_from(mine[1:], theirs) or _alike_from(theirs[1:], mine)
-    if shifted or a.op != b.op and not replaced:
+    if not replaced and (shifted or a.op != b.op) or shifted and a.op != b.op:
         return None
+    if (odd := _unlike_the_job(made, (a, b), (sum(a.numbers, ()), sum(b.numbers, ())))) is None:
+        return None
+    (usual, model), (odd_one, wrong) = ((one, a), (other, b))[:: 1 if odd else -1]
+    text = f"rank {odd_one} calls {_text([wrong])}, as nobody else; rank {usual} {_text([model])}"
+    kind = _kind(signatures[odd_one], signatures[usual])
+    return Mismatch(kind, model, (odd_one,), tuple(calls), text, voted=False)
+
+
+def _unlike_the_job(
+    made: _Made, pair: tuple[Entry, Entry], sizes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> int | None:
+    """Which of two calls looks like nothing else in the job: 0, 1 or None.  First whole calls are
+    compared, then their operations, the job's half precision, and numbers of elements: those that
+    several other calls move.
+
+    sizes : of either call
+    """
     looks: tuple[Callable[[Entry], object], ...] = (
-        lambda e: (e.desc, e.op, e.dtypes, e.numbers if e.op in SIZED else ()),
-        lambda e: (e.desc, e.op, e.dtypes),
-        lambda e: set(e.dtypes) <= _HALVES and e.dtypes,
+        lambda e: not e.pair and (e.desc, e.op, e.dtypes, e.numbers if e.op in SIZED else ()),
+        lambda e: not e.pair and (e.desc, e.op, e.dtypes),
+        lambda e: set(e.dtypes) <= _HALVES and e.dtypes[:1],
     )
+    others = list(made.heard(*pair))
     for look in looks:
-        heard = made.heard(look, (a, b))
-        if look(a) and look(b) and (here := look(a) in heard) != (look(b) in heard):
-            (usual, model), (odd, wrong) = (
-                ((one, a), (other, b)) if here else ((other, b), (one, a))
-            )
-            text = (
-                f"rank {odd} calls {_text([wrong])}, as nobody else; rank {usual} {_text([model])}"
-            )
-            kind = _kind(signatures[odd], signatures[usual])
-            return Mismatch(kind, model, (odd,), tuple(calls), text, voted=False)
+        heard = set(map(look, others))
+        known = [bool(look(e)) and look(e) in heard for e in pair]
+        if all(map(look, pair)) and known[0] != known[1]:
+            return known.index(False)
+    moved = Counter(n for e in others for n in set(sum(e.numbers, ())))
+    known = [max((moved[n] for n in set(mine)), default=0) > 1 for mine in sizes]
+    if known[0] != known[1] and pair[0].dtypes == pair[1].dtypes:
+        return known.index(False)
     return None
 
 
@@ -306,35 +319,26 @@ def _totals(state: JobState, calls: dict[int, list[Entry]]) -> Mismatch | None:
     return Mismatch("splits", first, uneven if alone else (), tuple(sums), text)
 
 
-def _messages(state: JobState) -> Iterator[Mismatch]:
+def _messages(made: _Made) -> Iterator[Mismatch]:
     """Sends and receives at the head of both sides that do not fit."""
+    state = made.state
     for rank in state.outstanding:
         send = next((e for e in state.outstanding[rank] if e.op == "send"), None)
         mate = state.mate(rank, send) if send else None
         if send is None or mate is None:
             continue
         a, b = (sum(send.numbers[0]), send.dtypes[:1]), (sum(mate.numbers[1]), mate.dtypes[:1])
-        peer = state.other(rank, send)
+        sizes, peer = (send.numbers[0], mate.numbers[1]), state.other(rank, send)
         if a == b:
             yield from _unbatched(state, (rank, send), (peer, mate))
             continue
         votes = [(_vote(state, rank, send, a, 0), rank), (_vote(state, peer, mate, b, 1), peer)]
         odd = tuple(r for agrees, r in votes if not agrees)
-        if not odd and len(heard := _message_sizes(state, send, mate)) == 1:
-            odd = tuple(r for size, r in ((a, rank), (b, peer)) if size not in heard)
+        if not odd and (alone := _unlike_the_job(made, (send, mate), sizes)) is not None:
+            odd = ((rank, peer)[alone],)
         text = f"rank {rank} sends {a[0]} {a[1]}, rank {peer} expects {b[0]} {b[1]}"
         kind = "dtype" if a[0] == b[0] else "shape"
         yield Mismatch(kind, send, odd if len(odd) == 1 else (), (rank, peer), text)
-
-
-def _message_sizes(state: JobState, *but: Entry) -> set[object]:
-    """What all other messages of the job look like."""
-    return {
-        (sum(e.numbers[e.op == "recv"]), e.dtypes[:1])
-        for dump in state.dumps.values()
-        for e in dump.entries
-        if e.pair and all(e is not other for other in but)
-    }
 
 
 def _unbatched(

@@ -172,6 +172,9 @@ def _issued(state: JobState, rank: int) -> _Issued:
         for name in state.groups_of[rank]
         if (name, rank) in state.enqueued and name not in state.pairs
     }
+    if state.in_batch(rank):
+        last = state.dumps[rank].entries[-1]
+        messages.pop((last.desc, last.seq), None)  # which is not whole
     waits = tuple((e.desc, e.seq) for e in state.outstanding[rank] if not e.pair)
     return _Issued(
         tuple(order.items()), tuple(messages.items()), tuple(sorted(counts.items())), waits

@@ -171,6 +171,12 @@ class JobState:
         have the number of a collective that came before them."""
         return [e for e in self.dumps[rank].entries if e.op != "coalesced"]
 
+    def in_batch(self, rank: int) -> bool:
+        """Whether it was written down while it issued a batch: the record that closes it is not
+        there yet, so its host goes on."""
+        entries = self.dumps[rank].entries if rank in self.dumps else ()
+        return bool(entries and entries[-1].pair) and any(e.op == "coalesced" for e in entries)
+
     def counts(self, rank: int) -> dict[str, int]:
         """Description -> collectives that ``rank`` has issued."""
         return self._counts[rank]

@@ -312,6 +312,14 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
                 yield peer, head
 
 
+def skipped_collectives(state: JobState) -> Iterator[tuple[int, Entry]]:
+    """Ranks that lack a call for which others wait, and made calls that most siblings made after
+    it -> that call.  Without history nobody is."""
+    for (_, rank), entry in state.lates.items() if state.history else ():
+        if state.outstanding.get(rank) and state.skipped(rank, entry):
+            yield rank, entry
+
+
 def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
     """Whether by their counters siblings that made no more collectives than ``rank`` posted more
     messages of that group, and more of them than made no more messages and as many collectives."""
@@ -363,6 +371,17 @@ def incomplete_calls(state: JobState) -> Iterator[tuple[int, Entry, int]]:
                 yield rank, joint[0], last
 
 
+def unposted_messages(state: JobState) -> list[tuple[int, int]]:
+    """(who waits for a message, the rank that has not posted it and waits for nobody itself: its
+    own messages are answered, in batches that do not end)."""
+    found = []
+    for rank in sorted(state.outstanding):
+        why, others = state.waits(rank)
+        if why == "has not posted its side":
+            found += [(rank, r) for r in others if state.head(r) and not state.waits(r)[1]]
+    return found
+
+
 def complete_calls(state: JobState) -> list[Entry]:
     """Collectives at which all members stand and that did not end: a device, or the network; or the
     job runs, since counters are some 100 ms old."""
@@ -393,10 +412,10 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
     else of a circle the few who wait where most members never come, or who left out the call in
     which most members wait."""
-    past = dict(skipped_messages(state))
+    past = dict(skipped_messages(state)) or dict(skipped_collectives(state))
     if len(past) == 1:
         ((rank, entry),) = past.items()
-        text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
+        text = f"left out {call_text(entry)}; its siblings made it before calls that it made"
         return entry, [rank], "skipped call", text
     shares: dict[float, list[tuple[Entry, list[int], bool]]] = defaultdict(list)
     heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]

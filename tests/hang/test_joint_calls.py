@@ -24,7 +24,7 @@ def one_by_one(state):
     for by_seq in calls.values():
         odds = [mismatch._compare(mismatch._Made(state), by_seq[seq]) for seq in sorted(by_seq)]
         found += [odd for odd in odds if odd is not None][:1]
-    found += mismatch._messages(state)
+    found += mismatch._messages(mismatch._Made(state))
     return sorted(found, key=lambda odd: odd.entry.created_ns)
 
 
