@@ -157,7 +157,9 @@ class Alignment:
         ]
         if not any(e.done for e in dump.entries):
             return found
-        if dump.entries[0].record == 0:  # all of it: an iteration that began has all its calls
+        if dump.entries[-1].record < len(
+            dump.entries
+        ):  # all of it: an iteration that began has all its calls
             found = [step for step in found if step < len(order)]
         # with history the last calls are known in order: the longest stretch that fits
         lengths = {step: self._stretch(number, step, order[-_STRETCH:]) for step in found}

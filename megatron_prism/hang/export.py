@@ -14,7 +14,7 @@ import pickle
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -23,7 +23,8 @@ import numpy as np
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import check_writable
-from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
+from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, NAMES, Op
+from megatron_prism.core.program import Program
 from megatron_prism.graph.stall import StalledJob
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def dump_of(
 
     active_only : only what is outstanding (Megatron's default);  stacks : one frame, the op's site
     timing      : what has started is known to have (TORCH_NCCL_ENABLE_TIMING)
-    last        : about as many calls, and all that is outstanding, as of a short ring; 0 is all
+    last        : so many calls before the first that is outstanding, and from it on; 0 is all
     """
     names = _numbers(state) if names is None else names
     writer = _Writer(state, rank, names, timing)
@@ -151,7 +152,6 @@ def dump_of(
     }
 
 
-_STEP = 64  # ops; ranks of one program that stand near each other share what is counted before
 _KEYS = [
     "record_id",
     "pg_id",
@@ -177,132 +177,142 @@ _KEYS = [
 ]
 
 
+class _Table:
+    """The calls of one program in some groups, numbered as ProcessGroupNCCL and its recorder do.
+
+    index: of the op; batch: -1 alone; seq: of a message among messages, else among collectives;
+    record: of the recorder; closes: whether the record that closes its batch follows;
+    among_messages: whether it is a collective of a group that has messages, too
+    """
+
+    def __init__(self, program: Program, known: Collection[str]) -> None:
+        ops = program.ops
+        talks = np.flatnonzero(_TALK[ops["name"]])
+        self.groups = [program.strings[g] for g in ops["group"][talks].tolist()]
+        mine = [at for at, name in enumerate(self.groups) if name in known]
+        self.index = talks[mine]
+        self.groups = [self.groups[at] for at in mine]
+        self.batch = ops["batch"][self.index]
+        self.pair = IS_PAIR[ops["name"][self.index]]
+        self.place = np.array([list(known).index(name) for name in self.groups], int)
+        self.among_messages = np.isin(self.place, self.place[self.pair]) & ~self.pair
+        self.messaging = sorted({n for n, p in zip(self.groups, self.pair, strict=True) if p})
+        last = {b: i for i, b in zip(talks.tolist(), ops["batch"][talks].tolist(), strict=True)}
+        counts, launched, record = Counter[tuple[str, bool]](), set[int](), 0
+        rows = []
+        columns = (self.groups, self.pair.tolist(), self.batch.tolist(), self.index.tolist())
+        for name, pair, batch, index in zip(*columns, strict=True):
+            if batch < 0 or batch not in launched:  # a batch is one launch
+                counts[name, pair] += 1
+                launched.add(batch)
+            closes = batch >= 0 and last[batch] == index
+            rows.append((counts[name, False], counts[name, True], record, closes))
+            record += 1 + closes
+        columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
+        self.collectives, self.messages, self.record, self.closes = map(list, columns)
+        self.seq = np.where(self.pair, self.messages, self.collectives)
+
+    def batch_rows(self, row: int) -> list[int]:
+        """The rows of its batch."""
+        return np.flatnonzero(self.batch == self.batch[row]).tolist()
+
+
 class _Writer:
-    """One rank's calls, counted as NCCL counts them."""
+    """One rank's calls."""
 
     def __init__(
         self, state: StalledJob, rank: int, names: dict[tuple[str, int], int], timing: bool
     ) -> None:
-        self.state, self.rank, self.names, self.timing = state, rank, names, timing
-        self.program = state.programs.of(rank)
+        self.state, self.rank = state, rank
+        self.program, self.number = state.programs.of(rank), int(state.programs.program_of[rank])
         self.config: dict[str, dict[str, str]] = {}
-        self.status: dict[str, dict[str, int]] = {}
-        self.collectives: Counter[str] = Counter()
-        self.messages: Counter[str] = Counter()
-        for place, (name, group) in enumerate(
-            (n, g) for n, g in state.groups.items() if g.group_of[rank] >= 0
-        ):
-            number = str(names[name, int(group.group_of[rank])])
-            key = (name, int(group.group_of[rank]))
-            if key not in state.said:
-                state.said[key] = str(group.group(rank).tolist())
-            ranks = state.said[key]
-            self.config[number] = {"name": number, "desc": name, "ranks": ranks}
-            self.status[str(place)] = {
-                f"last_{w}_collective": -1 for w in ("enqueued", "started", "completed")
-            }
+        for name, group in state.groups.items():
+            if (place := int(group.group_of[rank])) >= 0:
+                number = str(names[name, place])
+                if (name, place) not in state.said:
+                    state.said[name, place] = str(group.group(rank).tolist())
+                ranks = state.said[name, place]
+                self.config[number] = {"name": number, "desc": name, "ranks": ranks}
         self.ids = {config["desc"]: i for i, config in enumerate(self.config.values())}
         self.named = {c["desc"]: (number, c["desc"]) for number, c in self.config.items()}
-        self.fault = state.faults.get(rank)
-
-    def entries(self, last: int = 0) -> list[Row]:
-        """The records of about the ``last`` calls.  Ranks that stand alike in the same program
-        differ in the names of their groups alone."""
-        state, rank = self.state, self.rank
-        if self.fault is not None:
-            return self._entries(last)
-        own = int(state.programs.program_of[rank])
-        if ("pairs", own) not in state.said:
-            ops = self.program.ops
-            codes = np.unique(ops["group"][IS_PAIR[ops["name"]]])
-            state.said["pairs", own] = [self.program.strings[code] for code in codes.tolist()]
-        pairs = tuple(
-            (name, int(state.groups[name].position[rank]), len(state.groups[name].group(rank)))
-            for name in state.said["pairs", own]
-            if name in self.ids
-        )
-        stands = (bytes(state.done[rank]), bytes(state.ready[rank]), state.issued[rank])
-        key = ("entries", own, last, self.timing, *stands, pairs, tuple(self.ids))
+        key = ("calls", self.number, *self.ids)
         if key not in state.said:
-            state.said[key] = self._entries(last), self.status
-        rows, status = state.said[key]
-        self.status = {place: dict(one) for place, one in status.items()}
-        named = self.named
-        return [row | {"process_group": named[row["process_group"][1]]} for row in rows]
+            state.said[key] = _Table(self.program, self.ids)
+        self.calls: _Table = state.said[key]
+        fault = state.faults.get(rank)
+        seen = state.issued[rank] if fault is None or fault.blind is None else fault.blind
+        self.count = int(np.searchsorted(self.calls.index, state.issued[rank]))
+        index = self.calls.index[: self.count]
+        self.done, self.started = (
+            np.frombuffer(bytes(flags[rank]), bool)[index] & (index < seen)
+            for flags in (state.done, state.ready)
+        )
+        self.started &= timing
+        self.status = self._counters()
 
-    def _entries(self, last: int) -> list[Row]:
-        found: list[Row] = []
-        first, record = self._skip(last) if last else (0, 0)
-        names = self.program.ops["name"]
-        launched: set[int] = set()
-        batches = self.program.ops["batch"]
-        inside: dict[int, list[int]] = {}
-        for index in np.flatnonzero(_TALK[names] & (batches >= 0)).tolist():
-            inside.setdefault(int(batches[index]), []).append(index)
-        for index in range(first, self.state.issued[self.rank]):
-            if _TALK[names[index]]:
-                key = (int(self.state.programs.program_of[self.rank]), index)
-                op = self.state.said.get(key) or self.program[index]
-                self.state.said[key] = op
-                if op.group in self.ids:
-                    found.append(self._entry(op, index, record + len(found), launched))
-                    if op.batch >= 0 and inside[op.batch][-1] == index:
-                        found.append(self._closing(found[-1], inside[op.batch]))
+    def _counters(self) -> dict[str, dict[str, int]]:
+        """Per group the last call that was issued, started and, of those without a gap, ended."""
+        groups, seq = self.calls.place[: self.count], self.calls.seq[: self.count]
+        found = {}
+        for place in self.ids.values():
+            mine = groups == place
+            ended = seq[mine & self.done]
+            gaps = np.flatnonzero(np.diff(ended) > 1)
+            last = {
+                "enqueued": seq[mine],
+                "started": seq[mine & self.started],
+                "completed": ended[: gaps[0] + 1] if len(gaps) else ended,
+            }
+            found[str(place)] = {
+                f"last_{what}_collective": int(numbers[-1]) if len(numbers) else -1
+                for what, numbers in last.items()
+            }
         return found
 
-    def _skip(self, last: int) -> tuple[int, int]:
-        """(the first op that is written, how many records are before it), what came before it
-        counted: once for all ranks that run the same program."""
-        state, end = self.state, self.state.issued[self.rank]
-        names, batches = self.program.ops["name"][:end], self.program.ops["batch"]
-        talks = np.flatnonzero(_TALK[names])
-        done = np.frombuffer(bytes(state.done[self.rank][:end]), bool)
-        held = talks[~done[talks]]
-        kept = [end, *talks[-last:][:1].tolist(), *held[:1].tolist()]
-        if self.fault is not None and self.fault.blind is not None:
-            kept.append(self.fault.blind)
-        first = min(kept) // _STEP * _STEP
-        while 0 < first < end and batches[first] >= 0 and batches[first] == batches[first - 1]:
-            first -= 1
-        key = ("skipped", int(state.programs.program_of[self.rank]), first)
+    def entries(self, last: int = 0) -> list[Row]:
+        """All calls; or the first ``last`` of those that are outstanding and as many before them,
+        with whole batches, and collectives of groups that also have messages: these are counted
+        by their records.  Ranks that stand alike in the same program differ in the names of their
+        groups alone."""
+        state, rank = self.state, self.rank
+        if rank in state.faults:
+            return self._entries(last)
+        pairs = tuple(
+            (name, int(state.groups[name].position[rank]), len(state.groups[name].group(rank)))
+            for name in self.calls.messaging
+        )
+        stands = (bytes(state.done[rank]), bytes(state.ready[rank]), state.issued[rank])
+        key = ("entries", self.number, last, self.timing, *stands, pairs, tuple(self.ids))
         if key not in state.said:
-            state.said[key] = self._counted(first)
-        collectives, messages, completed, record = state.said[key]
-        self.collectives, self.messages = Counter(collectives), Counter(messages)
-        for name, seq in completed.items():
-            status = self.status[str(self.ids[name])]
-            status["last_enqueued_collective"] = status["last_completed_collective"] = seq
-            status["last_started_collective"] = seq if self.timing else -1
-        return first, record
+            state.said[key] = self._entries(last)
+        named = self.named
+        return [row | {"process_group": named[row["process_group"][1]]} for row in state.said[key]]
 
-    def _counted(self, first: int) -> tuple[Counter[str], Counter[str], dict[str, int], int]:
-        """(collectives, messages, last number of either, records) of the ops before ``first``."""
-        collectives, messages, completed = Counter[str](), Counter[str](), dict[str, int]()
-        launched, record = set[int](), 0
-        ops = self.program.ops[:first]
-        rows = ops[_TALK[ops["name"]]]
-        columns = (rows["name"], rows["group"], rows["batch"])
-        for name, group, batch in zip(*(c.tolist() for c in columns), strict=True):
-            desc = self.program.strings[group]
-            if desc not in self.ids:
-                continue
-            counts = messages if IS_PAIR[name] else collectives
-            record += 1
-            if batch < 0 or batch not in launched:
-                counts[desc] += 1
-                record += batch >= 0  # the record that closes it
-                launched.add(batch)
-            completed[desc] = counts[desc]
-        return collectives, messages, completed, record
+    def _entries(self, last: int) -> list[Row]:
+        keep = np.ones(self.count, bool)
+        if last:
+            waits = np.flatnonzero(~self.done)
+            end = waits[last - 1] + 1 if len(waits) >= last else self.count
+            keep[end:] = keep[: max(0, min([self.count, *waits[:1]]) - last)] = False
+            keep |= self.calls.among_messages[: self.count]
+        batch = self.calls.batch[: self.count]
+        keep |= (batch >= 0) & np.isin(batch, batch[keep])
+        found: list[Row] = []
+        for row in np.flatnonzero(keep).tolist():
+            found.append(self._entry(row))
+            if self.calls.closes[row]:
+                found.append(self._closing(found[-1], row))
+        return found
 
-    def _closing(self, last: Row, indices: list[int]) -> Row:
+    def _closing(self, last: Row, row: int) -> Row:
         """The record of a batch as a whole (ProcessGroupNCCL::endCoalescing)."""
-        progress = [self._progress(index) for index in indices]
-        done, started = (all(seen) for seen in zip(*progress, strict=True))
+        rows = self.calls.batch_rows(row)
+        done, started = bool(self.done[rows].all()), bool(self.started[rows].all())
+        op = self.program[int(self.calls.index[rows[0]])]
         return last | {
             "record_id": last["record_id"] + 1,
             "op_id": last["op_id"] + 1,
-            "profiling_name": f"nccl:{_CLOSING.get(self.program[indices[0]].name, 'coalesced')}",
+            "profiling_name": f"nccl:{_CLOSING.get(op.name, 'coalesced')}",
             "time_created_ns": last["time_created_ns"] + 1_000_000,
             "input_sizes": [],
             "input_dtypes": [],
@@ -312,34 +322,29 @@ class _Writer:
             "retired": done,
         }
 
-    def _entry(self, op: Op, index: int, record: int, launched: set[int]) -> Row:
-        pair = op.name in ("send", "recv")
-        counts = self.messages if pair else self.collectives
-        if op.batch < 0 or op.batch not in launched:  # a batch is one launch
-            counts[op.group] += 1
-            launched.add(op.batch)
-        done, started = self._progress(index)
-        self._account(op, counts[op.group], done, started)
-        if op.batch >= 0:  # torch only updates the record that closes the batch
-            done = started = False
-        return self._alike(op, index) | {
-            "record_id": record,
-            "pg_id": self.ids[op.group],
-            "process_group": self.named[op.group],
-            "collective_seq_id": self.collectives[op.group],
-            "p2p_seq_id": self.messages[op.group],
-            "op_id": record + 1,
-            "profiling_name": self._word(op),
-            "time_created_ns": (record + 1) * 1_000_000,
-            "state": "completed" if done else "started" if started else "scheduled",
-            "retired": done,
-        }
+    def _entry(self, row: int) -> Row:
+        calls = self.calls
+        batched = calls.batch[row] >= 0  # torch only updates the record that closes the batch
+        done, started = (bool(flag[row]) and not batched for flag in (self.done, self.started))
+        index, record, group = int(calls.index[row]), calls.record[row], calls.groups[row]
+        found: Row = self._alike(index).copy()
+        found["record_id"], found["op_id"] = record, record + 1
+        found["pg_id"], found["process_group"] = self.ids[group], self.named[group]
+        found["collective_seq_id"] = calls.collectives[row]
+        found["p2p_seq_id"] = calls.messages[row]
+        if calls.pair[row]:
+            found["profiling_name"] = self._word(index)
+        found["time_created_ns"] = (record + 1) * 1_000_000
+        found["state"] = "completed" if done else "started" if started else "scheduled"
+        found["retired"] = done
+        return found
 
-    def _alike(self, op: Op, index: int) -> Row:
+    def _alike(self, index: int) -> Row:
         """What all ranks of this program write of the op, in torch's order of keys."""
-        key = ("entry", int(self.state.programs.program_of[self.rank]), index)
+        key = ("entry", self.number, index)
         found = self.state.said.get(key)
         if found is None:
+            op = self.program[index]
             inputs, outputs = _sizes(op)
             found = self.state.said[key] = dict.fromkeys(_KEYS) | {
                 "input_sizes": inputs,
@@ -350,33 +355,21 @@ class _Writer:
                 "is_p2p": op.name in ("send", "recv"),
                 "thread_name": "",
                 "thread_id": "0",
+                "profiling_name": "" if op.name in ("send", "recv") else self._word(index),
                 "frames": _frames(op.site),
             }
         return found
 
-    def _progress(self, index: int) -> tuple[bool, bool]:
-        """(seen complete, seen to start)."""
-        fault = self.fault
-        blind = fault is not None and fault.blind is not None and index >= fault.blind
-        done = bool(self.state.done[self.rank][index]) and not blind
-        return done, self.timing and not blind and bool(self.state.ready[self.rank][index])
-
-    def _account(self, op: Op, seq: int, done: bool, started: bool) -> None:
-        status = self.status[str(self.ids[op.group])]
-        status["last_enqueued_collective"] = seq
-        if done and status["last_completed_collective"] in (-1, seq - 1, seq):
-            status["last_completed_collective"] = seq
-        if started:
-            status["last_started_collective"] = seq
-
-    def _word(self, op: Op) -> str:
-        if op.name not in ("send", "recv"):
-            row = "all_reduce_barrier" if op.name == "barrier" else BY_NAME[op.name].recorder
+    def _word(self, index: int) -> str:
+        op = self.program.ops[index]
+        name = NAMES[op["name"]]
+        if name not in ("send", "recv"):
+            row = "all_reduce_barrier" if name == "barrier" else BY_NAME[name].recorder
             return f"nccl:{row}"
-        group = self.state.groups[op.group]
+        group = self.state.groups[self.program.strings[op["group"]]]
         mine, size = int(group.position[self.rank]), len(group.group(self.rank))
-        arrow = "->" if op.name == "send" else "<-"
-        return f"nccl:{op.name} {mine}{arrow}{(mine + op.peer) % size}"
+        arrow = "->" if name == "send" else "<-"
+        return f"nccl:{name} {mine}{arrow}{(mine + int(op['peer'])) % size}"
 
 
 def _sizes(op: Op) -> tuple[list[list[int]], list[list[int]]]:

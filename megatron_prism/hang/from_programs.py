@@ -37,7 +37,7 @@ __all__ = ["first_watchdog", "diagnose_graph", "diagnose_stall"]
 
 
 _SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
-_RECORDED = 128  # calls of each rank that are judged, besides all that is outstanding
+_RECORDED = 64  # calls of each rank that are judged, before the first that waits and from it on
 _MOST = 2048  # nodes from which a shortest ring is looked for
 
 
