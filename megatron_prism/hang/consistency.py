@@ -141,11 +141,11 @@ def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool
         return f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: {again}"
     if not named:
         return ""
-    if issuing := [rank for rank in sorted(named) if state.in_batch(rank)]:
-        return f"ranks {format_ranks(issuing)} were issuing a batch of messages: {again}"
     kinds = {culprit.kind for culprit in verdict.culprits}
     devices = {c.rank for c in verdict.culprits if c.kind == "device stuck"}
     stuck = kinds <= {"host stuck", "device stuck"}
+    if not stuck and (issuing := [rank for rank in sorted(named) if state.in_batch(rank)]):
+        return f"ranks {format_ranks(issuing)} were issuing a batch of messages: {again}"
     for call in waits.complete_calls(state):
         if named.isdisjoint(state.groups[call.group].ranks):
             return f"everybody is in {call_text(call)}, and none of {late}: {again}"

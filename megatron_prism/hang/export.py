@@ -208,8 +208,8 @@ class _Table:
             closes = batch >= 0 and last[batch] == index
             rows.append((counts[name, False], counts[name, True], record, closes))
             record += 1 + closes
-        columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
-        self.collectives, self.messages, self.record, self.closes = map(list, columns)
+        numbers = list(zip(*rows, strict=True)) or [(), (), (), ()]
+        self.collectives, self.messages, self.record, self.closes = map(list, numbers)
         self.seq = np.where(self.pair, self.messages, self.collectives)
 
     def batch_rows(self, row: int) -> list[int]:
