@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, given, steps
+from megatron_prism.core import units
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = ["hang"]
+
+_AGAIN_S = 5.0  # between two looks at a running job
 
 
 def hang(args: argparse.Namespace) -> int:
@@ -43,6 +48,10 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
                                 and on
+    prism hang --live           on a node of the running job: asks torch's recorders and NCCL's RAS
+                                twice, 5 s apart, and takes the suspects' stacks with py-spy
+    prism hang --live --watch 60s [--json --prometheus FILE]
+                                every 60 s, until nothing moved in between or the job ends
     prism hang PROGRAMS         would these programs hang?  as prism check, with a verdict
     prism hang PROGRAMS fault=drop@rank=37,group=tp,nth=2 [plan=FILE seed=0 truth=FILE]
                                 plants faults, runs all ranks until nobody can go on, and judges
@@ -52,9 +61,15 @@ def hang(args: argparse.Namespace) -> int:
     Exit status: 0 nobody waits, 1 a culprit is named, 3 nobody is: several explanations remain, or
     the job was perhaps running.  Dumps are read without executing anything in them.
     """
-    if not (args.dumps or args.programs) or args.dumps == "":
+    if not args.live and (args.watch or args.ras or args.prometheus):
+        raise UsageError("--watch, --ras and --prometheus are of a running job",
+                         fix="prism hang --live --watch 60s")  # fmt: skip
+    if args.live and (args.dumps or args.programs or args.settings or args.confirm):
+        raise UsageError("--live looks at the job on this host: it takes no dumps and no programs",
+                         fix="prism hang --live")  # fmt: skip
+    if not args.live and not (args.dumps or args.programs) or args.dumps == "":
         raise UsageError("name dumps or programs", fix="prism hang --dumps DIR, or prism hang DIR")
-    if args.dumps is None and args.then is not None:
+    if args.dumps is None and args.then is not None and not args.live:
         raise UsageError("--then is a second set of dumps, and there is no first",
                          fix="prism hang --dumps DIR --then DIR2")  # fmt: skip
     if args.dumps is None and (args.job or args.recipe):
@@ -66,15 +81,20 @@ def hang(args: argparse.Namespace) -> int:
     outputs = (args.markdown, args.html, args.trace)
     inputs = [path for path in (args.programs, args.dumps, args.then, args.job) if path]
     check_outputs([path for path in outputs if path], args.force, inputs)
-    if args.dumps is not None:
-        found, planted = _of_dumps(args), None
+    planted = None
+    if args.live:
+        found = _live(args)
+    elif args.dumps is not None:
+        found = _of_dumps(args)
     else:
         found, planted = _of_programs(args)
     _write(args, found)
     more = {} if planted is None else {"planted": [str(hit) for hit in planted.hits]}
     rows = [{"role": "culprit", **dataclasses.asdict(one)} for one in found.culprits]
     rows += [{"role": "victim", **dataclasses.asdict(one)} for one in found.victims]
-    if not given(args, found.to_json() | more, rows):
+    if args.watch and args.json:  # a line, for what reads logs
+        print(json.dumps(found.to_json()))
+    elif not given(args, found.to_json() | more, rows):
         for hit in planted.hits if planted is not None else ():
             print(f"planted: {hit}")
         print(found)
@@ -91,6 +111,31 @@ def _write(args: argparse.Namespace, found: Diagnosis) -> None:
         if path is not None:
             write_whole(path, text(), force=args.force)
             console(stderr=True).print(f"wrote {path}")
+
+
+def _live(args: argparse.Namespace) -> Diagnosis:
+    """The verdict on the job that runs on this host."""
+    from megatron_prism.hang import live
+    from megatron_prism.hang.verdict import Diagnosis
+
+    seconds = _AGAIN_S if args.watch is None else units.parse_ns(args.watch) / 1e9
+    before = live.look(args.ras)
+    if not before.found and before.ras is None:
+        raise UsageError("no process on this host has RANK and WORLD_SIZE in its environment",
+                         fix="on a node of the job, as its user: prism hang --live")  # fmt: skip
+    if args.ras is not None:  # one recording says nothing of what moves
+        before = dataclasses.replace(before, ras=None)
+    while True:
+        time.sleep(seconds)
+        after = live.look(args.ras)
+        if args.watch and not after.found:
+            return Diagnosis("healthy", evidence=("the job has no process on this host any more",))
+        found = live.judge(before, after)
+        if args.prometheus is not None:
+            write_whole(args.prometheus, live.prometheus(found, after), force=True)
+        if args.watch is None or live.still(before, after):
+            return found
+        before = after
 
 
 def _of_dumps(args: argparse.Namespace) -> Diagnosis:

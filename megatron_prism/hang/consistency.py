@@ -27,7 +27,13 @@ from megatron_prism.hang.dumps import Dump, DumpSet, Group
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Diagnosis
 
-__all__ = ["ConsistentDumps", "consistent_dumps", "unless_moved", "unless_running"]
+__all__ = [
+    "ConsistentDumps",
+    "consistent_dumps",
+    "position",
+    "unless_moved",
+    "unless_running",
+]
 
 _JOINT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _ROOTLESS = (
@@ -109,7 +115,7 @@ def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnos
     Who made a call or saw one end is alive and no culprit; a job all of whose ranks did so runs.
     """
     both = sorted(before.dumps.keys() & after.dumps.keys())
-    moved = [rank for rank in both if _stand(before.dumps[rank]) != _stand(after.dumps[rank])]
+    moved = [rank for rank in both if position(before.dumps[rank]) != position(after.dumps[rank])]
     if not both:
         text = "no rank left a dump in both sets: what moved is not known"
     else:
@@ -125,7 +131,7 @@ def unless_moved(verdict: Diagnosis, before: DumpSet, after: DumpSet) -> Diagnos
                    confidence="possible", evidence=evidence)  # fmt: skip
 
 
-def _stand(dump: Dump) -> tuple[object, ...]:
+def position(dump: Dump) -> tuple[object, ...]:
     """Where a rank stands: its counters, its last record, and what of its calls ended."""
     last = dump.entries[-1].record if dump.entries else -1
     return dict(dump.status), last, [e.launch for e in dump.entries if not e.done]
