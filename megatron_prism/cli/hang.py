@@ -25,6 +25,7 @@ from megatron_prism.core.files import write_whole
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.core.recipe import Recipe
+    from megatron_prism.emulate.script_job import ScriptJob
     from megatron_prism.hang.dumps import DumpSet
     from megatron_prism.hang.fault_plan import Fault
     from megatron_prism.hang.fault_planting import PlantedFaults
@@ -48,6 +49,8 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR --recipe R --confirm [--programs P tier=cpu model.num_layers=4]
                                 also: runs the culprits' real code to the place where they stood,
                                 and on
+    prism hang --dumps DIR --confirm [--programs P] -- pretrain_gpt.py <the job's own arguments>
+                                the same of a script; without --programs it is captured first
     prism hang --live           on a node of the running job: asks torch's recorders and NCCL's RAS
                                 twice, 5 s apart, and takes the suspects' stacks with py-spy
     prism hang --live --watch 60s [--json --prometheus FILE]
@@ -72,14 +75,14 @@ def hang(args: argparse.Namespace) -> int:
     if args.dumps is None and args.then is not None and not args.live:
         raise UsageError("--then is a second set of dumps, and there is no first",
                          fix="prism hang --dumps DIR --then DIR2")  # fmt: skip
-    if args.dumps is None and (args.job or args.recipe):
+    if args.dumps is None and (args.of or args.recipe or args.job):
         raise UsageError("--programs and --recipe say whose job dumps are of, and there are none",
                          fix="prism hang --dumps DIR --programs PATH")  # fmt: skip
     if args.dumps is None and args.confirm:
         raise UsageError("--confirm runs real code to the place where dumps say that it stood",
                          fix="prism hang --dumps DIR --recipe NAME --confirm")  # fmt: skip
     outputs = (args.markdown, args.html, args.trace)
-    inputs = [path for path in (args.programs, args.dumps, args.then, args.job) if path]
+    inputs = [path for path in (args.programs, args.dumps, args.then, args.of) if path]
     check_outputs([path for path in outputs if path], args.force, inputs)
     planted = None
     if args.live:
@@ -144,7 +147,7 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
     from megatron_prism.hang.dumps import read
 
     words = [args.programs, *args.settings] if args.programs else list(args.settings)
-    words += [f"programs={args.job}"] * bool(args.job)
+    words += [f"programs={args.of}"] * bool(args.of)
     words += [f"recipe={args.recipe}"] * bool(args.recipe)
     words = [word if "=" in word else f"programs={word}" for word in words]
     overrides = [word for word in words if "." in word.partition("=")[0]]  # section.key=value
@@ -162,14 +165,22 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
             f"{' '.join(words)}: only --confirm needs more than the programs or the recipe",
             fix=f"{words[-1]}, or add --confirm",
         )
-    if args.confirm and "recipe" not in settings:
+    if args.confirm and "recipe" not in settings and not args.job:
         raise UsageError("--confirm runs the suspect's real code, of which job?",
-                         fix="--recipe NAME (and --programs DIR, if it was captured)")  # fmt: skip
+                         fix="--recipe NAME, or -- pretrain_gpt.py … (and --programs DIR, if it "
+                         "was captured)")  # fmt: skip
+    if args.job and ("recipe" in settings or not args.confirm):
+        raise UsageError(
+            f"{args.job[0]}: a script is run by --confirm, without a recipe",
+            fix="--confirm -- pretrain_gpt.py …",
+        )
     if overrides and "recipe" not in settings:
         raise UsageError(f"{' '.join(overrides)}: of which recipe?", fix="--recipe NAME")
     dumps = read(args.dumps)
     later = None if args.then is None else read(args.then)
     found, dumps = judge.diagnose_dumps(dumps, later), later or dumps
+    if args.job:
+        return _of_script(args, dumps, found, settings.get("programs"))
     if not settings:
         return found
     with tempfile.TemporaryDirectory() as place:
@@ -187,10 +198,29 @@ def _of_dumps(args: argparse.Namespace) -> Diagnosis:
         return _on_programs(dumps, found, recipe, programs, path, args.confirm)
 
 
+def _of_script(
+    args: argparse.Namespace, dumps: DumpSet, found: Diagnosis, captured: str | None
+) -> Diagnosis:
+    """The verdict tried on the programs and the real code of a script's job."""
+    from megatron_prism.core.slices import open_programs
+    from megatron_prism.emulate import confirm, script_job
+
+    if not Path(args.job[0]).is_file():
+        raise UsageError(f"there is no script {args.job[0]}", fix="the path of pretrain_gpt.py")
+    job = confirm.script_job(args.job, args.ours, dumps)
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(captured or Path(place, "slices"))
+        if captured is None:
+            size = ["--prism-world-size", str(job.world.size), "--prism-tier", job.tier]
+            script_job.capture_command_line(args.job[0], [*size, *job.ours, *job.words[1:]], path,
+                                            console(stderr=True))  # fmt: skip
+        return _on_programs(dumps, found, job, open_programs(path), path, True)
+
+
 def _on_programs(
     dumps: DumpSet,
     found: Diagnosis,
-    recipe: Recipe | None,
+    job: Recipe | ScriptJob | None,
     programs: Programs,
     path: Path,
     confirm: bool,
@@ -198,15 +228,15 @@ def _on_programs(
     """The verdict with places, tried on the job's programs, perhaps on the suspect's real code."""
     from megatron_prism.hang.diagnose import judged
 
-    if confirm and recipe is not None and recipe.world != programs.world:
-        raise UsageError(f"{path} is of {programs.world}, {recipe.name} of {recipe.world}",
-                         fix="its overrides, too: parallel.world_size=16")  # fmt: skip
+    if confirm and job is not None and job.world != programs.world:
+        raise UsageError(f"{path} is of {programs.world}, the job of {job.world}",
+                         fix="its sizes, too: parallel.world_size=16")  # fmt: skip
     found, placed = judged(dumps, found, programs)
-    if not confirm or recipe is None:
+    if not confirm or job is None:
         return found
     from megatron_prism.emulate import confirm as trials
 
-    trial = trials.confirm(recipe, programs, path, dumps, found, placed,
+    trial = trials.confirm(job, programs, path, dumps, found, placed,
                            console(stderr=True))  # fmt: skip
     return dataclasses.replace(
         found, tried=(*placed.lines, *trial.lines), confirmed=trial.confirmed

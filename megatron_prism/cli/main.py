@@ -190,7 +190,7 @@ COMMANDS = {
             (("--watch",), {"metavar": "60s", "help": "look again so often"}),
             (("--ras",), {"metavar": "FILE", "help": "what ncclras printed, instead of asking"}),
             (("--prometheus",), {"metavar": "FILE", "type": Path, "help": "of its collector"}),
-            (("--programs",), {"dest": "job", "metavar": "PATH", "help": "of the dumps' job"}),
+            (("--programs",), {"dest": "of", "metavar": "PATH", "help": "of the dumps' job"}),
             (("--recipe",), {"metavar": "NAME", "help": "of the dumps' job, captured now"}),
             (("--confirm",), {"action": "store_true", "help": "run the suspects' real code"}),
             (("-o", "--out"), {"metavar": "DIR", "help": "folder for the dumps of planted faults"}),
@@ -198,6 +198,7 @@ COMMANDS = {
             (("--html",), {"metavar": "FILE", "type": Path, "help": "the verdict as a page"}),
             (("--trace",), {"metavar": "FILE", "type": Path, "help": "for ui.perfetto.dev"}),
         ),
+        job=True,
     ),
     "schedule": Command(
         schedule,

@@ -1,28 +1,36 @@
 """Confirm a verdict by running the suspects' real code into the state of the dumps.
 
-In : a recipe, the programs of its world, the dumps, and ``hang.alignment.Confirmation``.  Every
-culprit is trained for three iterations by Megatron's own code, alone, its peers virtual and held
-against the programs.  Out: lines for people and whether the verdict is confirmed: the code makes
-the calls of its dump up to the place, the call there is the one that its peers wait in, and without
-the fault it goes on and takes its optimizer steps (the counterfactual).
+In : a recipe or a stock script's job, the programs of its world, the dumps, and
+``hang.alignment.Confirmation``.  Every culprit is trained for a few iterations by Megatron's own
+code, alone, its peers virtual and held against the programs.  Out: lines for people and whether the
+verdict is confirmed: the code makes the calls of its dump up to the place, the call there is the
+one that its peers wait in, and without the fault it goes on and takes its optimizer steps (the
+counterfactual).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from megatron_prism.core.errors import PrismError
+from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.ops import Op
-from megatron_prism.core.program import Programs
+from megatron_prism.core.program import Programs, load
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate import recipe_job
+from megatron_prism.core.slices import SliceStore
+from megatron_prism.emulate import options as flags
+from megatron_prism.emulate import recipe_job, workers
 from megatron_prism.emulate.call_guard import CallGuard
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.emulate.recipe_job import Watch
+from megatron_prism.emulate.script_job import ScriptJob
 from megatron_prism.runtime.call_check import frames
 from megatron_prism.runtime.recorder.fields import details
 
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["Witness", "confirm"]
+__all__ = ["Witness", "confirm", "script_job"]
 
 
 _ITERATION = 2  # the first steady one
@@ -85,7 +93,7 @@ class Trial:
 
 
 def confirm(
-    recipe: Recipe,
+    job: Recipe | ScriptJob,
     programs: Programs,
     path: Path,
     dumps: DumpSet,
@@ -99,7 +107,10 @@ def confirm(
     lines: list[str] = []
     good = []
     for rank, index in list(placed.stops.items())[:_MOST]:
-        said = _run(recipe, programs, path, rank, index, console)
+        if isinstance(job, ScriptJob):
+            said = _run_script(job, path, rank, console)
+        else:
+            said = _run(job, programs, path, rank, index, console)
         more, right = _judge(programs, dumps, verdict, rank, index, said)
         lines += more
         good.append(right)
@@ -109,6 +120,42 @@ def confirm(
     lines.append("CONFIRMED" if whole and placed.confirmed else "REFUTED" if not whole else
                  "the code bears it out; the programs were not driven")  # fmt: skip
     return Trial(tuple(lines), whole if placed.confirmed is not None or not whole else None)
+
+
+def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> ScriptJob:
+    """The job of a script's command line; without --prism-world-size it is as large as the largest
+    group in the dumps.  UsageError as of ``prism run``."""
+    size = 1 + max(max(g.ranks) for d in dumps.dumps.values() for g in d.groups.values() if g.ranks)
+    given = ["--prism-world-size", str(size), *ours, *words[1:]]
+    options = flags.from_command_line(["--prism-emulate", *given])
+    assert options is not None, "--prism-emulate is among them"
+    tier = "" if options.tier == "auto" else options.tier
+    return ScriptJob.of(words[0], [*ours, *words[1:]], options.world, tier)
+
+
+def _run_script(job: ScriptJob, path: Path, rank: int, console: Console) -> Summary:
+    """The same of a script: what the rank's own slice holds, and what its peers would call
+    otherwise."""
+    calls, differs, steps = list[dict[str, object]](), list[str](), 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "slices")
+        words = job.command(rank, folder)
+        at = words.index("--")
+        words[at:at] = ["--prism-world", str(path)]
+        try:
+            workers.run([workers.RankTask(rank, f"rank {rank:,}", words)], console)
+            (program,) = load(SliceStore(folder, job.world, {}).path(rank)).programs
+            kept = ("name", "group", "site", "dtype", "num_in", "num_out")
+            calls = [{k: getattr(op, k) for k in kept} for op in program if op.group]
+            steps = _STEPS
+        except PrismError as error:
+            differs.append(error.message)
+    return {
+        "tier": job.tier,
+        "megatron_core": megatron_release(),
+        "steps": steps,
+        "witness": {"calls": calls, "frames": [], "differs": differs, "compared": len(calls)},
+    }
 
 
 def _run(
