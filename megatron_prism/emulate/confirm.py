@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from megatron_prism.core.errors import PrismError
-from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Programs, load
 from megatron_prism.core.recipe import Recipe
@@ -136,7 +135,7 @@ def script_job(words: Sequence[str], ours: Sequence[str], dumps: DumpSet) -> Scr
 def _run_script(job: ScriptJob, path: Path, rank: int, console: Console) -> Summary:
     """The same of a script: what the rank's own slice holds, and what its peers would call
     otherwise."""
-    calls, differs, steps = list[dict[str, object]](), list[str](), 0
+    calls, differs, steps, release = list[dict[str, object]](), list[str](), 0, "unknown"
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "slices")
         words = job.command(rank, folder)
@@ -144,15 +143,16 @@ def _run_script(job: ScriptJob, path: Path, rank: int, console: Console) -> Summ
         words[at:at] = ["--prism-world", str(path)]
         try:
             workers.run([workers.RankTask(rank, f"rank {rank:,}", words)], console)
-            (program,) = load(SliceStore(folder, job.world, {}).path(rank)).programs
+            found = load(SliceStore(folder, job.world, {}).path(rank))
+            (program,) = found.programs
             kept = ("name", "group", "site", "dtype", "num_in", "num_out")
             calls = [{k: getattr(op, k) for k in kept} for op in program if op.group]
-            steps = _STEPS
+            steps, release = _STEPS, found.source.get("megatron_core", release)
         except PrismError as error:
             differs.append(error.message)
     return {
         "tier": job.tier,
-        "megatron_core": megatron_release(),
+        "megatron_core": release,
         "steps": steps,
         "witness": {"calls": calls, "frames": [], "differs": differs, "compared": len(calls)},
     }

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.needs import TRAINING
 
+from megatron_prism.cli import main as cli
+
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.megatron, TRAINING]
 
@@ -98,3 +100,16 @@ def test_a_fault_right_after_an_evaluation_is_found(fault, jobs):
     (verdict,) = re.findall(r"^HANG at .*$", said, re.M)
     assert verdict.startswith(f"HANG at {op} #"), verdict
     assert f" of {group}: rank {culprit} ({kind});" in verdict
+
+
+def test_a_suspects_real_code_is_run_to_where_its_dump_stands(jobs, tmp_path, capsys):
+    _, place = jobs
+    programs, dumps = str(place / "evaluation"), str(tmp_path / "dumps")
+    fault = "fault=drop@rank=3,group=dp,op=reduce_scatter"
+    assert cli.main(["hang", programs, fault, "-o", dumps]) == 1
+    script = map(str, words(HEALTHY["evaluation"][0], place))
+    assert cli.main(["hang", "--dumps", dumps, "--confirm", "--programs", programs, *script]) == 1
+    said = capsys.readouterr().out
+    assert "rank 3's real code ran on tier meta" in said
+    assert re.search(r"it comes to reduce_scatter of DATA_PARALLEL_GROUP_WITH_CP", said)
+    assert "CONFIRMED" in said and "REFUTED" not in said, said
