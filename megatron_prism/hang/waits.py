@@ -298,7 +298,7 @@ def _issued_after_common(state: JobState, rank: int, other: int) -> bool:
 
 def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks that did not post a message which their siblings posted before a call that they made,
-    too -> the call that waits for it.  Without history nobody is."""
+    too -> the call that waits for it.  Without history their counters tell."""
     for rank in sorted(state.outstanding):
         head, (why, others) = state.head(rank), state.waits(rank)
         if head is None or not head.pair or why != "has not posted its side":
@@ -307,7 +307,7 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
             if (
                 peer in state.dumps
                 and state.outstanding[peer]
-                and (_passed(state, peer, head.desc) or _fewer_messages(state, peer, head.desc))
+                and (_passed if state.history else _fewer_messages)(state, peer, head.desc)
             ):
                 yield peer, head
 
