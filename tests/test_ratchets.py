@@ -67,6 +67,10 @@ def test_options_of_commands():
         "hang": [
             "--dumps",
             "--then",
+            "--live",
+            "--watch",
+            "--ras",
+            "--prometheus",
             "--programs",
             "--recipe",
             "--confirm",
