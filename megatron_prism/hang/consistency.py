@@ -265,7 +265,27 @@ def _aborted(state: JobState) -> dict[int, str]:
 
 
 def _strangers(found: DumpSet) -> str:
-    """Several ranks whose own groups are not those that most others list them in."""
+    """Several ranks whose own groups are not those that most others list under that name, or list
+    them in under that description."""
+    where: dict[int, Group] = {}
+    for versions in found.listed.values():
+        usual = versions.most_common(1)[0][0]
+        for rank, dump in found.dumps.items() if len(versions) > 1 else ():
+            mine = dump.groups.get(usual.name, usual)
+            if len(mine.ranks) > 1 and mine.ranks != usual.ranks:
+                if not set(usual.ranks).isdisjoint(mine.ranks):
+                    where[rank] = mine
+    if len(where) < 2:
+        where = _listed_elsewhere(found)
+    if len(where) < 2:
+        return ""
+    rank = min(where)
+    return (f"ranks {format_ranks(sorted(where))} describe other groups than the rest (group "
+            f"{where[rank].name} on rank {rank}): dumps of two jobs")  # fmt: skip
+
+
+def _listed_elsewhere(found: DumpSet) -> dict[int, Group]:
+    """Ranks that most others list in another group of a description than they do themselves."""
     own: dict[int, dict[str, Group]] = {}
     for rank, dump in found.dumps.items():
         several = Counter(group.desc for group in dump.groups.values())
@@ -282,11 +302,7 @@ def _strangers(found: DumpSet) -> str:
             else:
                 votes[rank] += count
                 where[rank] = mine
-    odd = [rank for rank, count in sorted(votes.items()) if count > 0]
-    if len(odd) < 2:
-        return ""
-    return (f"ranks {format_ranks(odd)} describe other groups than the rest (group "
-            f"{where[odd[0]].name} on rank {odd[0]}): dumps of two jobs")  # fmt: skip
+    return {rank: group for rank, group in where.items() if votes[rank] > 0}
 
 
 def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:

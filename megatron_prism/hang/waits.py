@@ -314,9 +314,10 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
 
 def skipped_collectives(state: JobState) -> Iterator[tuple[int, Entry]]:
     """Ranks that lack a call for which others wait, and made calls that most siblings made after
-    it -> that call.  Without history nobody is."""
+    it -> that call.  Without history nobody is, nor of two siblings: either may err."""
     for (_, rank), entry in state.lates.items() if state.history else ():
-        if state.outstanding.get(rank) and state.skipped(rank, entry):
+        several = len(state.siblings[state.role.get(rank, 0)]) > 2
+        if several and state.outstanding.get(rank) and state.skipped(rank, entry):
             yield rank, entry
 
 
