@@ -229,7 +229,8 @@ def _on_programs(
     from megatron_prism.hang.diagnose import judged
 
     if confirm and job is not None and job.world != programs.world:
-        raise UsageError(f"{path} is of {programs.world}, the job of {job.world}",
+        name = getattr(job, "name", "the script")
+        raise UsageError(f"{path} is of {programs.world}, {name} of {job.world}",
                          fix="its sizes, too: parallel.world_size=16")  # fmt: skip
     found, placed = judged(dumps, found, programs)
     if not confirm or job is None:

@@ -272,9 +272,9 @@ def _strangers(found: DumpSet) -> str:
         usual = versions.most_common(1)[0][0]
         for rank, dump in found.dumps.items() if len(versions) > 1 else ():
             mine = dump.groups.get(usual.name, usual)
-            if len(mine.ranks) > 1 and mine.ranks != usual.ranks:
-                if not set(usual.ranks).isdisjoint(mine.ranks):
-                    where[rank] = mine
+            other = len(mine.ranks) > 1 and mine.ranks != usual.ranks
+            if other and not set(usual.ranks).isdisjoint(mine.ranks):
+                where[rank] = mine
     if len(where) < 2:
         where = _listed_elsewhere(found)
     if len(where) < 2:

@@ -31,8 +31,8 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import DumpError
 from megatron_prism.core.world import format_ranks
-from megatron_prism.hang.analyze import diagnose_dumps
 from megatron_prism.hang.consistency import position
+from megatron_prism.hang.diagnose import diagnose
 from megatron_prism.hang.dumps import Dump, DumpSet, gather, load, parse
 from megatron_prism.hang.verdict import Diagnosis
 
@@ -277,7 +277,7 @@ def judge(before: Look, after: Look) -> Diagnosis:
     """
     said = _said_by_ras(before, after)
     if before.dumps.dumps and after.dumps.dumps:
-        verdict = diagnose_dumps(before.dumps, after.dumps)
+        verdict = diagnose(before.dumps, then=after.dumps)
     else:
         verdict = _by_ras(before, after)
     elsewhere = [c for c in verdict.culprits if c.rank not in after.found]
