@@ -223,7 +223,7 @@ class _Writer:
     def __init__(
         self, state: StalledJob, rank: int, names: dict[tuple[str, int], int], timing: bool
     ) -> None:
-        self.state, self.rank = state, rank
+        self.state, self.rank, self.timing = state, rank, timing
         self.program, self.number = state.programs.of(rank), int(state.programs.program_of[rank])
         self.config: dict[str, dict[str, str]] = {}
         for name, group in state.groups.items():
