@@ -112,6 +112,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-mismatch",
         "--prism-out",
         "--prism-pace",
+        "--prism-payload",
         "--prism-ranks",
         "--prism-recipe",
         "--prism-record",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.capture import StockCapture
     from megatron_prism.emulate.debugger import Debugger
     from megatron_prism.emulate.monitor import TrainingMonitor
+    from megatron_prism.emulate.payloads import PayloadRecorder, PayloadReplayer
     from megatron_prism.emulate.session import Run
     from megatron_prism.emulate.value_watch import ValueWatch
     from megatron_prism.runtime.world import VirtualWorld
@@ -277,15 +278,16 @@ def _add_listeners(run: Run, session: Session) -> None:
     if held is not None:
         monitor.held = lambda: held.held
     run.recording = _recording(options)
+    payloads = _payloads(options)
     observers = () if run.recording is None else (run.recording,)
     debugger = _debugger(options)
-    run.calls = (*debugger, *guards, *observers)
+    run.calls = (*debugger, *guards, *payloads, *observers)
     memory = () if run.memory is None else (run.memory,)
     watch = _watch(run, session)
-    run.training += (*debugger, *guards, *memory, *_capture(run, session), *watch)
+    run.training += (*debugger, *guards, *payloads, *memory, *_capture(run, session), *watch)
     if options.record is not None:
         run.training += (run.recording,)
-    told = (run.recording, run.pace)
+    told = (run.recording, run.pace, *payloads)
     run.on_arguments += [one.is_of for one in told if one is not None]
 
 
@@ -362,6 +364,28 @@ def _recording(options: flags.Options) -> Any:
         )
     check_writable(options.record, "--prism-record PATH")
     return ValueRecorder(options.record, options.rank, header)
+
+
+def _payloads(options: flags.Options) -> tuple[PayloadRecorder | PayloadReplayer, ...]:
+    """Who keeps what calls deliver, or gives it back where a recording has it."""
+    from megatron_prism.emulate import payloads
+
+    header = {"world": str(options.world)}
+    if options.payload is not None:
+        if options.record is None:
+            raise UsageError(
+                "--prism-payload says what a recording keeps", fix="--prism-record DIR"
+            )
+        made = payloads.PayloadRecorder(options.payload, options.record, options.rank, header)
+        return (made,)
+    policy, _, path = options.values.partition(":")
+    if (
+        policy != "recorded"
+        or options.record
+        or not payloads.file_of(Path(path), options.rank).exists()
+    ):
+        return ()
+    return (payloads.PayloadReplayer(Path(path), options.rank, header),)
 
 
 def _pace(options: flags.Options, version: str, store: Any) -> Any:

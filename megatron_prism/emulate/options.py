@@ -421,6 +421,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "YAML",
         "help": "the same options as a file: its 'prism:' section; flags given here win",
     },
+    "--prism-payload": {
+        "default": None,
+        "metavar": "CALLS",
+        "help": "of which calls --prism-record also keeps what they deliver: all, or calls as "
+        "--prism-break names them, with ; between them",
+    },
     "--prism-verbose": {
         "action": "store_true",
         "help": "list what stands in for missing libraries, and keep Megatron's warnings of them",
@@ -474,6 +480,7 @@ class Options:
     debugger: str | None = None
     watch: str | None = None
     stages: bool = False
+    payload: str | None = None
     verbose: bool = False
 
     @property
@@ -620,6 +627,7 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         debugger=args.prism_debugger,
         watch=args.prism_watch,
         stages=args.prism_ranks == STAGES and _alone(args, k),
+        payload=args.prism_payload,
         verbose=args.prism_verbose,
     )
 

@@ -1,5 +1,6 @@
 """Breakpoints: how they are written, which call they hit, and what is in scope there."""
 
+import json
 import os
 import pty
 import re
@@ -53,6 +54,36 @@ def test_a_wrong_word_is_answered_with_the_right_one(text, meant):
     with pytest.raises(UsageError) as error:
         Breakpoint.parse(text)
     assert meant in error.value.fix
+
+
+@TRAINING
+@pytest.mark.slow
+def test_recorded_payloads_make_a_rank_alone_compute_what_it_did_in_the_job(tmp_path):
+    """Two gloo processes are the oracle: losses and gradient norms are equal to the bit."""
+    at = JOB.index("--global-batch-size") + 1
+    small = [*JOB[:at], "2", *JOB[at + 1 :], "--num-layers", "2"]
+    job = [str(SCRIPT), *small, "--tensor-model-parallel-size", "1",
+           "--pipeline-model-parallel-size", "2", "--prism-emulate",
+           "--prism-tier", "cpu"]  # fmt: skip
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    alone = ["--prism-world-size", "2", "--prism-ranks", "0", "--prism-values", "recorded:rec"]
+    found = []
+    for before, flags, out in (
+        (torchrun, ["--prism-record", "rec", "--prism-payload", "all"], "job"),
+        ([], alone, "alone"),
+        ([], alone, "mirrored"),
+    ):
+        if out == "mirrored":  # the recording without payloads: gradients are the rank's own
+            (tmp_path / "rec" / "payload-000000.bin").unlink()
+        done = subprocess.run(
+            [sys.executable, *before, *job, *flags, "--prism-out", out],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        summary = json.loads((tmp_path / out / "rank-000000.json").read_text())
+        found.append([one["grad_norm"] for one in summary["iterations"]])
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("text", [None, "pdb"])

@@ -1,0 +1,268 @@
+"""Keep what chosen calls of a real rank delivered, and give it to the rank when it runs alone.
+
+``PayloadRecorder`` follows a run in which all ranks are local; ``PayloadReplayer`` overwrites what
+virtual peers would have delivered, so that forward and backward are those of the recorded run.  A
+call is known by where it was made: iteration, step, group, operation, and how many like it came
+before.  Byte tensors (pickled objects) are left alone.
+
+File ``payload-NNNNNN.bin``: records of two lengths, a JSON head and compressed data.  Each is
+flushed, so that a run that fails leaves what it had seen until then; what is cut off is dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from megatron_prism.core import job_settings
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.ops import label
+from megatron_prism.core.units import format_bytes
+from megatron_prism.emulate.call_labels import LabelledCalls
+from megatron_prism.emulate.debugger import Breakpoint
+from megatron_prism.hang.fault_plan import CallLabel, Fault, FaultMatcher
+from megatron_prism.runtime.process_group import arguments
+
+if TYPE_CHECKING:
+    from megatron_prism.runtime.listeners import Answer, Args, Kwargs
+    from megatron_prism.runtime.process_group import PrismGroup
+    from megatron_prism.runtime.recorder.owners import Models
+
+__all__ = ["PayloadRecorder", "PayloadReplayer", "file_of"]
+
+FORMAT = 1
+MOST_BYTES = 8 << 30  # of a file; what comes then is not kept
+_WAITING = 32  # records that the writer may lag behind: it bounds the memory
+_HEAD = struct.Struct("<II")
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where payloads of ``rank`` lie."""
+    return folder / f"payload-{rank:06d}.bin"
+
+
+class _Keyed(LabelledCalls):
+    """Names every call the same way in the real run and in the emulated one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: Counter[str] = Counter()
+
+    def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
+        self.iteration = number
+        self._numbers.clear()
+
+    def key(self, group: PrismGroup, op: str) -> tuple[CallLabel, str]:
+        """The call that is made now, and its name."""
+        call = self.label(op, group.desc, "")
+        step = label(call.phase, call.microbatch, call.chunk)
+        name = f"{self.iteration} {step} {op} {group.desc}"
+        self._numbers[name] += 1
+        return call, f"{name} #{self._numbers[name]}"
+
+
+def _filled(op: str, args: Args) -> list[torch.Tensor]:
+    """The tensors that a call fills, without bytes of pickled objects."""
+    return [t for t in arguments(op, args)[1] if t.dtype != torch.uint8 and t.numel()]
+
+
+class _KeptWork(dist.Work):
+    """The handle of a call, which keeps its result when it has arrived."""
+
+    def __init__(self, work: dist.Work, keep: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._keep = work, keep
+
+    def wait(self, *timeout: Any) -> bool:
+        done = self._work.wait(*timeout)
+        keep, self._keep = self._keep, _nothing
+        keep()
+        return done
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _nothing() -> None:
+    return
+
+
+class PayloadRecorder(_Keyed):
+    """Keeps what calls that fit ``text`` deliver to this rank.
+
+    text : ``all``, or selectors as of --prism-break with ``;`` between them
+
+    Raises UsageError for a selector that names no call.
+    """
+
+    def __init__(self, text: str, folder: Path, rank: int, header: Mapping[str, object]) -> None:
+        super().__init__()
+        chosen = [] if text == "all" else [Breakpoint.parse(one) for one in text.split(";")]
+        self._matchers = [FaultMatcher(Fault("payload", one.select)) for one in chosen]
+        self.path, self._own_ns = file_of(folder, rank), 0
+        self.count = self.raw = self.written = self.lost = 0
+        self._queue: queue.Queue[tuple[dict[str, object], bytes] | None] = queue.Queue(_WAITING)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "wb")  # noqa: SIM115 - as long as the run
+        self._thread = threading.Thread(target=self._write, name="prism-payloads", daemon=True)
+        self._thread.start()
+        self._queue.put(({"format": FORMAT, "rank": rank, **header}, b""))
+        atexit.register(self.close)  # of a run that fails
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now."""
+        self._queue.put(({"arguments": arguments}, b""))
+
+    def record(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        call, key = self.key(group, op)
+        work = self.through(group, op, answer, args, kwargs)
+        fits = not self._matchers or any(one.matches(call) for one in self._matchers)
+        if not fits or op == "send" or len(group.ranks) < 2:
+            return work
+        filled = _filled(op, args)
+        if not filled:
+            return work
+        if work is None:
+            self._keep(key, filled)
+            return None
+        return _KeptWork(work, lambda: self._keep(key, filled))
+
+    def _keep(self, key: str, filled: Sequence[torch.Tensor]) -> None:
+        start = time.perf_counter_ns()
+        for place, tensor in enumerate(filled):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+            data = flat.numpy().tobytes()
+            shape = list(tensor.shape)
+            head: dict[str, object] = {"key": f"{key}.{place}", "shape": shape}
+            head["dtype"] = str(tensor.dtype)
+            self._queue.put((head, data))
+            self.raw += len(data)
+        self.count += 1
+        self._own_ns += time.perf_counter_ns() - start
+
+    def _write(self) -> None:
+        """Of the thread: compress and write, until there is no more."""
+        while (one := self._queue.get()) is not None:
+            head, data = one
+            packed = zlib.compress(data, 1)
+            if self.written + len(packed) > MOST_BYTES:
+                self.lost += 1
+                continue
+            text = json.dumps(head).encode()
+            self._file.write(_HEAD.pack(len(text), len(packed)) + text + packed)
+            self._file.flush()
+            self.written += len(packed)
+
+    def close(self) -> None:
+        """Wait until all is written; harmless a second time."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+            self._file.close()
+
+    def finished(self) -> None:
+        self.close()
+        lost = f"; {self.lost:,} beyond {format_bytes(MOST_BYTES)} were not kept" * bool(self.lost)
+        sys.stderr.write(
+            f"prism: payloads of {self.count:,} calls in {self.path}: {format_bytes(self.raw)}, "
+            f"{format_bytes(self.written)} compressed; it took this rank {self._own_ns / 1e9:.2f} s"
+            f"{lost}\n"
+        )
+
+
+class PayloadReplayer(_Keyed):
+    """Overwrites what virtual peers deliver by what real ones did; counts both kinds of calls.
+
+    Raises UsageError for a foreign file, and for another run's recording.
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
+        super().__init__()
+        self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
+        self._arguments: str | None = None
+        self._at: dict[str, tuple[int, int, str, list[int]]] = {}
+        found: dict[str, object] = {}
+        size = os.path.getsize(self.path)
+        self._file = open(self.path, "rb")  # noqa: SIM115 - as long as the run
+        try:
+            while len(lengths := self._file.read(_HEAD.size)) == _HEAD.size:
+                text, packed = _HEAD.unpack(lengths)
+                if self._file.tell() + text + packed > size:
+                    break  # cut off
+                head = json.loads(self._file.read(text))
+                if "key" in head:
+                    place = self._file.tell(), packed
+                    self._at[str(head["key"])] = *place, str(head["dtype"]), list(head["shape"])
+                else:
+                    found |= head
+                self._file.seek(packed, 1)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{self.path} is no recording of ours: {error}",
+                             fix="record again with --prism-record") from None  # fmt: skip
+        self._arguments = None if (text := found.get("arguments")) is None else str(text)
+        for name, wanted in {"format": FORMAT, "rank": rank, **header}.items():
+            if found.get(name) != wanted:
+                raise UsageError(
+                    f"{self.path} was recorded with {name} {found.get(name)}, this run has "
+                    f"{wanted}",
+                    fix="record this very job, or use --prism-values mirror",
+                )
+
+    def is_of(self, arguments: str) -> None:
+        """The job's arguments are known now: UsageError if the recording is of others."""
+        if differ := job_settings.differences("arguments", self._arguments, arguments):
+            raise UsageError(
+                f"{self.path} was recorded of another job: {'; '.join(differ)}",
+                fix="record this very job, or use --prism-values mirror",
+            )
+
+    def record(
+        self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        _, key = self.key(group, op)
+        work = self.through(group, op, answer, args, kwargs)
+        filled = [] if op == "send" or len(group.ranks) < 2 else _filled(op, args)
+        if filled:
+            given = [self._given(f"{key}.{place}", one) for place, one in enumerate(filled)]
+            self.replayed += all(given)
+            self.missing += not all(given)
+        return work
+
+    def _given(self, key: str, tensor: torch.Tensor) -> bool:
+        """Fill ``tensor`` with the record of ``key``, if there is one of its kind."""
+        at, packed, dtype, shape = self._at.get(key, (0, 0, "", []))
+        if (dtype, shape) != (str(tensor.dtype), list(tensor.shape)):
+            return False
+        self._file.seek(at)
+        room = tensor.numel() * tensor.element_size()
+        data = zlib.decompressobj().decompress(self._file.read(packed), room)
+        if len(data) != room:
+            return False
+        value = torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
+        tensor.detach().copy_(value)
+        return True
+
+    def finished(self) -> None:
+        sys.stderr.write(
+            f"prism: {self.replayed:,} calls delivered what {self.path} holds; {self.missing:,} "
+            "that are not in it were answered by virtual peers\n"
+        )
