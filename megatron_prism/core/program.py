@@ -562,4 +562,6 @@ def _wrong(program: Program) -> str:
         if values.size and not (low <= values.min() and values.max() <= high):
             odd = values.min() if values.min() < low else values.max()
             return f"{name} {odd} outside {low} to {high}"
+    if (np.diff(program.allocations["before"]) < 0).any():
+        return "allocations that are not in the order of its ops"
     return ""

@@ -765,7 +765,12 @@ def _refused(where: str, fix: str = "correct the marked place") -> Iterator[None
         raise _wrong_type(error, where) from None
     except YAMLError as error:
         raise RecipeError(f"{where} is no YAML: {error}", fix=fix) from None
-    except (TypeError, ValueError, RecursionError) as error:  # a list where a mapping is
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # a list where a mapping is
         said = str(error).partition("\n")[0] or type(error).__name__
         raise RecipeError(f"{where}: {said}", fix="give the key a value of its type") from None
 
