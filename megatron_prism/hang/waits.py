@@ -312,15 +312,6 @@ def skipped_messages(state: JobState) -> Iterator[tuple[int, Entry]]:
                 yield peer, head
 
 
-def skipped_collectives(state: JobState) -> Iterator[tuple[int, Entry]]:
-    """Ranks that lack a call for which others wait, and made calls that most siblings made after
-    it -> that call.  Without history nobody is, nor of two siblings: either may err."""
-    for (_, rank), entry in state.lates.items() if state.history else ():
-        several = len(state.siblings[state.role.get(rank, 0)]) > 2
-        if several and state.outstanding.get(rank) and state.skipped(rank, entry):
-            yield rank, entry
-
-
 def _fewer_messages(state: JobState, rank: int, desc: str) -> bool:
     """Whether by their counters siblings that made no more collectives than ``rank`` posted more
     messages of that group, and more of them than made no more messages and as many collectives."""
@@ -413,10 +404,10 @@ def lone_waiters(state: JobState, cycle: list[int]) -> tuple[Entry, list[int], s
     """(call, ranks, kind, why): the one rank that left out a message, by what its siblings did;
     else of a circle the few who wait where most members never come, or who left out the call in
     which most members wait."""
-    past = dict(skipped_messages(state)) or dict(skipped_collectives(state))
+    past = dict(skipped_messages(state))
     if len(past) == 1:
         ((rank, entry),) = past.items()
-        text = f"left out {call_text(entry)}; its siblings made it before calls that it made"
+        text = f"does not answer {call_text(entry)}; its siblings did, before calls it made"
         return entry, [rank], "skipped call", text
     shares: dict[float, list[tuple[Entry, list[int], bool]]] = defaultdict(list)
     heads = [e for r in cycle if (e := state.head(r)) is not None and not e.pair]
