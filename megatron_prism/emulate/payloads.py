@@ -22,8 +22,9 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
@@ -87,7 +88,7 @@ class _KeptWork(dist.Work):
         super().__init__()
         self._work, self._keep = work, keep
 
-    def wait(self, *timeout: Any) -> bool:
+    def wait(self, *timeout: timedelta) -> bool:
         done = self._work.wait(*timeout)
         keep, self._keep = self._keep, _nothing
         keep()
@@ -95,9 +96,6 @@ class _KeptWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 def _nothing() -> None:
