@@ -70,7 +70,7 @@ class Machine:
     """
 
     name: str
-    gpus_per_node: foreign.PositiveInt
+    gpus_per_node: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
     generation: Literal["volta", "ampere", "hopper", "blackwell"]
     link: Literal["nvlink", "pcie"]
     flops: dict[str, Rate]
