@@ -28,7 +28,9 @@ def test_rows_are_compared_by_their_largest_difference(capsys, monkeypatch, tmp_
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_tier_meta_against_the_gpu():
-    pytest.importorskip("megatron.core")
+    core = pytest.importorskip("megatron.core")
+    if not core.__version__.startswith("0.19"):
+        pytest.skip("the GPU ran megatron-core 0.19, whose layers keep other tensors")
     words = [sys.executable, "-m", "benchmarks.accuracy.layer_memory", "compare", str(DATA)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=DATA.parents[2], check=False)
     assert done.returncode == 0, done.stdout[-4000:]
