@@ -6,11 +6,12 @@ Twelve packages; each imports only those above it (``tests/test_layers.py`` is t
     graph/     ranks that cannot be told apart, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, baselines
-    predict/   the distribution of the iteration time and of a whole run
+    predict/   the distribution of the iteration time and of a whole run (campaign)
     traces/    real jobs' traces: import, what varies, predicted against real, graphs for others
-    hang/      from dumps or programs to a verdict; kinds of faults, planted in programs
+    hang/      from dumps or programs to a verdict; fault_plan names and parses faults,
+               fault_planting puts them into programs
     report/    a result as text, HTML page or trace; no analysis
-    runtime/   torch without Megatron: process group, answers and values of virtual ranks,
+    runtime/   torch without Megatron: process group, virtual ranks' answers and their values,
                recorder/, pacing/, devices/ (tiers), te/ (Transformer Engine)
     emulate/   Megatron: options, launch, patches/, monitor, captures, recipe jobs, faults of a
                running job, calibration
