@@ -97,7 +97,8 @@ def test_a_sweep_over_other_axes_uses_the_results_under_its_own_names(recipe, fo
 
 
 def test_a_torn_result_is_evaluated_again(recipe, folder, first):
-    (path, *_) = sorted((folder / "results").rglob("*.json"))
+    stored = sorted((folder / "results").rglob("*.json"))
+    path = next(one for one in stored if "pp" not in json.loads(one.read_text())["axes"])
     whole = path.read_text()
     path.write_text(whole[:20])
     prism.sweep(recipe, ["tp=1", "global_batch_size=192,384"], folder, limit=8 << 30, workers=1)
