@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.hang.fault_plan import CallLabel, Fault, FaultMatcher
+from megatron_prism.runtime.control_values import check_arguments, check_header
 from megatron_prism.runtime.process_group import arguments
 
 if TYPE_CHECKING:
@@ -217,21 +217,11 @@ class PayloadReplayer(_Keyed):
             raise UsageError(f"{self.path} is no recording of ours: {error}",
                              fix="record again with --prism-record") from None  # fmt: skip
         self._arguments = None if (text := found.get("arguments")) is None else str(text)
-        for name, wanted in {"format": FORMAT, "rank": rank, **header}.items():
-            if found.get(name) != wanted:
-                raise UsageError(
-                    f"{self.path} was recorded with {name} {found.get(name)}, this run has "
-                    f"{wanted}",
-                    fix="record this very job, or use --prism-values mirror",
-                )
+        check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the recording is of others."""
-        if differ := job_settings.differences("arguments", self._arguments, arguments):
-            raise UsageError(
-                f"{self.path} was recorded of another job: {'; '.join(differ)}",
-                fix="record this very job, or use --prism-values mirror",
-            )
+        check_arguments(self.path, self._arguments, arguments)
 
     def record(
         self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
@@ -61,17 +60,6 @@ class CaptureServer:
         )
         os.close(write)
         self._answers = os.fdopen(read, encoding="utf-8")
-
-    def __enter__(self) -> CaptureServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process, and what it runs."""

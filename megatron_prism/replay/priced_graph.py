@@ -31,7 +31,6 @@ from megatron_prism.replay.costs.collectives import Calibration, read_calibratio
 from megatron_prism.replay.costs.host import (
     MODELLED_INDEX,
     indices_of,
-    modelled_total,
     with_modelled_host,
 )
 from megatron_prism.replay.costs.machine import Machine, default_machine, machines, named_in
@@ -175,8 +174,9 @@ def price(
             fix=f"prism check {path} explains every mismatch",
         )
     prices = None if what_if.host else _prices(graph, here, there, measured, what_if)
-    if prices is None or _host_may_be_late(graph, prices):
-        graph = _with_modelled_hosts(graph)
+    hosted = _with_modelled_hosts(graph, prices)
+    if prices is None or hosted is not graph:
+        graph = hosted
         prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if)
     if measured is not None and measured.overlap:
@@ -288,27 +288,23 @@ def _prices(
     return whatif.price_slow_nics(graph, prices, there, _slow_nics(graph.programs, what_if, there))
 
 
-_LATE = (
-    0.5  # of its computing: with less, a host is ahead of its GPU also where it is twice as slow
-)
+_LATE = 0.5  # of a rank's computing: with less, a host is ahead of its GPU even if twice as slow
 
 
-def _host_may_be_late(graph: WorldGraph, prices: Prices) -> bool:
-    """Whether some rank's host needs so long that its GPU may wait: of slices without a GPU."""
-    if graph.programs.source.get("tier") != "meta":
-        return False
-    programs = {index: graph.programs.programs[index] for index in set(graph.classes.programs)}
-    needs = {index: modelled_total(program) for index, program in programs.items()}
-    pairs = zip(graph.classes.programs, prices.compute, strict=True)
-    return any(needs[index] > _LATE * int(ns.sum()) for index, ns in pairs)
+def _with_modelled_hosts(graph: WorldGraph, prices: Prices | None) -> WorldGraph:
+    """The world in which ranks that were captured without a GPU have a host that takes time.
 
-
-def _with_modelled_hosts(graph: WorldGraph) -> WorldGraph:
-    """The world in which ranks that were captured without a GPU have a host that takes time."""
+    ``graph`` itself if none were, or if by ``prices`` (None: whatever they are) no host is late.
+    """
     programs = graph.programs
     if programs.source.get("tier") != "meta":
         return graph
     hosted = tuple(with_modelled_host(program) for program in programs.programs)
+    if prices is not None:
+        needs = [int(program.ops["host"].clip(0).sum()) for program in hosted]
+        pairs = zip(graph.classes.programs, prices.compute, strict=True)
+        if all(needs[index] <= _LATE * int(ns.sum()) for index, ns in pairs):
+            return graph
     indices = " ".join(f"{program.rank}={MODELLED_INDEX}" for program in hosted)
     source = {**programs.source, HOST_INDEX: indices}
     return build(dataclasses.replace(programs, programs=hosted, source=source))

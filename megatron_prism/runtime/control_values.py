@@ -88,6 +88,23 @@ class ValueRecorder(CallListener, TrainingListener):
             np.savez_compressed(file, head=head, **arrays)  # type: ignore[arg-type]
 
 
+_ANOTHER = "record this very job, or use --prism-values mirror"
+
+
+def check_header(file: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    """UsageError if a recording's head ``found`` is not that of this run."""
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            what = f"{file} was recorded with {key} {found.get(key)}, this run has {value}"
+            raise UsageError(what, fix=_ANOTHER)
+
+
+def check_arguments(file: Path, recorded: str | None, arguments: str) -> None:
+    """UsageError, which names what differs, if a recording is of a job with other arguments."""
+    if differ := job_settings.differences("arguments", recorded, arguments):
+        raise UsageError(f"{file} was recorded of another job: {'; '.join(differ)}", fix=_ANOTHER)
+
+
 class ValueReplayer(CallListener):
     """Gives a recording back, value by value; what it does not hold stays mirrored, and is counted.
 
@@ -109,20 +126,11 @@ class ValueReplayer(CallListener):
                 queue = self._values.setdefault(name.rpartition("#")[0], deque())
                 queue.append(value)
         self._file, self._arguments = file, cast("str | None", found.get("arguments"))
-        for key, wanted in {"format": FORMAT, "rank": rank, **header}.items():
-            if found.get(key) != wanted:
-                raise UsageError(
-                    f"{file} was recorded with {key} {found.get(key)}, this run has {wanted}",
-                    fix="record this very job, or use --prism-values mirror",
-                )
+        check_header(file, found, {"format": FORMAT, "rank": rank, **header})
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the recording is of others."""
-        if differ := job_settings.differences("arguments", self._arguments, arguments):
-            raise UsageError(
-                f"{self._file} was recorded of another job: {'; '.join(differ)}",
-                fix="record this very job, or use --prism-values mirror",
-            )
+        check_arguments(self._file, self._arguments, arguments)
 
     def observe(
         self, group: PrismGroup, op: str, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]

@@ -255,7 +255,7 @@ def _pruned(
     known = known.get(release, {})
     if any(not p.by and p.key not in known for p in points):
         told("asking Megatron")
-        with CaptureServer() as server:
+        with contextlib.closing(CaptureServer()) as server:
             asked = prune.refused_by_megatron([p for p in points if p.key not in known], server)
         known |= {p.key: p.reason for p in asked if p.by in ("", prune.MEGATRON)}
         store.write_text(json.dumps({release: known}, indent=1))

@@ -1,5 +1,6 @@
 """What is written down again is what running it records, byte for byte."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -23,7 +24,7 @@ INTERLEAVED = ["parallel.world_size=8", "parallel.tp=2", "parallel.sequence_para
 
 @pytest.fixture(scope="module")
 def server():
-    with CaptureServer() as started:
+    with contextlib.closing(CaptureServer()) as started:
         yield started
 
 

@@ -28,7 +28,7 @@ from megatron_prism.core.slices import HOST_INDEX
 from megatron_prism.replay.costs.collectives import Calibration
 
 __all__ = ["CALL_NS", "HostIndex", "MODELLED", "ON_TARGET", "call_ns", "host_ns", "host_scaled",
-           "host_sources", "indices_of", "modelled_total", "read_host_index", "right_after",
+           "host_sources", "indices_of", "read_host_index", "right_after",
            "with_modelled_host"]  # fmt: skip
 
 # Without a calibration: about what `prism calibrate` found on 4 x H200, 20 to 25 us (2026-11-21,
@@ -36,11 +36,12 @@ __all__ = ["CALL_NS", "HostIndex", "MODELLED", "ON_TARGET", "call_ns", "host_ns"
 CALL_NS = 20_000
 
 # Slices without a GPU know kernels, not what Python takes for them.  A kernel of a forward or
-# backward takes it KERNEL_NS, one that a module of Transformer Engine launches TE_NS, and one of
-# the optimizer, which launches them in loops of C++, LOOP_NS: least squares over NVIDIA's own
-# tests on DGX H100 that wait for Python (docs/accuracy.md)
+# backward takes it KERNEL_NS, one that a module of Transformer Engine launches TE_NS: least squares
+# over NVIDIA's own tests on DGX H100 that wait for Python (docs/accuracy.md).  One of the
+# optimizer, which launches them in loops of C++, takes LOOP_NS: assumed
 KERNEL_NS, TE_NS, LOOP_NS = 65_000, 160_000, 10_000
-MODELLED_INDEX = 0.7  # of that host: what it takes for them, beside an H200's host of known index
+# of that host, which nobody measured: from one dense job on an H200 whose host has a known index
+MODELLED_INDEX = 0.7
 MODELLED = "modelled: the host's time by its kernels"
 _BY_PYTHON = np.isin(PHASE_NAMES, ("forward", "backward", "weight"))
 _OF_TE = re.compile(
@@ -63,11 +64,6 @@ def with_modelled_host(program: Program) -> Program:
     ops["host"] = np.where(mine, whole, -1)
     ops["lead"] = np.where(mine, whole // np.maximum(ops["kernels"], 1), -1)
     return dataclasses.replace(program, ops=ops)
-
-
-def modelled_total(program: Program) -> int:
-    """ns of an iteration that ``with_modelled_host`` gives a host."""
-    return int(np.maximum(with_modelled_host(program).ops["host"], 0).sum())
 
 
 VERSION = 1  # of the benchmark; goes up when an index means something else
