@@ -41,8 +41,8 @@ from megatron_prism.cli.traces import compare, import_
 from megatron_prism.cli.world import world
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import unwinding
-from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
+from megatron_prism.core.messages import last_resort
 
 __all__ = ["COMMANDS", "Command", "main"]
 

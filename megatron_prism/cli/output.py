@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from megatron_prism.core.errors import UsageError, shown
 from megatron_prism.core.files import check_not_taken, check_writable, write_whole
-from megatron_prism.core.progress import Lines
+from megatron_prism.core.messages import Lines
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.files import check_writable, claimed
-from megatron_prism.core.last_resort import last_resort
 from megatron_prism.core.megatron_source import UNKNOWN, megatron_release
+from megatron_prism.core.messages import last_resort
 from megatron_prism.emulate import exit_status, workers
 from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.options import queues, without_engine

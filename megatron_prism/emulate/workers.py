@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from megatron_prism.core import program
 from megatron_prism.core.errors import MissingSlicesError, NotTrainedError, PrismError
-from megatron_prism.core.progress import Lines
+from megatron_prism.core.messages import Lines
 from megatron_prism.core.slices import WORLD, assemble
 from megatron_prism.core.world import format_ranks
 

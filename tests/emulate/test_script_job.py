@@ -87,7 +87,7 @@ def test_workers_answer_in_order_and_errors_keep_their_fix(tmp_path):
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr("megatron_prism.core.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_prism.core.messages.EVERY_S", 0.0)
     out = io.StringIO()
     workers.run([task(f"{EMIT}emit('result', result={{}})")], Console(file=out))
     assert "0 of 1 ranks done; rank 0: starting" in out.getvalue()

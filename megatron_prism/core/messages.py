@@ -1,4 +1,5 @@
-"""What is said of an exception that nobody expected: three lines, and a file with the traceback."""
+"""What is printed beside results: a line of progress now and then, and the report of an exception
+that nobody expected."""
 
 from __future__ import annotations
 
@@ -6,13 +7,34 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 
 from megatron_prism.core.errors import shown
 
-__all__ = ["SOFTWARE", "last_resort"]
+__all__ = ["EVERY_S", "SOFTWARE", "Lines", "last_resort"]
 
+EVERY_S = 10.0  # seconds between two lines of progress
 SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
+
+
+class Lines:
+    """Writes what it is told, at most one line every ``EVERY_S`` seconds, none before the first.
+
+    Args:
+        write: takes a line.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write, self._last = write, time.monotonic()
+
+    def tell(self, text: Callable[[], str] | str) -> None:
+        """Write ``text``, or what it returns, if it is time."""
+        now = time.monotonic()
+        if now - self._last >= EVERY_S:
+            self._last = now
+            self._write(text if isinstance(text, str) else text())
 
 
 def last_resort(error: BaseException, doing: str) -> int:
