@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.accuracy.jobs import COMMON, EVERY, MORE
 from benchmarks.report import ROOT
-from megatron_prism.sweep.rank import kendall_tau
 
 SITTINGS = {
     **{f"h200_x4_{name}": 4 for name in ("nine", "between", "iteration_time", "paced", "turns")},
@@ -57,6 +57,24 @@ def groups(name: str, gpus: int) -> dict[tuple[str, ...], list[Score]]:
         for model, layouts in found.items()
         if len(layouts) > 1
     }
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
+    """tau-b of two scores of the same things: 1 the same order, -1 the opposite one.
+
+    Source: Kendall, The treatment of ties in ranking problems, Biometrika 33 (1945), 239-251.
+    """
+    both = ties_one = ties_other = pairs = 0
+    for i in range(len(one)):
+        for j in range(i):
+            a = (one[i] > one[j]) - (one[i] < one[j])
+            b = (other[i] > other[j]) - (other[i] < other[j])
+            both += a * b
+            ties_one += a == 0
+            ties_other += b == 0
+            pairs += 1
+    scale = ((pairs - ties_one) * (pairs - ties_other)) ** 0.5
+    return both / scale if scale else 0.0
 
 
 def main() -> None:

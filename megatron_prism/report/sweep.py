@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_prism.core.units import format_bytes
 from megatron_prism.report.page import render_page
-from megatron_prism.sweep.rank import Row, breakdown, explain, front
 from megatron_prism.sweep.space import text as axis_text
-from megatron_prism.sweep.sweep import Sweep
+from megatron_prism.sweep.sweep import Row, Sweep, breakdown, explain, front
 
 __all__ = ["render_csv", "render_html", "render_pair", "render_text"]
 

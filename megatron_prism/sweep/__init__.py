@@ -2,9 +2,6 @@
 
 space.py     axes -> points
 layout.py    a point's job: a recipe's, or a stock script's
-prune.py     why a point cannot run: Megatron's checks, a lower bound of its memory
-evaluate.py  slices of a point, captured once and reused; its times and its memory
-engine.py    families of points on local processes
-rank.py      the order of points, ties, fronts, and why one beats another
-sweep.py     all of it, resumable: ``prism.sweep``
+evaluate.py  slices of a point, captured once and reused on local processes; its times and memory
+sweep.py     all of it, resumable: what cannot run and why, the order, ties: ``prism.sweep``
 """

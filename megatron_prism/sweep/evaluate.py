@@ -1,26 +1,36 @@
-"""Times and memory of points, from slices that are captured once and used again.
+"""Times and memory of points on local processes, from slices captured once and used again.
 
 Points whose slices differ only in data-parallel size or number of microbatches are a family.  Of a
 family one member is captured, with as few microbatches as repeat twice in its steady state; the
 others follow by replay's what-ifs.  Slices lie in ``DIR/slices/FAMILY/dpN-mM``; a later sweep into
 the same folder uses them.
+
+A worker captures, replays and writes ``results/…/KEY.json`` whole or not at all, so a sweep that is
+killed at any moment goes on where it was.  What is computed depends on the points alone: one
+process or several find the same bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import multiprocessing
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.files import write_whole
 from megatron_prism.core.program import Programs, load
 from megatron_prism.core.slices import assemble
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.emulate.workers import die_with_parent
 from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import analyse, peak
 from megatron_prism.predict import predict
@@ -29,11 +39,14 @@ from megatron_prism.replay.whatif import with_data_parallel, with_microbatches
 from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
-__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate"]
+__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate", "run"]
 
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
 _SAMPLES = 400  # iterations drawn for p95
+_TRIES = 3  # of a family whose worker dies
+Family = Sequence[SweepPoint]
+_server: CaptureServer | None = None  # of this worker process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +71,71 @@ class _OutOfMemory(Exception):
     """A stage allocates more than there is."""
 
 
-def evaluate(
-    points: Sequence[SweepPoint], settings: SweepSettings, server: CaptureServer
-) -> list[Figures]:
-    """The results of one family's points, in their order: figures, or ``by`` and ``reason``."""
-    return [_one(point, settings, server) for point in points]
+# -- workers --------------------------------------------------------------------------------------
+def run(
+    families: Sequence[Family],
+    settings: SweepSettings,
+    results: Path,
+    *,
+    workers: int = 2,
+    told: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Evaluate every family on ``workers`` processes; each point's result is in ``results`` then.
+
+    told : called with the number of points that are done
+    """
+    if not families:
+        return
+    results.mkdir(parents=True, exist_ok=True)
+    left, done = dict(enumerate(families)), 0
+    for _ in range(_TRIES):
+        pool = ProcessPoolExecutor(
+            min(workers, len(left)), multiprocessing.get_context("fork"), die_with_parent
+        )
+        try:
+            running: dict[Future[int], int] = {
+                pool.submit(_work, family, settings, results): number
+                for number, family in left.items()
+            }
+            for future in as_completed(running):
+                done += future.result()
+                del left[running[future]]
+                told(done)
+        except BrokenProcessPool:  # killed, by who wants memory say: the others go on in a new one
+            continue
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        return
+    for family in left.values():
+        _failed(family, results, f"its worker was killed {_TRIES} times")
 
 
-def _one(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> Figures:
+def _work(family: Family, settings: SweepSettings, results: Path) -> int:
+    """In a worker: evaluate what is not there yet; the number of points."""
+    global _server
+    for point in family:
+        place = results / f"{point.key}.json"
+        if place.exists():
+            continue
+        if _server is None:
+            _server = CaptureServer()
+        found = evaluate(point, settings, _server)
+        if found.get("by") == FAILED and not _server.alive:
+            _server = None  # the next point gets another one
+        write_whole(place, json.dumps(found, indent=1) + "\n", force=True)
+    return len(family)
+
+
+def _failed(family: Family, results: Path, why: str) -> None:
+    for point in family:
+        place = results / f"{point.key}.json"
+        if not place.exists():
+            found = {"key": point.key, "axes": dict(point.axes), "by": FAILED, "reason": why}
+            write_whole(place, json.dumps(found, indent=1) + "\n")
+
+
+def evaluate(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> Figures:
+    """The result of a point: its figures, or ``by`` and ``reason``."""
     assert point.layout is not None
     head = {"key": point.key, "axes": dict(point.axes)}
     try:

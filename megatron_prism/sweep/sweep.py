@@ -5,6 +5,9 @@ another sweep into the folder uses its slices:
 
     slices/FAMILY/dpN-mM/   captured ranks
     results/RUN/KEY.json    figures of a point, by machine and limits
+
+Two filters come before any capture: what Megatron refuses (asked of Megatron itself), and a lower
+bound of the memory of the first stage: a point that falls by it would be out of memory for certain.
 """
 
 from __future__ import annotations
@@ -17,25 +20,53 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import claimed, rendered
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
+from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
+from megatron_prism.memory.estimates import memory_bound
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
-from megatron_prism.sweep import engine, prune, space
-from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings
-from megatron_prism.sweep.rank import OBJECTIVES, Row, ranked
+from megatron_prism.sweep import space
+from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run
+from megatron_prism.sweep.layout import RecipeLayout
 from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
-__all__ = ["Sweep", "sweep"]
+__all__ = ["OBJECTIVES", "Row", "Sweep", "explain", "front", "ranked", "sweep", "too_large"]
+
+MEGATRON, MEMORY = "Megatron's checks", "memory bound"
+_AT_ONCE = 64  # recipes of a request
+OBJECTIVES = ("time", "tokens_per_gpu", "p95", "cost")
 
 # measured context, libraries and NCCL are of this machine
 _DEVICES = {"h200": "h200"}
 Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point in its place.
+
+    rank  : 1 + the number of points that are surely better, whose interval ends before this one's
+    equal : whether others have this rank too
+    cost  : money for 10^9 tokens, None without a price
+    """
+
+    rank: int
+    equal: bool
+    result: Result
+    cost: float | None
+
+    @property
+    def name(self) -> str:
+        axes = self.result["axes"].items()
+        return " ".join(f"{axis}={'none' if value is None else value}" for axis, value in axes)
 
 
 @dataclass(frozen=True)
@@ -198,7 +229,7 @@ def _evaluated(
     waiting = sum(map(len, families))
     told(f"{len(mine)} to evaluate, {len(mine) - waiting} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
-    engine.run(
+    run(
         families,
         settings,
         results,
@@ -245,7 +276,7 @@ def _pruned(
     """The points, most of the impossible ones with their reasons; Megatron is asked last, since it
     must be started for that."""
     if settings.limit is not None:
-        points = prune.too_large(points, settings.limit)
+        points = too_large(points, settings.limit)
     store = settings.folder / "megatron_checks.json"
     release = f"megatron-core {megatron_release()}"
     try:
@@ -256,13 +287,43 @@ def _pruned(
     if any(not p.by and p.key not in known for p in points):
         told("asking Megatron")
         with contextlib.closing(CaptureServer()) as server:
-            asked = prune.refused_by_megatron([p for p in points if p.key not in known], server)
-        known |= {p.key: p.reason for p in asked if p.by in ("", prune.MEGATRON)}
+            asked = refused_by_megatron([p for p in points if p.key not in known], server)
+        known |= {p.key: p.reason for p in asked if p.by in ("", MEGATRON)}
         store.write_text(json.dumps({release: known}, indent=1))
     return [
-        p.dropped(prune.MEGATRON, known[p.key]) if not p.by and known.get(p.key) else p
-        for p in points
+        p.dropped(MEGATRON, known[p.key]) if not p.by and known.get(p.key) else p for p in points
     ]
+
+
+def refused_by_megatron(points: Sequence[SweepPoint], server: CaptureServer) -> list[SweepPoint]:
+    """The points, those that Megatron refuses with its words."""
+    left = [point for point in points if not point.by and point.layout is not None]
+    refusals: dict[str, str] = {}
+    for start in range(0, len(left), _AT_ONCE):
+        some = left[start : start + _AT_ONCE]
+        asked = [point.layout for point in some if point.layout is not None]
+        recipes = [one.recipe for one in asked if isinstance(one, RecipeLayout)]
+        said = server.check(
+            recipes, [one.command() for one in asked], [one.world.size for one in asked]
+        )
+        refusals |= dict(zip((point.key for point in some), said, strict=True))
+    return [
+        point.dropped(MEGATRON, refusals[point.key]) if refusals.get(point.key) else point
+        for point in points
+    ]
+
+
+def too_large(points: Sequence[SweepPoint], limit: int) -> list[SweepPoint]:
+    """The points, those whose first stage exceeds ``limit`` bytes with what it needs."""
+    found = []
+    for point in points:
+        if not point.by and isinstance(point.layout, RecipeLayout):
+            least = memory_bound(point.layout.recipe)
+            if least > limit:
+                said = f"needs at least {format_bytes(least)}, limit {format_bytes(limit)}"
+                point = point.dropped(MEMORY, said)
+        found.append(point)
+    return found
 
 
 def _families(points: Sequence[SweepPoint]) -> list[list[SweepPoint]]:
@@ -293,3 +354,69 @@ def _run_name(settings: SweepSettings) -> str:
     content |= versions() | {"costs": dataclasses.asdict(read_machine(settings.machine))}
     digest = hashlib.sha1(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
     return digest[:12]
+
+
+# -- the order ------------------------------------------------------------------------------------
+def cost_of(result: Result, price: float | None) -> float | None:
+    """Of 10^9 tokens; ``price`` is of a GPU for an hour."""
+    tokens = result["tokens_per_gpu"]
+    return None if price is None or not tokens else price * 1e9 / (3600 * tokens)
+
+
+def _score(result: Result, objective: str) -> float:
+    """Smaller is better."""
+    if objective == "p95" and result["p95_ns"] is not None:
+        return float(result["p95_ns"])
+    if objective in ("tokens_per_gpu", "cost") and result["tokens_per_gpu"]:
+        return 1e9 / float(result["tokens_per_gpu"])
+    return float(result["iteration_ns"])
+
+
+def ranked(results: Sequence[Result], objective: str, price: float | None = None) -> list[Row]:
+    """Best first.  A point's score is uncertain as its iteration time is."""
+    scored = []
+    for result in results:
+        score, time = _score(result, objective), result["iteration_ns"] or 1
+        low, high = (score * result[key] / time for key in ("low_ns", "high_ns"))
+        scored.append((score, str(result["key"]), low, high, result))
+    scored.sort(key=lambda one: one[:2])
+    ranks = [1 + sum(other[3] < one[2] for other in scored) for one in scored]
+    return [
+        Row(rank, ranks.count(rank) > 1, one[4], cost_of(one[4], price))
+        for rank, one in zip(ranks, scored, strict=True)
+    ]
+
+
+def front(results: Sequence[Result]) -> list[Result]:
+    """Points that no other one beats in both iteration time and memory, fastest first."""
+    order = sorted(results, key=lambda one: (one["iteration_ns"], one["memory"]["bytes"]))
+    found: list[Result] = []
+    for one in order:
+        if not found or one["memory"]["bytes"] < found[-1]["memory"]["bytes"]:
+            found.append(one)
+    return found
+
+
+def breakdown(result: Result) -> dict[str, float]:
+    """ns of an iteration by what a mean rank does; adds up to the iteration.
+
+    ``compute``, ``exposed GROUP`` (communication that nothing hides), ``waiting GROUP`` (for the
+    ranks of that group to come) and ``idle``.
+    """
+    ranks = sum(stage["count"] for stage in result["stages"])
+    total: dict[str, float] = {"compute": 0.0}
+    for stage in result["stages"]:
+        part = stage["count"] / ranks
+        total["compute"] += stage["compute"] * part
+        for what in ("exposed", "waiting"):
+            for group, ns in stage[what].items():
+                total[f"{what} {group}"] = total.get(f"{what} {group}", 0.0) + ns * part
+        total["idle"] = total.get("idle", 0.0) + stage["idle"] * part
+    return total
+
+
+def explain(one: Result, other: Result) -> list[tuple[str, float, float]]:
+    """(what, ns in ``one``, ns in ``other``) per token of the same batch, largest change first."""
+    a, b = breakdown(one), breakdown(other)
+    rows = [(what, a.get(what, 0.0), b.get(what, 0.0)) for what in {**a, **b}]
+    return sorted((row for row in rows if row[1] or row[2]), key=lambda r: (-abs(r[1] - r[2]), r))

@@ -23,9 +23,8 @@ from megatron_prism.replay.priced_graph import price
 from megatron_prism.report import text
 from megatron_prism.report.page import allow_script
 from megatron_prism.report.replay import render
-from megatron_prism.sweep.rank import Row
 from megatron_prism.sweep.space import SweepPoint
-from megatron_prism.sweep.sweep import Sweep
+from megatron_prism.sweep.sweep import Row, Sweep
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

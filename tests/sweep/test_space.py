@@ -4,7 +4,7 @@ import pytest
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import UsageError
-from megatron_prism.sweep import prune, space
+from megatron_prism.sweep import space, sweep
 
 LLAMA = recipes.load("llama3-70b_1024gpu_tp8pp4vp5_h200")
 
@@ -64,8 +64,8 @@ def test_a_family_differs_in_replicas_and_batch_alone():
 
 
 def test_the_memory_bound_drops_what_cannot_fit():
-    small, large = prune.too_large(points("tp=8", "pp=1,8", "vpp=1"), 60 << 30)
-    assert small.by == prune.MEMORY
+    small, large = sweep.too_large(points("tp=8", "pp=1,8", "vpp=1"), 60 << 30)
+    assert small.by == sweep.MEMORY
     assert "limit 60 GiB" in small.reason
     assert not large.by
 
