@@ -119,8 +119,23 @@ def lists(op: Callable[..., Any], count: int) -> Any:
 def elementwise() -> list[Case]:
     """Of activations and gradients."""
     f = torch.nn.functional
+
+    def broadcast(dtype: torch.dtype) -> Case:
+        """Heads of a row times one factor for all of them, as rotary embeddings do."""
+
+        def make(size: int, device: str) -> Call:
+            x = full((size // WIDE, 32, WIDE // 32), device, dtype)
+            y = full((size // WIDE, 1, WIDE // 32), device, dtype)
+            return lambda: x * y
+
+        name, one = f"mul broadcast {str(dtype).removeprefix('torch.')}", dtype.itemsize
+        moved = lambda n: (name, 2 * one * n + one * n // 32)  # noqa: E731
+        return Case(name, make, WIDE, known=moved)
+
     return [
         Case("add", binary(torch.add)),
+        broadcast(BF16),
+        broadcast(FP32),
         Case("mul", binary(torch.mul)),
         Case("add_", binary(torch.Tensor.add_)),
         Case("scale", unary(lambda x: x * 0.5)),

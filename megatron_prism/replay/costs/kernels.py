@@ -72,6 +72,7 @@ _ALIKE = {
     "mul": "add", "add": "mul", "_softmax": "copy_",
 }  # fmt: skip
 
+_ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
 _SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
@@ -222,7 +223,9 @@ class OpTable:
         if kernel.flops:
             return None
         dtype, moved = _LIKE.get(kernel.dtype, kernel.dtype), kernel.bytes
-        names = (kernel.name, _ALIKE.get(kernel.name, ""))
+        names: tuple[str, ...] = (kernel.name, _ALIKE.get(kernel.name, ""))
+        if kernel.name in _ARITHMETIC and _is_broadcast(kernel.shapes):
+            names = ("mul broadcast", *names)
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
             names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
         for name in names:
@@ -234,6 +237,14 @@ class OpTable:
             between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
             return float(np.exp(between))
         return None
+
+
+def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a tensor is read several times for each element of a larger one.  torch's kernel for
+    that loads one element at a time instead of a vector (aten/src/ATen/native/cuda/CUDALoops.cuh
+    @2.11, gpu_kernel_impl_nocast)."""
+    sizes = [math.prod(shape) for shape in shapes if shape]
+    return len(sizes) > 1 and 1 < min(sizes) < max(sizes)
 
 
 def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
