@@ -22,6 +22,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core import foreign
 from megatron_prism.core.ops import label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.call_labels import LabelledCalls
@@ -49,6 +50,8 @@ FORMAT = 1
 MOST_BYTES = 8 << 30  # of a file; what comes then is not kept
 _WAITING = 32  # records that the writer may lag behind: it bounds the memory
 _HEAD = struct.Struct("<II")
+_MOST_HEAD = 1 << 22  # bytes; the arguments of a job are some kilobytes
+_AGAIN = "record again with --prism-record"
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -187,6 +190,15 @@ class PayloadRecorder(_Keyed):
         )
 
 
+@dataclass(frozen=True)
+class _Record:
+    """What the head of a record says."""
+
+    key: str
+    dtype: str
+    shape: list[foreign.Natural]
+
+
 class PayloadReplayer(_Keyed):
     """Overwrites what virtual peers deliver by what real ones did; counts both kinds of calls.
 
@@ -196,26 +208,26 @@ class PayloadReplayer(_Keyed):
     def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
         self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
-        self._arguments: str | None = None
-        self._at: dict[str, tuple[int, int, str, list[int]]] = {}
+        self._at: dict[str, tuple[int, int, _Record]] = {}
         found: dict[str, object] = {}
-        size = os.path.getsize(self.path)
-        self._file = open(self.path, "rb")  # noqa: SIM115 - as long as the run
-        try:
+        with foreign.reading(self.path, "a recording of ours", _AGAIN):
+            if not self.path.is_file():
+                raise ValueError("it is no regular file")
+            size = os.path.getsize(self.path)
+            self._file = open(self.path, "rb")  # noqa: SIM115 - as long as the run
             while len(lengths := self._file.read(_HEAD.size)) == _HEAD.size:
                 text, packed = _HEAD.unpack(lengths)
                 if self._file.tell() + text + packed > size:
                     break  # cut off
-                head = json.loads(self._file.read(text))
+                if text > _MOST_HEAD:
+                    raise ValueError(f"a head has {text:,} bytes")
+                head = foreign.value_of_json(self._file.read(text), dict[str, object])
                 if "key" in head:
-                    place = self._file.tell(), packed
-                    self._at[str(head["key"])] = *place, str(head["dtype"]), list(head["shape"])
+                    record = foreign.shaped(head, _Record)
+                    self._at[record.key] = self._file.tell(), packed, record
                 else:
                     found |= head
                 self._file.seek(packed, 1)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{self.path} is no recording of ours: {error}",
-                             fix="record again with --prism-record") from None  # fmt: skip
         self._arguments = None if (text := found.get("arguments")) is None else str(text)
         check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
 
@@ -237,14 +249,15 @@ class PayloadReplayer(_Keyed):
 
     def _given(self, key: str, tensor: torch.Tensor) -> bool:
         """Fill ``tensor`` with the record of ``key``, if there is one of its kind."""
-        at, packed, dtype, shape = self._at.get(key, (0, 0, "", []))
-        if (dtype, shape) != (str(tensor.dtype), list(tensor.shape)):
+        at, packed, record = self._at.get(key, (0, 0, _Record("", "", [])))
+        if (record.dtype, record.shape) != (str(tensor.dtype), list(tensor.shape)):
             return False
-        self._file.seek(at)
         room = tensor.numel() * tensor.element_size()
-        data = zlib.decompressobj().decompress(self._file.read(packed), room)
-        if len(data) != room:
-            return False
+        with foreign.reading(self.path, "a recording of ours", _AGAIN):
+            self._file.seek(at)
+            data = zlib.decompressobj().decompress(self._file.read(packed), room)
+            if len(data) != room:
+                raise ValueError(f"{key!r} has {len(data):,} bytes, not {room:,}")
         value = torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
         tensor.detach().copy_(value)
         return True

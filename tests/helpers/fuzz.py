@@ -18,12 +18,14 @@ import pickle
 import random
 import re
 import resource
+import struct
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -302,6 +304,20 @@ def recorded(path):
     ValueReplayer(folder, 0, {})
 
 
+def payloads_of(path):
+    """The records of a run's payloads, and what each of them delivers."""
+    import torch
+
+    from megatron_prism.emulate.payloads import PayloadReplayer, file_of
+
+    folder = path.parent / "payloads"
+    folder.mkdir(exist_ok=True)
+    file_of(folder, 0).write_bytes(path.read_bytes())
+    replayer = PayloadReplayer(folder, 0, {})
+    for key, dtype in (("2 1F0 all_reduce tp #1.0", torch.float32), ("gather #1.0", torch.int64)):
+        replayer._given(key, torch.zeros(4, 8, dtype=dtype))
+
+
 def folder_of_slices(path):
     folder = path.parent / "slices"
     folder.mkdir(exist_ok=True)
@@ -400,6 +416,43 @@ def recording():
     return file.getvalue()
 
 
+def payloads():
+    """Heads and data as ``PayloadRecorder`` writes them."""
+    heads = [{"format": 1, "rank": 0}, {"arguments": "x"},
+             {"key": "2 1F0 all_reduce tp #1.0", "shape": [4, 8], "dtype": "torch.float32"},
+             {"key": "gather #1.0", "shape": [4, 8], "dtype": "torch.int64"}]  # fmt: skip
+    return pack_payloads(
+        [(head, bytes(size)) for head, size in zip(heads, (0, 0, 128, 256), strict=True)]
+    )
+
+
+def pack_payloads(records):
+    parts = [(to_json(head), zlib.compress(data, 1)) for head, data in records]
+    return b"".join(struct.pack("<II", len(h), len(d)) + h + d for h, d in parts)
+
+
+def of_payloads(rng, data):
+    """Of their heads, their data, their lengths."""
+    if rng.randrange(3) == 0:
+        return flipped(rng, data)
+    records, at = [], 0
+    while at < len(data):
+        text, packed = struct.unpack_from("<II", data, at)
+        head = json.loads(data[at + 8 : at + 8 + text])
+        at += 8 + text + packed
+        records.append((head, zlib.decompress(data[at - packed : at])))
+    place = rng.randrange(len(records))
+    head, value = records[place]
+    try:
+        records[place] = rng.choice(
+            [(damaged(rng, head), value), (head, value[: rng.randrange(300)]), (head, value * 2),
+             (head, bytes(rng.choice([0, 1 << 24])))]
+        )  # fmt: skip
+        return pack_payloads(records)
+    except (RecursionError, ValueError, TypeError):
+        return flipped(rng, data)
+
+
 def shorter(path):
     """A JSON file of ours with a few rows of its lists of rows."""
     stored = json.loads(Path(path).read_text())
@@ -458,6 +511,7 @@ PARSERS = {
                            [(PACKAGE / "memory/device_memory/h200.json").read_bytes()]),
     "baseline": Parser(compared, of_json, [stored_baseline()]),
     "recording": Parser(recorded, of_archive, [recording()]),
+    "payloads": Parser(payloads_of, of_payloads, [payloads()]),
     "words": Parser(words, of_text, lines_of(WORDS_OF_COMMANDS)),
 }  # fmt: skip
 
