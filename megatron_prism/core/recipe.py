@@ -24,7 +24,13 @@ from yaml import YAMLError
 
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import RecipeError, WorldError
-from megatron_prism.core.world import DEFAULT_ORDER, World
+from megatron_prism.core.world import (
+    DEFAULT_ORDER,
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_MICROBATCHES,
+    World,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -186,9 +192,7 @@ BEYOND = (
 )
 
 
-# each is an object, a step or a call; a layer takes 30 ms to emulate, a microbatch as long
-MOST = {"num_layers": 1 << 12, "num_experts": 1 << 16, "iterations": 1 << 30}
-MOST_MICROBATCHES = 1 << 16
+_MOST = {"num_layers": MOST_LAYERS, "num_experts": MOST_EXPERTS, "iterations": 1 << 30}
 
 
 def check(recipe: Recipe) -> None:
@@ -204,7 +208,7 @@ def check(recipe: Recipe) -> None:
             value = getattr(getattr(recipe, section), name)
             if value is not None and value < 1:
                 raise RecipeError(f"{section}.{name} is {value}", fix="use at least 1")
-            most = MOST.get(name, (1 << 31) - 1)  # tensors of larger sizes overflow in torch
+            most = _MOST.get(name, (1 << 31) - 1)  # tensors of larger sizes overflow in torch
             if value is not None and value > most:
                 raise RecipeError(f"{section}.{name} is {value}", fix=f"use at most {most}")
     for rule in (_numbers, _extra):

@@ -490,6 +490,8 @@ def _ordered_axes(world: World) -> tuple[str, ...]:
 
 
 MOST_RANKS = 1 << 21  # of a world; what is said of each rank then still fits into memory
+# each is an object or a call; a layer takes 30 ms to emulate, a microbatch as long
+MOST_LAYERS, MOST_EXPERTS, MOST_MICROBATCHES = 1 << 12, 1 << 16, 1 << 16
 
 
 def _check_sizes(world: World) -> None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prism.core import job_settings
+from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
-__all__ = ["matters", "of_namespace", "of_running_job", "text_of"]
+__all__ = ["check_sizes", "matters", "of_namespace", "of_running_job", "text_of"]
 
 # What does not matter, by name; whatever is not here does.
 _NAMES = frozenset(
@@ -72,6 +74,28 @@ _DEPTH = 4
 def matters(name: str) -> bool:
     """Whether jobs that differ in this argument are two."""
     return not (name in _NAMES or name.startswith(_STARTS) or name.endswith(_ENDS))
+
+
+def check_sizes() -> None:
+    """UsageError for a stock job, whose arguments Megatron has parsed, that would not end."""
+    known = sys.modules.get("megatron.training.global_vars")
+    if (args := getattr(known, "_GLOBAL_ARGS", None)) is None:
+        return
+    ranks = args.world_size // (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    one = args.micro_batch_size * ranks
+    for name, most in (
+        ("num_layers", MOST_LAYERS),
+        ("num_experts", MOST_EXPERTS),
+        ("global_batch_size", MOST_MICROBATCHES * one),
+    ):
+        if (getattr(args, name, None) or 0) > most:
+            option = f"--{name.replace('_', '-')}"
+            said = f"{option} {getattr(args, name)} is more than anybody can wait for"
+            raise UsageError(said, fix=f"{option} {most} or less")
 
 
 def of_running_job() -> str:

@@ -405,6 +405,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
     from megatron_prism.runtime.values import Values
     from megatron_prism.runtime.world import VirtualWorld, start, stop
 
+    job_arguments.check_sizes()
     if run.on_arguments:
         arguments = job_arguments.of_running_job()
         for tell in run.on_arguments:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 import zipfile
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_prism.core.errors import ProgramError, RecipeError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.recipe import load
-from megatron_prism.emulate import recipe_job
+from megatron_prism.emulate import job_arguments, recipe_job
 from megatron_prism.hang.dumps import read_in_process
 from megatron_prism.hang.fault_plan import load_plan
 
@@ -143,6 +144,24 @@ def test_recipes_look_up_nothing_but_their_own_keys(name):
 def test_what_cannot_end_is_refused_at_once(word, capsys):
     said = refused(capsys, "emulate", "tiny-gpt_1cpu", word)
     assert word not in said.partition("fix: ")[2].split()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_layers", 10**9), ("num_experts", 10**9), ("global_batch_size", 10**7), ("", 0)],
+)
+def test_a_stock_job_that_cannot_end_is_refused(name, value, monkeypatch):
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    sizes |= {"context_parallel_size": 1, "world_size": 8, "micro_batch_size": 2}
+    sizes |= {"num_layers": 4, "num_experts": None, "global_batch_size": 64, name: value}
+    module = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(**sizes))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    with (
+        pytest.raises(UsageError, match=f"--{name.replace('_', '-')} {value}")
+        if name
+        else (contextlib.nullcontext())
+    ):
+        job_arguments.check_sizes()
 
 
 def test_nesting_is_bounded(tmp_path, capsys):
