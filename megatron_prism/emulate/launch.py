@@ -8,6 +8,7 @@ virtual RANK and WORLD_SIZE, prepare the tier, register the patches and arrange 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import runpy
 import sys
@@ -126,15 +127,25 @@ def _detach() -> None:
 _OF_THIS_HOST = (  # what Megatron misses here, and the job has or does not care about
     r"(Transformer Engine|Apex|absl\.logging|nvidia-modelopt|flashinfer|DeepEP)\b.* (is|are) not ",
     r"Triton is not ",
+    r"`torch\.distributed\.\w+` is deprecated",
 )
+_LISTS_OF_PARAMETERS = logging.getLogger("megatron.core.distributed.param_and_grad_buffer")
 
 
 def _quieten(session: Session) -> None:
-    """Leave out Megatron's warnings of libraries that this host lacks."""
+    """Leave out Megatron's warnings of libraries that this host lacks, and its lists of every
+    bucket's parameters (their number stays)."""
     before = list(warnings.filters)
     session.changes.on_undo(lambda: warnings.filters.__setitem__(slice(None), before))  # type: ignore[index]
     for pattern in _OF_THIS_HOST:
         warnings.filterwarnings("ignore", message=pattern)
+
+    def first_line(record: logging.LogRecord) -> bool:
+        record.msg, record.args = record.getMessage().partition("\n")[0], ()
+        return True
+
+    _LISTS_OF_PARAMETERS.addFilter(first_line)
+    session.changes.on_undo(lambda: _LISTS_OF_PARAMETERS.removeFilter(first_line))
 
 
 def _check_version() -> str:
