@@ -3,7 +3,7 @@
 Twelve packages; each imports only those above it (``tests/test_layers.py`` is the exact table):
 
     core/      world, groups, collectives, programs and their text form, slices, recipes, errors
-    graph/     ranks that cannot be told apart, matching calls, the world graph, stalled jobs
+    graph/     equivalent ranks, matching calls, the world graph, stalled jobs
     replay/    costs/ (what an op takes), the timeline, what-ifs, the network, answer times
     memory/    peaks, the allocator, NCCL's buffers, baselines
     predict/   the distribution of the iteration time and of a whole run (campaign)

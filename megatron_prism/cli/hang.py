@@ -42,7 +42,7 @@ def hang(args: argparse.Namespace) -> int:
     prism hang --dumps DIR      from Flight Recorder dumps, one per rank, alone
     prism hang --dumps DIR --then DIR2
                                 also: from dumps of the same job some seconds later; who moved is
-                                alive, and where nobody did the job stands still
+                                alive, and if nobody did, the job hangs
     prism hang --dumps DIR --programs P (or --recipe R)
                                 also: where in its program every rank stood, and whether the
                                 programs stop there too; P is what prism capture wrote

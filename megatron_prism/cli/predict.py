@@ -286,12 +286,14 @@ def predict(args: argparse.Namespace) -> int:
     prism predict DIR
     prism predict DIR machine=h200 calibration=h200x4.json variability=mine.json seed=1 slow=1.2
 
-    variability= is fitted (to the timed iterations of DIR: the default if there are five), the
-    name of shipped spreads (the default elsewhere, and with --against: public) or a JSON file
-    like predict/variability/public.json; samples= how many iterations of the whole world are
-    drawn; slow= how many times as long the one slow GPU computes (0.5: twice as fast, as in prism
-    replay); host= how fast hosts are, as in prism replay.  Calls that calibration= has samples of
-    vary as those do.
+    variability=fitted      spreads of the timed iterations of DIR (the default if there are five),
+                            the name of shipped ones (the default elsewhere, and with --against:
+                            public), or a JSON file like predict/variability/public.json
+    samples=2000            how many iterations of the whole world are drawn
+    slow=1.2                how many times as long the one slow GPU computes (0.5: half as long)
+    host=0.6                how fast hosts are, as in prism replay
+
+    Calls that calibration= has samples of vary as those do.
 
     prism predict DIR iterations=500K deadline=30d mtbf=3h checkpoint_cost=30s restart=10min
 

@@ -35,9 +35,9 @@ def capture(args: argparse.Namespace) -> int:
     A slice that is finished is kept: start the same command again after an interruption and it goes
     on from there.  world.prism in the folder is the whole world; see prism show, classes and check.
 
-    A script runs as it is, once for every rank that is needed, as many at once as there are cores
-    (one on a GPU); --prism-tier meta needs no GPU and is the choice where there is none.  The last
-    arguments stop it after a few iterations.  The flags are those of prism run.
+    A script runs as it is, once for every rank that is needed: as many at once as there are cores,
+    or one on a GPU.  --prism-tier meta needs no GPU and is the default where there is none.  The
+    last arguments stop it after a few iterations.  The flags are those of prism run.
     """
     if args.out is None:
         raise UsageError("a capture needs a folder", fix="-o DIR")
@@ -195,7 +195,7 @@ def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
 
 
 def classes(args: argparse.Namespace) -> int:
-    """Show which ranks cannot be told apart, and why each class is one.
+    """Show which ranks are equivalent, and why each class is one.
 
     prism classes DIR
     """

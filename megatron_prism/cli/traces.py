@@ -26,10 +26,10 @@ def import_(args: argparse.Namespace) -> int:
     prism replay job
     prism predict job variability=job/variability.json
 
-    Prints the measured iteration and the replayed one, spreads between GPUs, iterations and calls,
-    GPUs, nodes and iterations that stand out with what each costs, time on the wire apart from
-    waiting for the last rank, and what did not align or had to be inferred.  -o keeps the programs,
-    variability.json and import.json.
+    Prints the measured iteration beside the replayed one, and the spreads between GPUs, iterations
+    and calls.  GPUs, nodes and iterations that stand out follow with what each costs; then what did
+    not align or had to be inferred.  Waiting for the last rank does not count as time on the wire.
+    -o keeps the programs, variability.json and import.json.
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.traces.programs import import_traces, write

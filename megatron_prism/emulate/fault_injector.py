@@ -131,7 +131,7 @@ def leave(fault: Fault) -> None | NoReturn:
     """The rank raises, ends or stands still."""
     if fault.kind in ("gil", "sigstop") or (fault.kind == "data_stall" and "s" not in fault.params):
         sys.stderr.write(
-            f"prism: this process (pid {os.getpid()}) now stands still for good, as {fault} says: "
+            f"prism: this process (pid {os.getpid()}) now hangs for good, as {fault} says: "
             "end it with kill -9; a verdict without waiting is prism hang DIR fault=…\n"
         )
         sys.stderr.flush()

@@ -429,8 +429,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--prism-verbose": {
         "action": "store_true",
-        "help": "list what stands in for missing libraries; keep Megatron's warnings of them and its "
-        "lists of every bucket's parameters",
+        "help": "list what stands in for missing libraries; keep Megatron's warnings of them and "
+        "its lists of every bucket's parameters",
     },
     **HANG_FLAGS,
     "--prism-break": {

@@ -1,7 +1,7 @@
 """Host a program that starts ``torch.distributed`` itself and has a training loop of its own.
 
 Megatron's ``pretrain`` is not the only way to train with megatron-core: its quick start, frameworks
-on top of it and scripts of one's own call ``init_process_group`` and step an optimizer.  ``host``
+on top of it and hand-written scripts call ``init_process_group`` and step an optimizer.  ``host``
 makes that call bring the virtual world up where it would wait for the other ranks; ``OwnLoop``
 tells the monitor of train steps by what they do, and stands back where Megatron's own trains.
 """

@@ -645,5 +645,5 @@ def test_who_stands_still_for_good_says_how_to_end_it(word, stands, monkeypatch,
     fault_injector.leave(fault_plan.parse(word))
     assert len(held) == 1
     said = capsys.readouterr().err
-    assert ("now stands still for good" in said) is stands
+    assert ("now hangs for good" in said) is stands
     assert ("kill -9" in said) is stands
