@@ -42,7 +42,7 @@ _HOMES = {  # public name -> module:attribute
     "World": "core.world:World",
     "attach": "_attach:attach",
     "capture": "emulate.recipe_job:capture",
-    "compare": "predict.compare:compare",
+    "compare": "predict.predict:compare",
     "diagnose": "hang.diagnose:diagnose",
     "diagnose_faults": "hang.diagnose:diagnose_faults",
     "emulate": "emulate.recipe_job:emulate",

@@ -32,7 +32,7 @@ from megatron_prism.core.files import write_whole
 if TYPE_CHECKING:
     from megatron_prism.core.program import Programs
     from megatron_prism.predict import Comparison, Prediction, RunPrediction, Study
-    from megatron_prism.predict.compare import Chance
+    from megatron_prism.predict.predict import Chance
 
 __all__ = ["predict"]
 

@@ -133,9 +133,10 @@ def _with(word: str) -> tuple[str, dict[str, Any]]:
 
 def _show_pair(one: tuple[str, Timeline], other: tuple[str, Timeline]) -> None:
     """Two iterations by what a mean rank does, the largest difference first."""
-    from megatron_prism.report.metrics import mean_parts, timeline_metrics
+    from megatron_prism.replay.timeline import mean_parts
+    from megatron_prism.report.metrics import timeline_metrics
 
-    a, b = (mean_parts(timeline_metrics(timeline)) for _, timeline in (one, other))
+    a, b = (mean_parts(map(vars, timeline_metrics(t).classes)) for _, t in (one, other))
     ns = [("iteration", float(one[1].iteration_ns), float(other[1].iteration_ns))]
     whats = sorted({**a, **b}, key=lambda what: -abs(a.get(what, 0) - b.get(what, 0)))
     ns += [(what, a.get(what, 0), b.get(what, 0)) for what in whats if a.get(what) or b.get(what)]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import distributed as dist
 
-from megatron_prism.replay.costs.overlap_factors import KINDS, METHOD
+from megatron_prism.replay.costs.collectives import KINDS, OVERLAP_METHOD
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.signatures import Json
@@ -64,7 +64,7 @@ class OverlapRound(NamedTuple):
 
 
 def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Json]:
-    """Rows of factors, as ``costs.overlap`` reads them; every rank of the world takes part.
+    """Rows of factors, as ``read_overlap`` reads them; every rank of the world takes part.
 
     ``calls`` gives the calls of messages of so many bytes, by name.
     """
@@ -84,7 +84,7 @@ def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) 
                     "ranks": size,
                     "bytes": num_bytes,
                     "kind": kind,
-                    "method": METHOD,
+                    "method": OVERLAP_METHOD,
                 }
                 factors = {"compute": round(first, 4), "call": round(second, 4)}
                 rows.append({**row, **factors, "rounds": counted})

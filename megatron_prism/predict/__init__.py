@@ -5,16 +5,14 @@ regime per iteration.
     distributions.py  quantiles with intervals that cover, fitted distributions
     variability.py    how much calls, computing and hosts vary: published, or measured here
     sampler.py        draws of iterations of the whole world
-    predict.py        quantiles, what moves them, where a slow GPU hurts
+    predict.py        quantiles, what moves them, where a slow GPU hurts; several layouts
     whatifs.py        single kinds of calls, placements, hot nodes, scale
-    compare.py        which of several layouts is faster, and how surely
     campaign.py       will N iterations finish by then, failures and restarts included?
 """
 
 from megatron_prism.predict.campaign import Campaign, RunPrediction, predict_run
-from megatron_prism.predict.compare import Comparison, compare
 from megatron_prism.predict.distributions import Quantile, needed, quantile
-from megatron_prism.predict.predict import Prediction, predict
+from megatron_prism.predict.predict import Comparison, Prediction, compare, predict
 from megatron_prism.predict.sampler import Sampler
 from megatron_prism.predict.variability import CallSpread, call_spread
 from megatron_prism.predict.whatifs import Study, study

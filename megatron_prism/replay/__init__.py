@@ -1,10 +1,10 @@
 """When everything happens: programs and prices -> a timeline.
 
-priced_graph.py  load, check, price and replay: the one way from programs to times
+priced_graph.py  load, check, price (overlaps included) and replay: the one way from
+                 programs to times
 dependencies.py  what happens before what, in a rank and between ranks
 timeline.py      times of all ops, critical path, idle time by cause
 interval.py      how far off an iteration may be, and why
-overlap.py       iterations whose calls and computing slow each other down
 network.py       calls that share links, and faults
 whatif.py        other microbatch counts, replicas, slow ranks
 answer_times.py  when virtual ranks answer local ones

@@ -19,11 +19,11 @@ import numpy as np
 
 from megatron_prism.core.ops import CODE
 from megatron_prism.core.units import format_ns
-from megatron_prism.replay import overlap
+from megatron_prism.replay.costs.collectives import OverlapFactors
 from megatron_prism.replay.costs.host import MODELLED, ON_TARGET
-from megatron_prism.replay.costs.overlap_factors import OverlapFactors
 from megatron_prism.replay.costs.prices import NO_TIME
 from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
+from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
 
 __all__ = ["CLOCKS", "HOST_FACTOR", "RANGES", "Interval", "Range", "Uncertainty", "combined",
@@ -199,7 +199,7 @@ class _Variations:
         factors = {name: _SLOWEST for name, code in CODE.items() if code in names}
         if self.tier not in ("cuda", "meta") or not len(graph.matched_calls):
             return None
-        slower = overlap.corrected_once(self.timeline, factors, "assumed")
+        slower = corrected_once(self.timeline, factors, "assumed")
         high = self.timeline.iteration_with(durations_of(self.dag, slower)) - self.base
         why = "nobody measured how much calls and computing slow each other down"
         fix = "prism calibrate on two or more GPUs, then calibration=FILE"

@@ -19,15 +19,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+import numpy as np
+
 from megatron_prism.core import job_settings
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import PrismError, UsageError
-from megatron_prism.core.program import Programs
-from megatron_prism.core.slices import HOST_INDEX
+from megatron_prism.core.ops import CODE
+from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.slices import HOST_INDEX, PACED, PEERS
 from megatron_prism.graph.world_graph import WorldGraph, build
-from megatron_prism.replay import overlap, whatif
+from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops
-from megatron_prism.replay.costs.collectives import Calibration, read_calibration
+from megatron_prism.replay.costs.collectives import (
+    KINDS,
+    Calibration,
+    OverlapFactors,
+    read_calibration,
+)
 from megatron_prism.replay.costs.host import (
     MODELLED_INDEX,
     indices_of,
@@ -37,11 +45,10 @@ from megatron_prism.replay.costs.machine import Machine, default_machine, machin
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, parse
 from megatron_prism.replay.network import ports, read_topology, replay_network
-from megatron_prism.replay.timeline import Timeline
-from megatron_prism.replay.timeline import build_timeline as evaluate
+from megatron_prism.replay.timeline import Timeline, build_timeline, durations_of, evaluate
 from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_microbatches
 
-__all__ = ["PricedGraph", "WhatIf", "price", "replay"]
+__all__ = ["PricedGraph", "WhatIf", "corrected_once", "price", "replay", "replay_with_overlap"]
 
 Factor = Fraction | float | str
 Pairs = Mapping[int | str, Factor] | Iterable[tuple[int | str, Factor]]
@@ -113,7 +120,7 @@ class PricedGraph:
     @cached_property
     def timeline(self) -> Timeline:
         """When everything happens.  PrismError if the job hangs."""
-        return evaluate(
+        return build_timeline(
             self.graph, self.prices, self.iterations, _buffered(self.graph, self.what_if)
         )
 
@@ -180,7 +187,7 @@ def price(
         prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if)
     if measured is not None and measured.overlap:
-        settled = overlap.replay_with_overlap(
+        settled = replay_with_overlap(
             graph, prices, measured.overlap, measured.source, iterations, buffered
         )
         prices = settled.prices
@@ -215,6 +222,156 @@ def replay(
         what_if=what_if,
         iterations=iterations,
     ).timeline
+
+
+# -- computing and calls that slow each other down -------------------------------------------------
+PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
+_UNKNOWN_SHARE = 0.5  # of a segment: products
+
+
+def replay_with_overlap(
+    graph: WorldGraph,
+    prices: Prices,
+    factors: Mapping[str, OverlapFactors],
+    source: str,
+    iterations: int = 2,
+    buffered: int = 0,
+) -> Timeline:
+    """The timeline with every overlap's cost; ``source`` says who measured the factors.
+
+    A replay says for how long each segment had calls of its rank beside it; during that time it
+    gets 1 / factor as far.  So it takes overlap x (1 - 1 / factor) longer, which changes the
+    timeline: replay and correction alternate until the iteration settles.  A call is as slow as on
+    its slowest member.  Products and other kernels of a segment lose differently; the slice says
+    how much of it is products.  Segments that were recorded among paced ranks had the job's calls
+    beside them: they lose no more.
+
+    Messages take the factors that were measured of an exchange, else those of an all-to-all, which
+    NCCL runs with the same kernel (SendRecv).  Only calls that move data count, not those that wait
+    for a rank; several at once count each, and of several segments beside a call each counts in
+    part.
+    """
+    if not factors:
+        return build_timeline(graph, prices, iterations, buffered)
+    costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
+    if graph.programs.source.get(PEERS) == PACED:
+        for lost in costs:
+            lost[:, 0] = 0
+    found = build_timeline(graph, prices, iterations, buffered)
+    for _ in range(PASSES):
+        now = _corrected(found, prices, costs, source)
+        times = evaluate(found.dag, durations_of(found.dag, now))
+        before, found = found, Timeline(graph, now, found.dag, *times, iterations)
+        moved = np.abs(now.collective_ns - before.prices.collective_ns).sum()
+        same = abs(found.iteration_ns - before.iteration_ns) <= SETTLED * found.iteration_ns
+        if same and moved <= SETTLED * now.collective_ns.sum():
+            break
+    return found
+
+
+def corrected_once(found: Timeline, factors: Mapping[str, OverlapFactors], source: str) -> Prices:
+    """Prices with what the overlaps of ``found`` would cost, as they are now."""
+    costs = [_lost(found.graph, index, factors) for index in range(len(found.graph.classes))]
+    return _corrected(found, found.prices, costs, source)
+
+
+def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) -> np.ndarray:
+    """float64 [kind of computing, computing or call, op of a class]: 1 - 1 / factor; 0 for what is
+    no call, or was not measured."""
+    program = graph.program_list[index]
+    sizes = np.maximum(program.bytes_in, program.bytes_out)
+    found = np.zeros((len(KINDS), 2, len(program)))
+    messages = factors.get("exchange", factors.get("all_to_all"))
+    if messages is not None:
+        factors = {"send": messages, "recv": messages, **factors}
+    for name, one in factors.items():
+        if name not in CODE:
+            continue
+        mine = np.flatnonzero(program.ops["name"] == CODE[name])
+        each, which = np.unique(sizes[mine], return_inverse=True)
+        for kind, rows in zip(KINDS, found, strict=True):
+            known = np.array([one.factors(size, kind) for size in each.tolist()]).reshape(-1, 2)
+            rows[:, mine] = 1 - 1 / known[which].T
+    return found
+
+
+def _parts(program: Program, segments: np.ndarray) -> np.ndarray:
+    """float64 [kind of computing, segments]: which part of each is of that kind."""
+    ns, products = (program.ops[name][segments].astype(float) for name in ("ns", "products"))
+    known = (products >= 0) & (ns > 0)
+    part = np.where(known, np.clip(products / np.maximum(ns, 1), 0, 1), _UNKNOWN_SHARE)
+    return np.stack([part, 1 - part])
+
+
+def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source: str) -> Prices:
+    """``prices``, and what the overlaps of ``found`` cost."""
+    sources = list(prices.sources)
+    meetings = prices.collective_ns.copy()
+    compute, compute_source = [], []
+    for index, (program, lost) in enumerate(zip(found.graph.program_list, costs, strict=True)):
+        spans = found.spans(index)
+        is_compute = program.ops["name"][spans["op"]] == CODE["compute"]
+        segments, calls = spans[is_compute], spans[~is_compute]
+        calls = calls[lost.sum(axis=(0, 1))[calls["op"]] > 0]
+        more, slower = np.zeros(len(segments)), np.zeros(len(calls))
+        ones = np.ones(len(segments))
+        for part, (of_compute, of_call) in zip(
+            _parts(program, segments["op"]), lost[:, :, calls["op"]], strict=True
+        ):
+            more += part * _covered(calls, segments, of_compute)
+            slower += of_call * _covered(segments, calls, part, shared=True)
+        late = np.zeros(len(program), dtype=np.int64)
+        late[segments["op"]] = np.rint(more)
+        compute.append(prices.compute[index] + late)
+        compute_source.append(_said(prices.compute_source[index], late > 0, source, sources))
+        met = found.graph.matched_calls.of[index][calls["op"]]
+        took = calls["end"] - calls["start"]
+        within = _covered(segments, calls, ones, shared=True) >= took - 1
+        alone = prices.collective_ns[met]
+        # within segments it is as much slower throughout: no need to come nearer pass by pass
+        whole = alone / (1 - np.where(within, slower / np.maximum(1, took), 0))
+        longer = np.where(within, whole, alone + slower)
+        np.maximum.at(meetings, met, np.rint(longer).astype(np.int64))
+    return dataclasses.replace(
+        prices,
+        compute=tuple(compute),
+        compute_source=tuple(compute_source),
+        collective_ns=meetings,
+        collective_source=_said(
+            prices.collective_source, meetings > prices.collective_ns, source, sources
+        ),
+        sources=tuple(sources),
+    )
+
+
+def _covered(
+    under: np.ndarray, over: np.ndarray, weights: np.ndarray, shared: bool = False
+) -> np.ndarray:
+    """Per span of ``over``: ns that spans of ``under`` cover of it, each times its weight;
+    ``shared``: of several at once their mean."""
+    if not len(under) or not len(over):
+        return np.zeros(len(over))
+    times = np.concatenate([under["start"], under["end"]])
+    slopes = np.concatenate([weights, -weights])
+    order = np.argsort(times, kind="stable")
+    times, slope = times[order], np.cumsum(slopes[order])
+    if shared:
+        slope = slope / np.maximum(1, np.cumsum(np.where(order < len(under), 1, -1)))
+    so_far = np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(times))))
+    begin, end = (np.interp(over[key], times, so_far) for key in ("start", "end"))
+    return np.asarray(end - begin)
+
+
+def _said(source: np.ndarray, chosen: np.ndarray, who: str, sources: list[str]) -> np.ndarray:
+    """Sources in which the chosen entries say that an overlap slowed them; extends ``sources``."""
+    found = source.copy()
+    for code in np.unique(source[chosen]).tolist():
+        what, _, more = sources[code].partition(" (")
+        text = f"{what}, slower where calls and computing overlap (overlap: {who}; {more or ')'}"
+        if text not in sources:
+            sources.append(text)
+        found[chosen & (source == code)] = sources.index(text)
+    return found
 
 
 # -- what-ifs -------------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ that the first began from rest.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ __all__ = [
     "critical_path",
     "evaluate",
     "build_timeline",
+    "mean_parts",
     "schedule_timeline",
 ]
 
@@ -276,6 +277,28 @@ class Account:
     exposed: Mapping[str, int]
     waiting: Mapping[str, int]
     idle: int
+
+
+def mean_parts(accounts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """ns of an iteration by what a mean rank does; adds up to the iteration.
+
+    ``compute``, ``exposed GROUP`` (communication that nothing hides), ``waiting GROUP`` (for the
+    ranks of that group to come) and ``idle``.
+
+    Args:
+        accounts: of classes, the fields of Account and ``count``, how many ranks each has.
+    """
+    total: dict[str, float] = defaultdict(float)
+    rows = list(accounts)
+    ranks = sum(one["count"] for one in rows) or 1
+    for one in rows:
+        part = one["count"] / ranks
+        total["compute"] += one["compute"] * part
+        for what in ("exposed", "waiting"):
+            for group, ns in one[what].items():
+                total[f"{what} {group}"] += ns * part
+        total["idle"] += one["idle"] * part
+    return dict(total)
 
 
 class Step(NamedTuple):

@@ -19,7 +19,7 @@ from megatron_prism.replay.interval import Uncertainty, interval
 from megatron_prism.replay.network import BusyLink, busy_links
 from megatron_prism.replay.timeline import Timeline
 
-__all__ = ["ClassMetrics", "Metrics", "Value", "mean_parts", "timeline_metrics", "path_parts"]
+__all__ = ["ClassMetrics", "Metrics", "Value", "timeline_metrics", "path_parts"]
 
 
 HOST_PART = "host: "  # what begins so is a host that issues work
@@ -276,18 +276,6 @@ def timeline_metrics(timeline: Timeline) -> Metrics:
             if busy[text] or on_path[text]
         ),
     )
-
-
-def mean_parts(found: Metrics) -> dict[str, float]:
-    """ns of an iteration by what a mean rank does; adds up to the iteration.
-
-    ``compute``, ``exposed GROUP``, ``waiting GROUP`` and ``idle``.
-    """
-    ranks = sum(one.count for one in found.classes) or 1
-    parts = {"compute": sum(one.compute * one.count for one in found.classes) / ranks}
-    for what in ("exposed", "waiting"):
-        parts |= {f"{what} {group}": ns for group, ns in found.mean(what).items()}
-    return parts | {"idle": sum(one.idle * one.count for one in found.classes) / ranks}
 
 
 def _host(timeline: Timeline, path: tuple[PathPart, ...]) -> float | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prism.predict import Prediction
-from megatron_prism.predict.compare import Comparison
 from megatron_prism.predict.distributions import Quantile
+from megatron_prism.predict.predict import Comparison
 from megatron_prism.report.page import render_page
 
 __all__ = ["render_comparison", "render_distribution"]

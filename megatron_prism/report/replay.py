@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron_prism.core.ops import CODE, PHASE_NAMES, label
-from megatron_prism.replay.timeline import Timeline
+from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.report import text
-from megatron_prism.report.metrics import Metrics, mean_parts, timeline_metrics
+from megatron_prism.report.metrics import Metrics, timeline_metrics
 from megatron_prism.report.page import render_page
 
 __all__ = ["live_memory", "merge", "page_data", "path_rows", "render", "step_codes"]
@@ -147,7 +147,7 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
         "path": _path(timeline, drawn),
         "merged": epsilon,
         "missing": len(found.classes) - len(drawn),
-        "parts": list(mean_parts(found).items()),
+        "parts": list(mean_parts(map(vars, found.classes)).items()),
     }
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_prism.core.units import format_bytes
+from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.report.page import render_page
 from megatron_prism.sweep.space import text as axis_text
-from megatron_prism.sweep.sweep import Row, Sweep, breakdown, explain, front
+from megatron_prism.sweep.sweep import Row, Sweep, explain, front
 
 __all__ = ["render_csv", "render_html", "render_pair", "render_text"]
 
@@ -140,7 +141,7 @@ def render_pair(both: tuple[Row, Row]) -> str:
     """Two points side by side: where the time of a mean rank goes."""
     one, other = both
     a, b = one.result, other.result
-    total = (sum(breakdown(a).values()), sum(breakdown(b).values()))
+    total = (sum(mean_parts(a["stages"]).values()), sum(mean_parts(b["stages"]).values()))
     rows: list[Sequence[str]] = [("mean rank, s", "A", "B", "A - B")]
     rows += [
         (what, _seconds(x), _seconds(y), f"{(x - y) / 1e9:+.3f}") for what, x, y in explain(a, b)
@@ -167,7 +168,7 @@ def _page(sweep: Sweep) -> dict[str, Any]:
     best = {one["key"] for one in front([row.result for row in sweep.rows])}
     pair = [
         {"name": row.name, "ns": row.result["iteration_ns"],
-         "parts": list(breakdown(row.result).items())}
+         "parts": list(mean_parts(row.result["stages"]).items())}
         for row in (sweep.rows[:2] if len(sweep.rows) > 1 else ())
     ]  # fmt: skip
     groups = {what.partition(" ")[2] for one in pair for what, _ in one["parts"]} - {""}

@@ -32,6 +32,7 @@ from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory.estimates import memory_bound
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
+from megatron_prism.replay.timeline import mean_parts
 from megatron_prism.sweep import space
 from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run
 from megatron_prism.sweep.layout import RecipeLayout
@@ -397,26 +398,8 @@ def front(results: Sequence[Result]) -> list[Result]:
     return found
 
 
-def breakdown(result: Result) -> dict[str, float]:
-    """ns of an iteration by what a mean rank does; adds up to the iteration.
-
-    ``compute``, ``exposed GROUP`` (communication that nothing hides), ``waiting GROUP`` (for the
-    ranks of that group to come) and ``idle``.
-    """
-    ranks = sum(stage["count"] for stage in result["stages"])
-    total: dict[str, float] = {"compute": 0.0}
-    for stage in result["stages"]:
-        part = stage["count"] / ranks
-        total["compute"] += stage["compute"] * part
-        for what in ("exposed", "waiting"):
-            for group, ns in stage[what].items():
-                total[f"{what} {group}"] = total.get(f"{what} {group}", 0.0) + ns * part
-        total["idle"] = total.get("idle", 0.0) + stage["idle"] * part
-    return total
-
-
 def explain(one: Result, other: Result) -> list[tuple[str, float, float]]:
     """(what, ns in ``one``, ns in ``other``) per token of the same batch, largest change first."""
-    a, b = breakdown(one), breakdown(other)
+    a, b = mean_parts(one["stages"]), mean_parts(other["stages"])
     rows = [(what, a.get(what, 0.0), b.get(what, 0.0)) for what in {**a, **b}]
     return sorted((row for row in rows if row[1] or row[2]), key=lambda r: (-abs(r[1] - r[2]), r))

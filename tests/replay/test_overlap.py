@@ -13,10 +13,14 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.graph import world_graph
-from megatron_prism.replay import costs, overlap, timeline
-from megatron_prism.replay.costs.collectives import read_calibration
+from megatron_prism.replay import costs, priced_graph, timeline
+from megatron_prism.replay.costs.collectives import (
+    OVERLAP_METHOD,
+    OverlapFactors,
+    read_calibration,
+    read_overlap,
+)
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.replay.costs.overlap_factors import METHOD, OverlapFactors, read_rows
 from megatron_prism.replay.priced_graph import price
 
 MS = 1_000_000
@@ -33,7 +37,7 @@ AFTER = BESIDE.replace("- compute", "- wait handle=0\n- compute")
 
 def row(**more):
     return {"op": "all_reduce", "ranks": 2, "bytes": 128, "kind": "gemm",
-            "method": METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
+            "method": OVERLAP_METHOD, "compute": 1.0, "call": 1.0, **more}  # fmt: skip
 
 
 def found(text, call_ms, compute, call):
@@ -41,8 +45,8 @@ def found(text, call_ms, compute, call):
     made = world_graph.build(parse(text))
     prices = costs.price_ops(made, machine("h200"))
     prices = dataclasses.replace(prices, collective_ns=np.full(1, call_ms * MS))
-    factors = read_rows([row(compute=compute, call=call)])
-    slower = overlap.replay_with_overlap(made, prices, factors, "4 x X", 1)
+    factors = read_overlap([row(compute=compute, call=call)])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "4 x X", 1)
     again = timeline.build_timeline(made, slower.prices, 1)  # its prices are what it rests on
     assert again.iteration_ns == slower.iteration_ns
     return slower.iteration_ns / MS, slower.prices
@@ -55,11 +59,11 @@ def test_factors_of_few_rounds_are_left_out():
         row(bytes=1 << 24, call=3.6, rounds=3),  # as measured: a call shorter than a product
         row(bytes=1 << 22, call=2.0),  # a file that does not say
     ]
-    points = read_rows(rows)["all_reduce"].points
+    points = read_overlap(rows)["all_reduce"].points
     assert points == {
         "gemm": ((1 << 22, 1.0, 2.0), (1 << 28, 1.0, 1.3)), "memory": ((1 << 28, 1.0, 1.9),)
     }  # fmt: skip
-    assert read_rows([row(rounds=1)])["all_reduce"].points == {"gemm": ((128, 1.0, 1.0),)}
+    assert read_overlap([row(rounds=1)])["all_reduce"].points == {"gemm": ((128, 1.0, 1.0),)}
 
 
 @pytest.mark.parametrize(
@@ -95,22 +99,22 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS}{said}")))
     prices = costs.price_ops(made, machine("h200"))
     prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
-    factors = read_rows([row(compute=2.0), row(kind="memory", call=2.0)])
-    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    factors = read_overlap([row(compute=2.0), row(kind="memory", call=2.0)])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
 
 def test_computing_that_was_recorded_beside_calls_loses_no_more():
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
-    factors = read_rows([row(), row(kind="memory", compute=2.0, call=2.0)])
+    factors = read_overlap([row(), row(kind="memory", compute=2.0, call=2.0)])
     plain = dataclasses.replace(
         costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 500 * MS)
     )
-    alone = overlap.replay_with_overlap(made, plain, factors, "x", 1).prices
+    alone = priced_graph.replay_with_overlap(made, plain, factors, "x", 1).prices
     source = {**made.programs.source, "peers": "paced"}
     paced = world_graph.build(dataclasses.replace(made.programs, source=source))
-    beside = overlap.replay_with_overlap(paced, plain, factors, "x", 1).prices
+    beside = priced_graph.replay_with_overlap(paced, plain, factors, "x", 1).prices
     assert alone.compute[0].max() > 1000 * MS == beside.compute[0].max()
     assert beside.collective_ns[0] == 1000 * MS  # calls are calibrated alone: they lose as before
 
@@ -125,8 +129,8 @@ def test_a_call_that_outlasts_computing_is_slower_only_beside_it(call_ms, factor
     prices = dataclasses.replace(
         costs.price_ops(made, machine("h200")), collective_ns=np.full(1, call_ms * MS)
     )
-    factors = read_rows([row(), row(kind="memory", call=factor)])
-    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1)
+    factors = read_overlap([row(), row(kind="memory", call=factor)])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1)
     expected = call_ms + 1000 * (1 - 1 / factor)
     assert slower.prices.collective_ns[0] / MS == pytest.approx(expected, rel=2e-3)
     assert slower.iteration_ns / MS == pytest.approx(max(1000, expected), rel=2e-3)
@@ -140,8 +144,8 @@ def test_a_call_that_computing_nearly_covers(factor):
     prices = dataclasses.replace(
         costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
     )
-    factors = read_rows([row(), row(kind="memory", call=factor)])
-    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    factors = read_overlap([row(), row(kind="memory", call=factor)])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.collective_ns[0] / MS == pytest.approx(99 * factor + 1, rel=2e-3)
 
 
@@ -153,8 +157,8 @@ def test_computing_on_several_streams_slows_a_call_once(factor):
     prices = dataclasses.replace(
         costs.price_ops(made, machine("h200")), collective_ns=np.full(1, 100 * MS)
     )
-    factors = read_rows([row(call=factor)])
-    slower = overlap.replay_with_overlap(made, prices, factors, "x", 1).prices
+    factors = read_overlap([row(call=factor)])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
     assert slower.collective_ns[0] / MS == pytest.approx(100 * factor, rel=1e-3)
 
 
@@ -169,34 +173,36 @@ def test_it_is_said():
 def test_random_worlds_only_get_slower_and_not_without_factors(seed):
     made = world_graph.build(random_programs(seed))
     prices = prices_of(made)
-    assert overlap.replay_with_overlap(made, prices, {}, "x").prices is prices
+    assert priced_graph.replay_with_overlap(made, prices, {}, "x").prices is prices
     factors = {
         "all_reduce": OverlapFactors({"gemm": ((1, 1.3, 1.2),), "memory": ((1, 1.2, 2.0),)}),
         "all_gather": OverlapFactors({"gemm": ((1, 1.1, 1.4),)}),
     }
-    slower = overlap.replay_with_overlap(made, prices, factors, "x").prices
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x").prices
     assert (slower.collective_ns >= prices.collective_ns).all()
     for one, before in zip(slower.compute, prices.compute, strict=True):
         assert (one >= before).all()
         assert (one <= np.ceil(before * 1.3**3) + 1).all()  # at most three calls at once
     ones = dict.fromkeys(factors, OverlapFactors({"memory": ((1, 1.0, 1.0),)}))
-    same = overlap.replay_with_overlap(made, prices, ones, "x").prices
+    same = priced_graph.replay_with_overlap(made, prices, ones, "x").prices
     assert (same.collective_ns == prices.collective_ns).all()
     assert same.used() == prices.used()
 
 
 def test_between_two_sizes_their_ratio_counts():
     rows = [row(compute=1.2), row(kind="memory", compute=1.4), row(bytes=128 << 4, call=3.0)]
-    one = read_rows(rows)["all_reduce"]
+    one = read_overlap(rows)["all_reduce"]
     assert one.factors(0, "gemm") == one.factors(128, "gemm") == (1.2, 1.0)
     assert one.factors(128 << 2, "gemm") == (pytest.approx(1.1), pytest.approx(2.0))
     assert one.factors(128 << 3, "gemm") == (pytest.approx(1.05), pytest.approx(2.5))
     assert one.factors(128 << 4, "gemm") == one.factors(1 << 30, "gemm") == (1.0, 3.0)
     assert one.factors(1, "memory") == one.factors(1 << 30, "memory") == (1.4, 1.0)
-    assert read_rows(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
+    assert read_overlap(rows[:1])["all_reduce"].factors(1, "memory") == (1.2, 1.0)
     old = [{"op": "all_reduce", "ranks": 4, "compute": 0.92, "call": 0.93}]
-    assert read_rows(old) == {}  # of an earlier release, whose clocks differed
-    assert read_rows([row(call=2.3, method=1)]) == {}  # of another, in which calls waited for room
+    assert read_overlap(old) == {}  # of an earlier release, whose clocks differed
+    assert (
+        read_overlap([row(call=2.3, method=1)]) == {}
+    )  # of another, in which calls waited for room
 
 
 def test_factors_measured_in_an_earlier_way_are_said_to_be_left_out(tmp_path):
@@ -231,7 +237,7 @@ def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
         (row(kind="sleep"), "one of gemm, memory, not 'sleep'"),
         (row(kind=["gemm"]), "kind: expected a str"),
         ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
-        ({"method": METHOD}, "is missing"),
+        ({"method": OVERLAP_METHOD}, "is missing"),
     ],
 )
 def test_factors_that_cannot_be(tmp_path, wrong, says):
@@ -378,7 +384,7 @@ def test_a_measurement_on_cpus(tmp_path):
     assert [(one["op"], one["kind"]) for one in rows] == [
         ("all_reduce", "gemm"), ("all_reduce", "memory")
     ]  # fmt: skip
-    assert read_rows(rows)["all_reduce"].points["gemm"][0][0] == calibrate_overlap.CPU_SIZES[0]
+    assert read_overlap(rows)["all_reduce"].points["gemm"][0][0] == calibrate_overlap.CPU_SIZES[0]
 
 
 def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):

@@ -1,10 +1,10 @@
 """How long each op takes, and who says so.
 
     prices.py           a price for every op of a graph, with its provenance
-    collectives.py      calls: calibrations, and a model of NCCL
+    collectives.py      calls: calibrations, what they and computing cost each other, a model of
+                        NCCL
     kernels.py          segments that never ran on a GPU: measured kernels, rooflines
     host.py             how long the host takes to issue an op, and how fast hosts are
-    overlap_factors.py  how much calls and computing slow each other down
     machine.py          rates and links of machines (machines/*.json)
     nccl_settings.py    NCCL's environment: which ways its calls may go
     nccl_tests.py       a calibration from the output of nccl-tests

@@ -4,7 +4,8 @@ In : a collective, its message size, its group's shape on the machine.  Out: ns 
 
 The model is NCCL's own estimate of its algorithms and protocols (``nccl``), on the machine's rates.
 Groups that span nodes pay the network's rate and latency between nodes; several ranks of a node
-share the work of crossing it rail by rail.
+share the work of crossing it rail by rail.  A calibration also says how much a call and computing
+slow each other down.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 import os
 import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -22,9 +25,9 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NcclSettings, parse
-from megatron_prism.replay.costs.overlap_factors import OverlapFactors, read_rows
 
-__all__ = ["Calibration", "METHOD", "Shape", "modelled", "read_calibration", "times"]
+__all__ = ["Calibration", "KINDS", "METHOD", "OVERLAP_METHOD", "OverlapFactors", "Shape",
+           "modelled", "read_calibration", "read_overlap", "times"]  # fmt: skip
 
 
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
@@ -190,6 +193,77 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
+KINDS = ("gemm", "memory")  # of computing: products, and additions
+OVERLAP_METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
+
+_ROUNDS = 0.5  # of the rounds of the row that has most of them
+_Factor = Annotated[float, msgspec.Meta(gt=0, lt=100)]  # what is more is no measurement
+
+
+class _OverlapRow(msgspec.Struct):
+    """One measured pair of factors, of computing and of the call."""
+
+    op: str
+    bytes: foreign.PositiveInt
+    kind: Literal["gemm", "memory"]
+    compute: _Factor
+    call: _Factor
+    rounds: float | None = None
+    method: int | None = None
+
+
+@dataclass(frozen=True)
+class OverlapFactors:
+    """Factors of one kind of call.
+
+    points : kind of computing -> ascending (message bytes, factor of computing, of the call)
+    """
+
+    points: Mapping[str, tuple[tuple[int, float, float], ...]]
+
+    def factors(self, num_bytes: int, kind: str) -> tuple[float, float]:
+        """(of computing, of the call), between two measured sizes by ratio, beyond them those of
+        the nearest; of a kind that was not measured those of the other."""
+        known = self.points.get(kind) or next(iter(self.points.values()))
+        at = bisect.bisect_left(known, (num_bytes,))
+        low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
+        part = 0.0 if low == high else math.log(num_bytes / low[0]) / math.log(high[0] / low[0])
+        found = (a + part * (b - a) for a, b in zip(low[1:], high[1:], strict=True))
+        compute, call = (max(1.0, factor) for factor in found)
+        return compute, call
+
+
+def read_overlap(rows: Iterable[Mapping[str, object]]) -> dict[str, OverlapFactors]:
+    """Collective -> factors of the ``overlap`` rows of a calibration, against each of two kinds of
+    computing: products, which fill the GPU, and what takes its memory's rate (they differ: a gather
+    of 64 MiB takes 1.1 times as long beside products, 1.9 times beside additions).
+
+    Rows that were measured in another way are not used: their clocks differed between alone and
+    together, a call's wait for room counted as slowness, or nothing ran side by side.  A factor
+    below 1 is noise and counts as 1, and one of few rounds is left out: in the others computing did
+    not outlast the call.  ValueError for rows that are none, or two of the same call."""
+    found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    ours = [row for row in rows if row.get("method") == OVERLAP_METHOD]
+    known = foreign.shaped(ours, list[_OverlapRow])
+    enough = _ROUNDS * max((row.rounds or 0 for row in known), default=0)
+    for row in known:
+        if (enough if row.rounds is None else row.rounds) < enough:
+            continue
+        pair, sizes = (row.compute, row.call), found.setdefault(row.op, {}).setdefault(row.kind, {})
+        if sizes.setdefault(row.bytes, pair) != pair:
+            what = f"{row.op} of {row.bytes} bytes beside {row.kind}"
+            raise ValueError(f"it contradicts itself: {what} has two pairs of factors")
+    return {
+        name: OverlapFactors(
+            {
+                kind: tuple((size, *pair) for size, pair in sorted(sizes.items()))
+                for kind, sizes in kinds.items()
+            }
+        )
+        for name, kinds in found.items()
+    }
+
+
 METHOD = 2  # of measuring calls on GPUs; 2: among computing, before: back to back
 
 
@@ -292,7 +366,7 @@ class StoredCalibration(msgspec.Struct):
     source: str
     format: Literal[1] = 1
     collectives: list[CollectiveRow] = []
-    overlap: list[dict[str, Any]] = []  # ``read_rows`` looks at those of today's method
+    overlap: list[dict[str, Any]] = []  # ``read_overlap`` looks at those of today's method
     host: list[_HostRow] = []
     method: int | None = None
     nccl_env: str | None = None  # ``NCCL_ENV``
@@ -318,7 +392,7 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
                 if one == other:
                     what = f"{name} of {one} bytes among {size} takes {ns} ns and {more} ns"
                     raise ValueError(f"it contradicts itself: {what}")
-        overlap, source = read_rows(found.overlap), found.source
+        overlap, source = read_overlap(found.overlap), found.source
         if found.overlap and not overlap:
             source += "; its overlap was measured in an earlier way and is left out"
         if found.host and found.method != METHOD:  # of GPUs, by prism calibrate
