@@ -166,7 +166,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     Raises UsageError for a tier that this host lacks, two local ranks on one device, or an artefact
     folder that exists.
     """
-    from megatron_prism.emulate import own_loop, patch, summary
+    from megatron_prism.emulate import monitor, patch, summary
     from megatron_prism.emulate.patches import moe, without_cuda
 
     if not options.verbose:
@@ -180,7 +180,7 @@ def attach(options: flags.Options, session: Session) -> Any:
         rank=run.options.rank,
         changes=session.changes,
     )
-    own_loop.host(context.start, run.options, run.monitor, session.changes)
+    monitor.host(context.start, run.options, run.monitor, session.changes)
     patch.apply(without_cuda.patches_for(run.tier.name), context)
     if run.recording is not None:
         patch.apply(moe.patches_for_recording(run.recording), context)

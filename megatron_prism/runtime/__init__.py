@@ -3,8 +3,8 @@
 world.py           starts and stops a virtual world, counts its traffic
 process_group.py   the backend that answers every collective
 torch_patches.py   object collectives, group creation, positions in batched calls
-answers.py         what a collective gives one local rank; mixed_groups.py: several local ranks
-values.py          what tensors of virtual peers hold; partial_sums.py: where mirrors are wrong
+answers.py         what a collective gives one local rank, or several
+values.py          what tensors of virtual peers hold, also where mirrors are wrong
 control_values.py  values that steer the program, recorded and replayed
 call_check.py      would the peers make this call at all?
 listeners.py       interfaces of what follows the training and the calls

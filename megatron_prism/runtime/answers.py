@@ -1,27 +1,36 @@
-"""Answers of collectives in which this process is the only real member.
+"""Answers of collectives in which one member, or some of them, run for real.
 
-One function per row of the table of collectives, named after the row.  Each fills the caller's
-outputs in place, in the caller's stream, without allocating (a peak measured here must be the real
-job's peak; non-contiguous tensors are the exception) and without synchronising with the host.
-Inputs and outputs are as c10d hands them over; ``n`` is the group's size, ``p`` the local member's
-group rank.  Groups with several local members are answered in ``mixed_groups``; ranks and groups
-are unknown here.
+Where this process is the only real member, one function per row of the table of collectives, named
+after the row.  Each fills the caller's outputs in place, in the caller's stream, without allocating
+(a peak measured here must be the real job's peak; non-contiguous tensors are the exception) and
+without synchronising with the host.  Inputs and outputs are as c10d hands them over; ``n`` is the
+group's size, ``p`` the local member's group rank; ranks and groups are unknown here.  ``reduce_op``
+is one of the strings of :func:`reduce_op_name`.
 
-``reduce_op`` is one of the strings of :func:`reduce_op_name`.
+``PartiallyLocalGroup``, with several: the k local members really communicate (``real``: a gloo or
+NCCL group of just them).  Every virtual member is the mirror of one local member, dealt out in
+turn, the same way on every local rank, so that all of them get the same answer.  With all members
+local on NCCL nothing here is used: the call goes to the real group unchanged.  gloo lacks some of
+what NCCL has (averages, bools, lists of all-to-all), so its groups are answered here even then.
+These answers allocate temporaries and finish before they return; they are for semantics.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
+from torch import distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.known_values import forget
-from megatron_prism.runtime.values import Values, rms
+from megatron_prism.runtime.values import PartialSums, Values, rms
 
 __all__ = [
+    "PartiallyLocalGroup",
     "all_gather",
     "all_to_all",
     "fill_rows",
@@ -186,3 +195,218 @@ def gather(outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
     for out in outs:
         if out.data_ptr() != shard.data_ptr() or out.is_meta:
             fill_rows(out, shard)
+
+
+# reduce ops of 0 and 1 as bytes
+_FOR_BOOLS = {"sum": "max", "product": "min", "band": "min", "bor": "max"}
+_FOR_BOOLS |= {op: op for op in ("min", "max", "bxor")}
+
+
+def _contiguous_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+class PartiallyLocalGroup:
+    """Answers for one group.
+
+    real      : the real c10d group of the local members, in group-rank order
+    positions : group ranks of the local members, ascending
+    n, p      : size of the whole group, group rank of this process
+    """
+
+    def __init__(self, real: dist.ProcessGroup, positions: Sequence[int], n: int, p: int) -> None:
+        self.real = real
+        self.positions = tuple(positions)
+        self.n, self.p = n, p
+        self.index = self.positions.index(p)
+        slot_of = {position: i for i, position in enumerate(self.positions)}
+        turn = itertools.cycle(range(len(self.positions)))
+        # group rank -> index of the local member that it is or mirrors
+        self.mirrors = [slot_of[m] if m in slot_of else next(turn) for m in range(n)]
+        # group rank -> group rank of that member
+        self.owners = [self.positions[source] for source in self.mirrors]
+        self.weight = self.mirrors.count(self.index)
+        # group rank -> whether its part of a sum of parts is this process's to give
+        self.held = [member == self.index for member in self.mirrors]
+
+    def local_index(self, group_rank: int) -> int | None:
+        """Index of ``group_rank`` among the local members, None if it is virtual."""
+        return self.positions.index(group_rank) if group_rank in self.positions else None
+
+    def _all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        opts = c10d.AllreduceOptions()
+        opts.reduceOp = getattr(dist.ReduceOp, op.upper())
+        self.real.allreduce([tensor], opts).wait()
+
+    def _parts_of(self, op: str, parts: PartialSums | None) -> PartialSums | None:
+        """What completes this reduction: with all members here there is nothing to complete."""
+        return parts if op == "sum" and len(self.positions) < self.n else None
+
+    def reduced(self, tensor: torch.Tensor, op: str, parts: PartialSums | None = None) -> None:
+        """In place: the reduction over the local members, each counted once per mirror.
+
+        parts : completes a sum of which every member holds a part (``Values.of_parts``)
+        """
+        target = tensor.detach()
+        rows, weight = self._parts_of(op, parts), self.weight
+        if rows is not None and rows.once:
+            weight = 1
+        elif rows is not None:
+            part = _contiguous_like(target)
+            if rows.fill(part, held=self.held):
+                self._all_reduce(part, "sum")
+                target.copy_(part)
+                return
+        if target.dtype == torch.bool:  # gloo reduces none
+            words = target.to(torch.uint8, memory_format=torch.contiguous_format)
+            self.reduced(words, _FOR_BOOLS[op])
+            target.copy_(words)
+            return
+        buffer = target.contiguous()
+        divide = op == "avg" and not target.is_floating_point()
+        if op == "sum" or divide:
+            buffer.mul_(weight)
+        elif op == "avg":  # scaled before it is added, as NCCL does: no overflow in half precision
+            buffer.mul_(self.weight / self.n)
+        elif op == "product":
+            buffer.pow_(self.weight)
+        elif op == "bxor" and self.weight % 2 == 0:
+            buffer.zero_()
+        self._all_reduce(buffer, "sum" if op == "avg" else op)
+        if divide:
+            buffer.div_(self.n, rounding_mode="trunc")
+        if buffer is not target:
+            target.copy_(buffer)
+
+    def _gather(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        outs = [_contiguous_like(shard) for _ in self.positions]
+        self.real.allgather([outs], [shard.detach().contiguous()], c10d.AllgatherOptions()).wait()
+        return outs
+
+    def all_gather(
+        self, out: torch.Tensor, shard: torch.Tensor, parts: PartialSums | None = None
+    ) -> None:
+        """``out`` [n*k]; slots of virtual members keep their values if the gather is in place."""
+        if not shard.numel():
+            return
+        slots = out.detach().view(self.n, -1)
+        in_place = slots[self.p].data_ptr() == shard.data_ptr()
+        gathered = self._gather(shard)
+        for position, source in enumerate(self.mirrors):
+            if not in_place or position in self.positions:
+                slots[position].copy_(gathered[source].view(-1))
+        if parts is not None:
+            parts.gathered(slots, shard, self.owners)
+
+    def gather_list(self, outs: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
+        """List form; members may hold shards of different sizes, so each is broadcast in turn."""
+        received = [_contiguous_like(outs[position]) for position in self.positions]
+        received[self.index].copy_(shard.detach())
+        for position, buffer in zip(self.positions, received, strict=True):
+            self.broadcast(buffer, position)
+        for position, out in enumerate(outs):
+            fill_rows(out, received[self.mirrors[position]])
+
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        op: str,
+        parts: PartialSums | None = None,
+        sequence: bool = False,
+    ) -> None:
+        """``out`` [k] from ``whole`` [n*k] of every local member; ``parts`` as in reduced().
+
+        sequence : the chunks of whom a local member is or mirrors are added up instead of weighed
+        """
+        slots = whole.detach().view(self.n, -1)
+        chunks = slots[list(self.positions)].contiguous()
+        rows, places = self._parts_of(op, parts), zip(chunks, self.positions, strict=True)
+        if rows is not None and all(rows.fill(c, self.n, p, self.held) for c, p in places):
+            self._all_reduce(chunks, "sum")
+        elif op == "sum" and sequence and out.is_floating_point():
+            for position, source in enumerate(self.mirrors):
+                if position not in self.positions:
+                    chunks[source].add_(slots[position])
+            self._all_reduce(chunks, "sum")
+        else:
+            self.reduced(chunks, op)
+        out.detach().view(-1).copy_(chunks[self.index])
+
+    def reduce_scatter_list(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: str
+    ) -> None:
+        """List form of reduce_scatter; parts may differ in size."""
+        for index, position in enumerate(self.positions):
+            buffer = parts[position].detach().clone()
+            self.reduced(buffer, op)
+            if index == self.index:
+                out.detach().copy_(buffer)
+
+    def all_to_all_list(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
+        """Exact between local members; virtual members answer with the mirror image."""
+        local_in = [ins[position].detach().contiguous() for position in self.positions]
+        local_out = [_contiguous_like(outs[position]) for position in self.positions]
+        if local_in[0].device.type == "cpu":
+            self._exchange(local_out, local_in)
+        else:
+            self.real.alltoall(local_out, local_in, c10d.AllToAllOptions()).wait()
+        for position, buffer in zip(self.positions, local_out, strict=True):
+            outs[position].detach().copy_(buffer)
+        for position, out in enumerate(outs):
+            if position not in self.positions:
+                fill_rows(out, ins[position])
+
+    def _exchange(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> None:
+        """All-to-all by sends and receives: gloo has no list form."""
+        works = []
+        for index in range(len(self.positions)):
+            if index == self.index:
+                outs[index].copy_(ins[index])
+                continue
+            works.append(self.real.send([ins[index]], index, 0))
+            works.append(self.real.recv([outs[index]], index, 0))
+        for work in works:
+            work.wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """From ``root`` (group rank), or from the local member that a virtual root mirrors."""
+        opts = c10d.BroadcastOptions()
+        opts.rootRank = self.mirrors[root]
+        opts.rootTensor = 0
+        buffer = tensor.detach().contiguous()
+        self.real.broadcast([buffer], opts).wait()
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(buffer)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int) -> None:
+        """As reduced(), on ``root`` only."""
+        buffer = tensor.detach().clone()
+        self.reduced(buffer, op)
+        if self.p == root:
+            tensor.detach().copy_(buffer)
+
+    def gather(self, outs: Sequence[torch.Tensor], shard: torch.Tensor, root: int) -> None:
+        """To ``root`` only; ``outs`` is empty elsewhere."""
+        gathered = self._gather(shard)
+        if self.p == root:
+            for position, out in enumerate(outs):
+                out.detach().copy_(gathered[self.mirrors[position]])
+
+    def scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], root: int, values: Values
+    ) -> None:
+        """From ``root``; a virtual root sends noise, since no local tensor is like its parts."""
+        if self.local_index(root) is None:
+            values.receive(out)
+            return
+        stack = torch.empty(len(self.positions), *out.shape, dtype=out.dtype, device=out.device)
+        if self.p == root:
+            for index, position in enumerate(self.positions):
+                stack[index].copy_(parts[position].detach())
+        self.broadcast(stack, root)
+        out.detach().copy_(stack[self.index])
+
+    def barrier(self, device: torch.device) -> None:
+        """Among the local members: an all-reduce of one word, which every backend has."""
+        self._all_reduce(torch.zeros(1, dtype=torch.int32, device=device), "sum")

@@ -1,7 +1,7 @@
 """The ``prism`` process group: real for its local members, answered for everybody else.
 
 ``torch.distributed`` calls the methods named in the table of collectives; each counts the call,
-asks ``answers`` (one local member), ``mixed_groups`` (several) or the real group (all local) for
+asks ``answers`` (one or several local members) or the real group (all local) for
 the result, and returns a finished Work.  A c10d method without a row in the table raises, by name.
 
 Why a ``ProcessGroup`` subclass: ``torch._C._distributed_c10d.Backend`` has no Python constructor,
@@ -24,10 +24,9 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.core.collectives import BY_METHOD, BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime import answers
+from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.known_values import forget
-from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
-from megatron_prism.runtime.partial_sums import holds_sequences
-from megatron_prism.runtime.values import Exchange, Values, is_ring
+from megatron_prism.runtime.values import Exchange, Values, holds_sequences, is_ring
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -28,8 +28,8 @@ from torch.distributed.distributed_c10d import GroupName
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.listeners import CallListener, overriding
-from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import Values
 

@@ -21,12 +21,12 @@ from torch import multiprocessing
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import torch_patches
 from megatron_prism.runtime import world as session
-from megatron_prism.runtime.partial_sums import (
+from megatron_prism.runtime.values import (
     BalancedExpertCounts,
     LocalVocabularySum,
     PartialLookup,
+    Values,
 )
-from megatron_prism.runtime.values import Values
 
 R, WIDTH, DTYPES = 5, 3, (torch.float32, torch.bfloat16)
 

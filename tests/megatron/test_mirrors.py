@@ -13,13 +13,14 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import moe, vocabulary
+from megatron_prism.emulate.patches import moe, training
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
-chosen = vocabulary.PATCHES + moe.PATCHES
+names = {"whole-lookup", "mirrored-labels"}
+chosen = [one for one in training.PATCHES + moe.PATCHES if one in moe.PATCHES or one.name in names]
 patch.apply(chosen, patch.PatchContext(lambda: world, TrainingMonitor(), False, (5,), 5))
 session.start(world)
 from megatron.core import parallel_state
@@ -54,7 +55,7 @@ for policy in ("mirror", "noise"):
             grads = torch.allclose(logits.grad, alone.grad, atol=1e-2 if fused else 1e-5)
             print("loss", policy, fused, sequence, close, grads, torch.equal(labels, kept))
 from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
-from megatron_prism.runtime.partial_sums import LocalVocabularySum
+from megatron_prism.runtime.values import LocalVocabularySum
 for policy in ("mirror", "noise"):  # Transformer Engine's takes the largest gathered target
     world.values.policy = policy
     logits, labels = torch.randn(S, B, R) - 20, torch.randint(R, 2 * R, (S, B))

@@ -11,8 +11,7 @@ from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.runtime import answers
 from megatron_prism.runtime.pacing.kernel_source import ADDED
 from megatron_prism.runtime.pacing.moves import COPY, KINDS, move_of
-from megatron_prism.runtime.partial_sums import PartialLookup
-from megatron_prism.runtime.values import Values
+from megatron_prism.runtime.values import PartialLookup, Values
 
 N, P, K = 4, 2, 24
 

@@ -19,14 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.runtime import answers
 from megatron_prism.runtime import world as session
+from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.listeners import CallListener
-from megatron_prism.runtime.mixed_groups import PartiallyLocalGroup
-from megatron_prism.runtime.partial_sums import (
+from megatron_prism.runtime.values import (
     BalancedExpertCounts,
     LocalVocabularySum,
     PartialLookup,
+    Values,
+    rms,
 )
-from megatron_prism.runtime.values import Values, rms
 from megatron_prism.runtime.world import TrafficCounter, TrafficRow
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
-from megatron_prism.runtime.partial_sums import BalancedExpertCounts
+from megatron_prism.runtime.values import BalancedExpertCounts
 from megatron_prism.runtime.world import values_of
 
 __all__ = ["patches_for_recording"]

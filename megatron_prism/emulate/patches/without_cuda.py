@@ -19,7 +19,7 @@ import torch
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
-from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, vocabulary
+from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training
 from megatron_prism.runtime.devices import cuda, fused_dispatch, kernels, stand_ins
 from megatron_prism.runtime.te.moe import counts
 
@@ -787,7 +787,7 @@ PATCHES_META: tuple[Patch, ...] = (
 def patches_for(tier: str) -> tuple[Patch, ...]:
     """Every patch that a run on ``tier`` needs."""
     chosen = startup.PATCHES + pipeline.PATCHES + training.PATCHES
-    chosen += outputs.PATCHES + moe.PATCHES + vocabulary.PATCHES
+    chosen += outputs.PATCHES + moe.PATCHES
     if tier != "cuda":
         chosen += PATCHES_WITHOUT_CUDA + _KERNELS
     return chosen + PATCHES_META + _KERNELS_META if tier == "meta" else chosen
