@@ -350,15 +350,6 @@ def _program(
     return dataclasses.replace(builder.build(rank), samples=samples), where
 
 
-def _renumbered(one: Measured) -> None:
-    """Batches count from 0 in every iteration."""
-    known: dict[int, int] = {}
-    one.calls = [
-        dataclasses.replace(c, batch=known.setdefault(c.batch, len(known)) if c.batch >= 0 else -1)
-        for c in one.calls
-    ]
-
-
 def assemble(measured: Sequence[Measured]) -> Imported:
     """A job out of its measured ranks.
 
@@ -369,7 +360,6 @@ def assemble(measured: Sequence[Measured]) -> Imported:
     _ranked([one.recorded for one in measured])
     ranked, notes = sorted(measured, key=lambda one: one.recorded.rank or 0), list[str]()
     for one in ranked:
-        _renumbered(one)
         notes += [f"rank {one.recorded.rank}: {note}" for note in one.notes]
     world = _world(ranked)
     if len(ranked) < world.size:

@@ -258,7 +258,7 @@ class _Work:
     @cached_property
     def until(self) -> np.ndarray:
         """When all launched so far has ended."""
-        return np.maximum.accumulate(self.end) if len(self.end) else self.end
+        return np.maximum.accumulate(self.end)
 
     @cached_property
     def since(self) -> np.ndarray:
@@ -298,7 +298,7 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
     talks = names[device[:, 4]] if len(names) else known
     asked, calls = _asked(found.calls), list[Call]()
     begins = np.array([one.first.start for one in asked], dtype=np.int64)
-    used, pending, batches, explained = set[int](), list[_Asked](), 0, np.zeros(len(device), bool)
+    pending, batches, explained = list[_Asked](), 0, np.zeros(len(device), bool)
     kernels: dict[int, list[int]] = defaultdict(list)
     for number in np.flatnonzero(talks & known).tolist():
         when, thread = int(launched[number]), int(found.launch[place[number], 2])
@@ -319,7 +319,6 @@ def _on_device(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], in
             batches, pending = batches + 1, []
         else:
             calls.append(_call(one, *span))
-        used.add(at)
     if pending:
         notes.append(
             f"{len(pending):,} calls have no kernel and are left out, the first of them "
