@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -21,33 +22,34 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.megatron_source import megatron_release
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
-from megatron_prism.emulate.schedule_model import (
+from megatron_prism.emulate.schedule_tape import (
+    ModuleProxy,
+    ReplacedNames,
     ScheduleChunk,
-    ScheduleSettings,
-    chunk_layers,
-    chunk_note,
-    configuration,
+    Tape,
+    TapeGroup,
+    Token,
+    replace_combined,
 )
-from megatron_prism.emulate.schedule_tape import ModuleProxy, ReplacedNames, Tape, TapeGroup, Token
 from megatron_prism.runtime import world as session
 
 __all__ = ["schedules"]
+
 
 _lock = threading.Lock()  # the replaced are module globals
 
 
 def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings: Any) -> Programs:
-    """The programs of all stages; ``settings`` are those of ScheduleSettings."""
-    return record(ScheduleSettings(pp, vpp, microbatches, **settings))
-
-
-def record(settings: ScheduleSettings) -> Programs:
-    """Run Megatron's schedule for every stage.
+    """Run Megatron's schedule for every stage; ``settings`` are those of ScheduleSettings.
 
     Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
     virtual world, whose own replaced would answer the tokens.
@@ -57,15 +59,16 @@ def record(settings: ScheduleSettings) -> Programs:
             "a schedule without a model cannot be recorded inside an emulated job",
             fix="use a process of its own: prism schedule",
         )
-    config = configuration(settings)
+    wanted = ScheduleSettings(pp, vpp, microbatches, **settings)
+    config = configuration(wanted)
     with _lock:
-        programs = [_stage(settings, config, stage) for stage in range(settings.pp)]
+        programs = [_stage(wanted, config, stage) for stage in range(pp)]
     source = {
         "megatron_core": megatron_release(),
         "made_by": "Megatron's scheduler without a model: order only, no times, no memory",
-        **settings.described(),
+        **wanted.described(),
     }
-    world = World(settings.pp, pp=settings.pp, vpp=settings.vpp)
+    world = World(pp, pp=pp, vpp=wanted.vpp)
     return Programs.one_per_rank(programs, world, source=source)
 
 
@@ -83,11 +86,7 @@ def _stage(settings: ScheduleSettings, config: Any, stage: int) -> Program:
         _replace(replaced, settings, tape)
         step: Callable[..., Any] = _no_forward
         if settings.ep_overlap:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of packages that Megatron would rather have
-                from megatron_prism.emulate import schedule_model
-
-            step = schedule_model.replace(replaced, tape, chunks)
+            step = replace_combined(replaced, tape, chunks)
         _run(settings, config, tape, chunks, step)
     return tape.program()
 
@@ -189,3 +188,236 @@ def _forward(tape: Tape, shape: Any, *args: Any, **kwargs: Any) -> Any:
         args[4], kwargs["current_microbatch"], -1 if chunk is None else chunk, shape
     )
     return output, 0
+
+
+# -- what a schedule is of -------------------------------------------------------------------------
+# Layers change what a chunk costs, never the order; the exception is an MTP layer on a stage of its
+# own, which makes stages exchange shapes (mtp_standalone,
+# core/pipeline_parallel/p2p_communication.py:301 @core_v0.16.1).
+_COUNTS = ("pp", "vpp", "microbatches", "group_size", "layers", "first_layers", "last_layers")
+_TYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """A schedule to record.
+
+    pp, vpp, microbatches : stages, chunks of a stage (None or 1: not interleaved), microbatches
+    group_size        : microbatch_group_size_per_vp_stage; None: pp, as in Megatron
+    overlap_p2p       : overlap_p2p_comm; None: on if interleaved, as in Megatron's arguments
+    warmup_flush      : overlap_p2p_comm_warmup_flush
+    forward_only      : evaluation
+    align_grad_reduce : chunks reduce their gradients when the schedule says so; False: as soon as
+                        the last backward makes them
+    layers, layout, first_layers, last_layers, mtp : what the chunks are made of (num_layers,
+                        pipeline_model_parallel_layout, num_layers_in_first/last_pipeline_stage,
+                        mtp_num_layers); only an MTP layer on a stage of its own changes the order
+    ep_overlap, delay_wgrad : overlap_moe_expert_parallel_comm, delay_wgrad_compute
+    variable_lengths  : variable_seq_lengths: shapes are sent before tensors
+    shape, dtype      : [tokens, micro-batch, hidden] that stages exchange; None: unknown
+    """
+
+    pp: int
+    vpp: int | None = None
+    microbatches: int = 1
+    group_size: int | None = None
+    overlap_p2p: bool | None = None
+    warmup_flush: bool = False
+    forward_only: bool = False
+    align_grad_reduce: bool = True
+    layers: int | None = None
+    layout: str | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
+    mtp: int = 0
+    ep_overlap: bool = False
+    delay_wgrad: bool = False
+    variable_lengths: bool = False
+    shape: tuple[int, int, int] | None = None
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not whole and not (value is None and name not in ("pp", "microbatches")):
+                raise UsageError(f"{name}={value}: a number of at least 1", fix=f"{name}=1")
+        if self.mtp < 0:
+            raise UsageError(f"mtp={self.mtp}: a number of layers", fix="mtp=1, or leave it out")
+        if self.dtype not in _TYPES:
+            raise UsageError(f"dtype={self.dtype} is not sent", fix=f"use {', '.join(_TYPES)}")
+        self._take_layout()
+        if self.vpp == 1:  # Megatron's arguments take one chunk for not interleaved as well
+            object.__setattr__(self, "vpp", None)
+        if self.vpp is not None and self.pp == 1:
+            raise UsageError(
+                f"vpp={self.vpp} without a pipeline: there is nothing to interleave",
+                fix="pp=2 or more, or leave vpp out",
+            )
+        if self.overlap_p2p is None:
+            object.__setattr__(self, "overlap_p2p", self.vpp is not None)
+        self._check_switches()
+        if self.vpp is not None:
+            self._check_groups()
+
+    def _take_layout(self) -> None:
+        """A layout says how many chunks there are: stages and chunks, separated by ``|``."""
+        if self.layout is None:
+            return
+
+        chunks = layout_chunks(self.layout)
+        if chunks % self.pp:
+            raise UsageError(
+                f"layout {self.layout} has {chunks} chunks, which {self.pp} stages cannot share",
+                fix=f"a layout of {self.pp} or {2 * self.pp} chunks, or another pp",
+            )
+        if self.vpp not in (None, chunks // self.pp):
+            raise UsageError(
+                f"layout {self.layout} has {chunks // self.pp} chunks a stage, not vpp={self.vpp}",
+                fix=f"vpp={chunks // self.pp}, or leave vpp out",
+            )
+        object.__setattr__(self, "vpp", chunks // self.pp)
+
+    def _check_switches(self) -> None:
+        if self.overlap_p2p and self.vpp is None:
+            raise UsageError(
+                "sends and receives overlap only in the interleaved schedule",
+                fix="vpp=2 or more, or overlap=false",
+            )
+        if self.vpp is not None and self.pp == 2 and not self.overlap_p2p:
+            raise UsageError(
+                "pp=2 interleaved without overlap: Megatron refuses two sends between the same "
+                "ranks in one batch",
+                fix="overlap=true, or pp=4",
+            )
+        if self.warmup_flush and not self.overlap_p2p:
+            raise UsageError("warmup_flush needs overlapping p2p", fix="overlap=true")
+        if self.ep_overlap and self.pp > 1 and self.vpp is None:
+            raise UsageError("ep_overlap on a pipeline needs chunks", fix="vpp=2 or more")
+        if self.delay_wgrad and not self.ep_overlap:
+            raise UsageError("delay_wgrad needs ep_overlap", fix="ep_overlap=true")
+        if self.group_size is not None and self.vpp is None:
+            raise UsageError("group_size belongs to the interleaved schedule", fix="vpp=2")
+
+    def _check_groups(self) -> None:
+        """The last group of microbatches must be whole or at least as long as the pipeline."""
+        group, m = self.group_size or self.pp, self.microbatches
+        if group < self.pp:
+            raise UsageError(
+                f"group_size={group} is below pp={self.pp}: the pipeline would run dry",
+                fix=f"group_size={self.pp}",
+            )
+        if not self._fits(m):
+            low = next((n for n in range(m - 1, 0, -1) if self._fits(n)), None)
+            high = next(n for n in range(m + 1, m + 2 * group) if self._fits(n))
+            near = " or ".join(f"microbatches={n}" for n in (low, high) if n)
+            raise UsageError(
+                f"{m} microbatches do not divide into groups of {group} (pp={self.pp}): the last "
+                f"group would have {m % group} of them",
+                fix=near,
+            )
+
+    def _fits(self, m: int) -> bool:
+        group = self.group_size or self.pp
+        return m >= group and (m % group == 0 or m % group >= self.pp)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of one stage."""
+        return self.vpp or 1
+
+    @property
+    def knows_layers(self) -> bool:
+        """Whether it was said what the chunks are made of."""
+        return bool(self.layers or self.layout or self.first_layers or self.last_layers or self.mtp)
+
+    def described(self) -> dict[str, str]:
+        """What differs from the defaults, as plain text for ``Programs.source``."""
+        shown = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default or f.name in ("pp", "microbatches"):
+                text = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                shown[f.name] = text
+        return shown
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def layout_chunks(layout: str) -> int:
+    """How many chunks a pipeline_model_parallel_layout makes in all."""
+    try:
+        return PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"layout {layout}: {error}", fix='layout="Et*2|t*3|t*3|t*2L"') from error
+
+
+def configuration(settings: ScheduleSettings) -> TransformerConfig:
+    """Megatron's configuration with these switches, as core_transformer_config_from_args makes it
+    (training/arguments.py:1306 @core_v0.16.1)."""
+    s, dtype = settings, _DTYPES[settings.dtype]
+    layers = s.layers or s.pp * s.chunks
+    if s.layout is not None:
+        rows = PipelineParallelLayerLayout.parse_str_to_list(s.layout)
+        layers = sum(row.count(LayerType.decoder) for row in rows)
+    moe = {
+        "num_moe_experts": 2,
+        "expert_model_parallel_size": 2,
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": s.delay_wgrad,
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return TransformerConfig(
+                num_layers=layers,
+                hidden_size=s.shape[2] if s.shape else 1,
+                num_attention_heads=1,
+                pipeline_model_parallel_size=s.pp,
+                virtual_pipeline_model_parallel_size=s.vpp,
+                pipeline_dtype=dtype,
+                params_dtype=dtype,
+                bf16=s.dtype == "bf16",
+                fp16=s.dtype == "fp16",
+                overlap_p2p_comm=bool(s.overlap_p2p),
+                batch_p2p_comm=not s.overlap_p2p,
+                overlap_p2p_comm_warmup_flush=s.warmup_flush,
+                microbatch_group_size_per_vp_stage=s.group_size,
+                variable_seq_lengths=s.variable_lengths,
+                moe_token_dispatcher_type="alltoall",  # its default refuses variable lengths
+                deallocate_pipeline_outputs=True,
+                pipeline_model_parallel_layout=s.layout,
+                num_layers_in_first_pipeline_stage=s.first_layers,
+                num_layers_in_last_pipeline_stage=s.last_layers,
+                mtp_num_layers=s.mtp or None,
+                **(moe if s.ep_overlap else {}),
+            )
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UsageError(f"Megatron refuses: {error}", fix="change what it names") from error
+
+
+def chunk_layers(settings: ScheduleSettings, config: Any, stage: int, chunk: int) -> list[str]:
+    """``embedding decoder decoder``: what Megatron puts into the chunk, in order."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return [layer.name for layer in layout.layout[stage][chunk]]
+    vp_stage = chunk if settings.vpp is not None else None
+    try:
+        count = get_num_layers_to_build(config, vp_stage, stage)
+    except AssertionError as error:
+        words = " ".join(str(error).split())
+        raise UsageError(f"Megatron refuses: {words}", fix="change layers") from error
+    first = stage == 0 and chunk == 0
+    last = stage == settings.pp - 1 and chunk == settings.chunks - 1
+    tail = (["mtp"] * settings.mtp + ["loss"]) * last
+    return ["embedding"] * first + ["decoder"] * count + tail
+
+
+def chunk_note(names: list[str]) -> str:
+    """The same in words: ``embedding, 2 decoder``."""
+    shown = []
+    for name in dict.fromkeys(names):
+        single = name in ("embedding", "loss")
+        shown.append(name if single else f"{names.count(name)} {name}")
+    return ", ".join(shown) or "nothing"

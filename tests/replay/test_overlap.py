@@ -287,11 +287,11 @@ def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
 
 def test_a_clock_that_drifts_is_no_factor():
     """Every round is 10 % slower than the one before: phases of the same round are compared."""
-    calibrate_overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    calibrate_rank = pytest.importorskip("megatron_prism.emulate.calibrate_rank")
     slower = [1.1**k for k in range(6)]
     rounds = [(s, 2 * s, 1.2 * s * 1.05, 3.0 * s * 1.05) for s in slower]
-    medians = calibrate_overlap._medians
-    compute, call, counted = medians(calibrate_overlap._throughout(rounds))
+    medians = calibrate_rank._medians
+    compute, call, counted = medians(calibrate_rank._throughout(rounds))
     assert (compute, call) == (pytest.approx(1.2), pytest.approx(1.5))
     assert counted == 5
     assert medians([]) is None
@@ -299,7 +299,7 @@ def test_a_clock_that_drifts_is_no_factor():
 
 def test_what_is_lost_counts_for_as_long_as_both_run():
     """Computing takes 20 us more with 50 of a call beside it, the call 10 more."""
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_rank")
     us = 1000.0
     one = overlap.OverlapRound(60 * us, 100 * us, 70 * us, 120 * us, 50 * us, True)
     compute, call, counted = overlap._medians(overlap._call_first([one] * 3))
@@ -317,7 +317,7 @@ def test_what_is_lost_counts_for_as_long_as_both_run():
 
 
 def test_phases_differ_in_one_thing_only(monkeypatch):
-    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_overlap")
+    overlap = pytest.importorskip("megatron_prism.emulate.calibrate_rank")
     import torch
 
     log = []
@@ -371,20 +371,20 @@ def test_a_measurement_on_cpus(tmp_path):
     dist = pytest.importorskip("torch.distributed")
     import torch
 
-    from megatron_prism.emulate import calibrate_overlap
+    from megatron_prism.emulate import calibrate_rank
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         whole = torch.zeros(1 << 16)
         calls = {"all_reduce": lambda: dist.all_reduce(whole), "send": lambda: None}
-        rows = calibrate_overlap.overlaps(False, 1, lambda size: calls)
+        rows = calibrate_rank.overlaps(False, 1, lambda size: calls)
     finally:
         dist.destroy_process_group()
     assert [(one["op"], one["kind"]) for one in rows] == [
         ("all_reduce", "gemm"), ("all_reduce", "memory")
     ]  # fmt: skip
-    assert read_overlap(rows)["all_reduce"].points["gemm"][0][0] == calibrate_overlap.CPU_SIZES[0]
+    assert read_overlap(rows)["all_reduce"].points["gemm"][0][0] == calibrate_rank.OVERLAP_CPU_SIZES[0]
 
 
 def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):
@@ -421,7 +421,7 @@ def test_messages_are_numbers_that_stay_finite(ranks):
 
     import torch
 
-    from megatron_prism.emulate import calibrate_overlap, calibrate_rank
+    from megatron_prism.emulate import calibrate_rank
 
     for cuda in (True, False):  # bf16 and fp32
         bench = SimpleNamespace(cuda=cuda, device="cpu")
@@ -431,7 +431,7 @@ def test_messages_are_numbers_that_stay_finite(ranks):
         )  # fmt: skip
         for tensor in (whole, other, part):
             assert tensor.float().abs().median() > 2.0**-115
-        calls = 4 + 2 * calibrate_overlap.ROUNDS  # of one tensor: two looks at two, two phases
+        calls = 4 + 2 * calibrate_rank.ROUNDS  # of one tensor: two looks at two, two phases
         for _ in range(calls):
             whole.mul_(ranks)
         assert torch.isfinite(whole).all()
