@@ -213,9 +213,9 @@ def _paced() -> dict[str, Any]:
     pacer = getattr(pacer, "pacer", pacer)  # of a rank that is recorded at pace
     if not hasattr(pacer, "launcher"):
         return {}
-    from megatron_prism.runtime.pacing import report as pace_report
+    from megatron_prism.runtime.pacing.pacer import summary
 
-    found = pace_report.summary(pacer, pacer.launcher.stamps(), {})
+    found = summary(pacer, pacer.launcher.stamps(), {})
     return {k: found[k] for k in ("calls_paced", "late_calls", "late_us") if k in found}
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "ALLOCATION",
     "CODE",
     "CODED",
+    "CallLabel",
     "DTYPES",
     "DTYPE_NAMES",
     "EMPTIED",
@@ -197,3 +198,16 @@ def limits(field: str) -> tuple[int, int]:
     kinds = {name: table[name] for table in (ALLOCATION, OP) for name in table.names or ()}
     most = min(int(np.iinfo(kinds.get(field, np.int32)).max), 1 << 59)
     return -most if field == "peer" else 0 if field in ("rank", "storage", "bytes") else -1, most
+
+
+@dataclass(frozen=True)
+class CallLabel:
+    """What a rank's call is called by, for whoever looks for one."""
+
+    op: str
+    group: str
+    iteration: int = -1  # from 1; -1 where programs know none
+    microbatch: int = -1
+    chunk: int = -1
+    phase: str = ""
+    site: str = ""

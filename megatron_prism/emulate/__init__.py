@@ -7,8 +7,9 @@ capture.py  job_arguments.py          slices of a job, and which job they are of
 pace.py  nvlink_keepalive.py          virtual ranks that take their time
 fault_injector.py  call_guard.py  confirm.py  faults in real ranks; calls that peers would not make
 device_memory.py                      memory by phase, NCCL's memory held in reserve
-recipe_job.py  recipe_rank.py  recipe_model.py  a recipe's job without a script
-recipe_server.py  recipe_flags.py     many recipes from one process; a recipe as a command line
-schedule*.py                          schedules from Megatron's scheduler, without a model
-calibrate*.py                         what calls cost on this machine
+recipe_job.py  recipe_rank.py         a recipe's job without a script: all of it, one rank of it
+recipe_server.py                      many recipes from one process
+schedule.py  schedule_tape.py         schedules from Megatron's scheduler, without a model
+debugger.py  payloads.py              stop at a call or a value; keep what calls deliver
+calibrate.py  calibrate_rank.py  host_benchmark.py  what calls and the host cost on this machine
 """

@@ -29,7 +29,6 @@ from megatron_prism.replay.costs.collectives import KINDS, METHOD, OVERLAP_METHO
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.signatures import Json
     from megatron_prism.runtime.devices.signatures import Group
 
 __all__ = ["CallTimer", "middle", "overlaps"]
@@ -322,7 +321,7 @@ def _messages(rank: int, group: Group, whole: torch.Tensor, other: torch.Tensor)
     }
 
 
-def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Json]:
+def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Row]:
     """Rows of every group size; all ranks call ``then`` after each."""
     rows, measure = [], bench.samples_ns()
     for n in (n for n in range(2, bench.size + 1) if bench.size % n == 0):
@@ -343,7 +342,7 @@ def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Json]:
     return rows
 
 
-def _text(stored: Json) -> str:
+def _text(stored: Row) -> str:
     """JSON with a line for each row of measurements."""
     lines = []
     for key, value in stored.items():
@@ -354,9 +353,9 @@ def _text(stored: Json) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _calls_stage(bench: _Bench) -> Json:
+def _calls_stage(bench: _Bench) -> Row:
     """What calls take of device and host; the host at several moments."""
-    hosts: list[list[Json]] = []
+    hosts: list[list[Row]] = []
 
     def look_at_host() -> None:
         hosts.append(host_calls(bench.rank, bench.size) if bench.cuda else [])
@@ -379,7 +378,7 @@ def _calls_stage(bench: _Bench) -> Json:
     }
 
 
-def _overlap_stage(bench: _Bench) -> list[Json]:
+def _overlap_stage(bench: _Bench) -> list[Row]:
     def calls(size: int) -> dict[str, Call]:
         return _calls(bench, None, bench.size, _tensors(bench, bench.size, size))
 
@@ -448,7 +447,7 @@ class OverlapRound(NamedTuple):
     covered: bool
 
 
-def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Json]:
+def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) -> list[Row]:
     """Rows of factors, as ``read_overlap`` reads them; every rank of the world takes part.
 
     ``calls`` gives the calls of messages of so many bytes, by name.

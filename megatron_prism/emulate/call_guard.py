@@ -17,7 +17,6 @@ from megatron_prism.core.ops import IS_COLLECTIVE, IS_PAIR, Op
 from megatron_prism.core.program import Programs
 from megatron_prism.core.slices import open_programs
 from megatron_prism.core.world import World, format_ranks
-from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.emulate.fault_injector import Injector
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.hang.fault_plan import Fault
@@ -28,6 +27,7 @@ from megatron_prism.runtime.call_check import (
     gloo_does,
     nccl_lets_through,
 )
+from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.recorder.fields import details
 
 if TYPE_CHECKING:

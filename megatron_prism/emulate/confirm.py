@@ -35,7 +35,7 @@ from megatron_prism.runtime.recorder.fields import details
 
 if TYPE_CHECKING:
     from megatron_prism.core.world import World
-    from megatron_prism.emulate.signatures import Summary
+    from megatron_prism.emulate.recipe_job import Summary
     from megatron_prism.hang.alignment import Confirmation
     from megatron_prism.hang.dumps import DumpSet, Entry
     from megatron_prism.hang.verdict import Diagnosis

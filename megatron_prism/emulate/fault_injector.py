@@ -24,8 +24,8 @@ from torch import distributed as dist
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import Op
-from megatron_prism.hang.fault_plan import FIX, VALUES, CallLabel, Fault, FaultMatcher, truth_line
+from megatron_prism.core.ops import CallLabel, Op
+from megatron_prism.hang.fault_plan import FIX, VALUES, Fault, FaultMatcher, truth_line
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
 from megatron_prism.runtime.recorder.fields import details
@@ -33,7 +33,6 @@ from megatron_prism.runtime.recorder.fields import details
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from megatron_prism.emulate.signatures import ModelChunk
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs
     from megatron_prism.runtime.process_group import PrismGroup
@@ -217,7 +216,7 @@ class Injector:
     # -- what the guard says ----------------------------------------------------------------------
     def begin(
         self,
-        model: ModelChunk | list[ModelChunk] | tuple[ModelChunk, ...] | None,
+        model: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...] | None,
         labels: Callable[[], CallLabel],
     ) -> None:
         """A train step starts.  ``labels``: where the rank is, while its model runs."""
@@ -229,10 +228,10 @@ class Injector:
 
     def _watch(
         self,
-        model: ModelChunk | list[ModelChunk] | tuple[ModelChunk, ...],
+        model: torch.nn.Module | list[torch.nn.Module] | tuple[torch.nn.Module, ...],
         labels: Callable[[], CallLabel],
     ) -> None:
-        chunks: list[ModelChunk] = list(model) if isinstance(model, (list, tuple)) else [model]
+        chunks: list[torch.nn.Module] = list(model) if isinstance(model, (list, tuple)) else [model]
         for finder in self._tensors:
             chosen = chunks
             if finder.fault.params["tensor"] == "loss":
@@ -432,7 +431,7 @@ def _op(group: PrismGroup, op: str, args: Args, kwargs: Kwargs) -> Op:
     return Op(op, group.desc, fields.get("dtype", ""), fields["num_in"], fields["num_out"])
 
 
-def _last(chunk: ModelChunk) -> bool:
+def _last(chunk: torch.nn.Module) -> bool:
     """Whether the model chunk ends in a loss."""
     found = [m.post_process for m in chunk.modules() if hasattr(m, "post_process")]
     return bool(found and found[0])

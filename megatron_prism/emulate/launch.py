@@ -30,11 +30,10 @@ from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.capture import StockCapture
-    from megatron_prism.emulate.debugger import Debugger
+    from megatron_prism.emulate.debugger import Debugger, ValueWatch
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.payloads import PayloadRecorder, PayloadReplayer
     from megatron_prism.emulate.session import Run
-    from megatron_prism.emulate.value_watch import ValueWatch
     from megatron_prism.runtime.world import VirtualWorld
 
 __all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
@@ -324,7 +323,7 @@ def _watch(run: Run, session: Session) -> tuple[ValueWatch, ...]:
     """Who looks at the result of every operator, if asked."""
     if run.options.watch is None:
         return ()
-    from megatron_prism.emulate.value_watch import ValueWatch
+    from megatron_prism.emulate.debugger import ValueWatch
 
     watch = ValueWatch(run.options.watch, run.tier.name, run.options.debugger)
     session.changes.on_undo(watch.stop)

@@ -206,8 +206,7 @@ class Pace(TrainingListener):
         processes, if several."""
         import torch
 
-        from megatron_prism.runtime.pacing.device import Launcher, Streams
-        from megatron_prism.runtime.pacing.kernel_source import RING
+        from megatron_prism.runtime.pacing.device import RING, Launcher, Streams
         from megatron_prism.runtime.pacing.pacer import Pacer
         from megatron_prism.runtime.pacing.shared_memory import Shared, layout, meet
 
@@ -239,13 +238,13 @@ class Pace(TrainingListener):
 
     def summary(self) -> dict[str, Any]:
         """What the run's JSON says about pacing; times in us, of the last whole iteration."""
-        from megatron_prism.runtime.pacing import report as pace_report
+        from megatron_prism.runtime.pacing import pacer
 
         self.links.stop()
         stamps = self.pacer.launcher.stamps()
         self.pacer.lags.append(self.pacer.launcher.lag())
         predicted, iteration = self._predicted()
-        found = pace_report.summary(self.pacer, stamps, predicted)
+        found = pacer.summary(self.pacer, stamps, predicted)
         return {
             "folder": str(self.options.pace),
             "peers": f"modelled: slices measured {'alone' if self._alone else 'at pace'}, "

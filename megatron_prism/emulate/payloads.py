@@ -31,12 +31,12 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.core import foreign
-from megatron_prism.core.ops import label
+from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
-from megatron_prism.emulate.call_labels import LabelledCalls
 from megatron_prism.emulate.debugger import Breakpoint
-from megatron_prism.hang.fault_plan import CallLabel, Fault, FaultMatcher
+from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.control_values import check_arguments, check_header
+from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import arguments
 
 if TYPE_CHECKING:

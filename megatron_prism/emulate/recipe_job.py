@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypedDict, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +26,7 @@ from megatron_prism.core.errors import NotTrainedError, UsageError
 from megatron_prism.core.files import ArtefactFolder
 from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.program import Programs
-from megatron_prism.core.recipe import Model, Recipe
+from megatron_prism.core.recipe import RENAMED, Model, Parallel, Recipe, Train
 from megatron_prism.core.slices import SliceStore
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import STAGES
@@ -34,10 +34,64 @@ from megatron_prism.emulate import job_arguments, workers
 from megatron_prism.emulate.workers import RankTask
 from megatron_prism.memory.estimates import memory_bound
 
-if TYPE_CHECKING:
-    from megatron_prism.emulate.signatures import Summary
+__all__ = [
+    "body",
+    "capture",
+    "emulate",
+    "Json",
+    "megatron_flags",
+    "Memory",
+    "of_recipe",
+    "OPTION",
+    "option_of",
+    "PeakSummary",
+    "ranks_of",
+    "run_ranks",
+    "source_of",
+    "Summary",
+]
 
-__all__ = ["body", "capture", "emulate", "of_recipe", "ranks_of", "run_ranks", "source_of"]
+
+Json = dict[str, Any]  # what becomes JSON, or was: whoever reads a key knows what it wrote there
+
+
+class PeakSummary(TypedDict):
+    """The most bytes of an iteration, and the labels that held then."""
+
+    bytes: int
+    at: dict[str, object]
+
+
+class Memory(TypedDict, total=False):
+    """after : live bytes behind the last iteration, where they are tracked"""
+
+    peaks: list[PeakSummary]
+    provenance: str
+    after: int
+
+
+class Summary(TypedDict, total=False):
+    """What a rank of a recipe says of itself; it is JSON between two processes."""
+
+    rank: int
+    stage: int
+    coordinates: dict[str, int]
+    tier: str
+    stand_ins: list[str]
+    megatron_core: str
+    parameters: int
+    steps: int
+    master_parameter_moved: bool | None
+    losses: list[float | None]
+    communication: list[Json]  # of ``tally.Row``
+    communication_of: str
+    memory: Memory
+    build_s: float
+    run_s: float
+    iteration_s: list[float]
+    host_peak_rss: int
+    witness: Json
+    recording: Json
 
 
 def head(recipe: Recipe, ranks: Sequence[int], console: Console) -> None:
@@ -373,3 +427,74 @@ def capture(
     console.print(f"wrote {folder} {took}" if keep else
                   f"captured {took}, for this once; to keep it: prism capture")  # fmt: skip
     return made
+
+
+# -- a recipe as a command line --------------------------------------------------------------------
+# Most keys of a recipe are Megatron's names (training/arguments.py @core_v0.16.1); the others are
+# here.  What has Megatron's default is left out.
+
+
+# a recipe's key -> Megatron's option, where it is not the key's own name
+OPTION = {
+    **{key: name.replace("_", "-") for name, key in RENAMED.items() if key.startswith("parallel")},
+    "parallel.vpp": "num-virtual-stages-per-pipeline-rank",
+    "parallel.num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "parallel.num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "model.norm_epsilon": "norm-epsilon",
+    "model.use_rope_scaling": "use-rope-scaling",
+    "model.qk_layernorm": "qk-layernorm",
+    "model.add_qkv_bias": "add-qkv-bias",
+    "train.fp8": "fp8-recipe",
+    "train.iterations": "train-iters",
+    "train.grad_reduce_in_fp32": "accumulate-allreduce-grads-in-fp32",
+}
+_ALWAYS = {  # what pretrain_gpt insists on, or what its default is another for
+    "model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length",
+    "model.vocab_size", "train.micro_batch_size", "train.global_batch_size", "train.iterations",
+    "train.lr", "train.bf16", "model.attention_dropout", "model.hidden_dropout",
+}  # fmt: skip
+_NEGATED = {"model.add_bias_linear": "disable-bias-linear"}
+_SKIPPED = {"parallel.world_size", "parallel.order", "train.data", "model.extra",
+            "train.grad_reduce_in_fp32"}  # fmt: skip
+
+
+def option_of(key: str) -> str:
+    """``--tensor-model-parallel-size`` of ``parallel.tp``: Megatron's option of a recipe's key."""
+    return "--" + OPTION.get(key, key.rpartition(".")[2].replace("_", "-"))
+
+
+def megatron_flags(recipe: Recipe) -> list[str]:
+    """Options and values, in the order of the recipe's keys."""
+    words: list[str] = []
+    sections: tuple[tuple[str, Model | Parallel | Train], ...] = (
+        ("model", recipe.model), ("parallel", recipe.parallel), ("train", recipe.train),
+    )  # fmt: skip
+    for section, part in sections:
+        for one in dataclasses.fields(part):
+            key, value = f"{section}.{one.name}", getattr(part, one.name)
+            if key in _SKIPPED or (value == one.default and key not in _ALWAYS):
+                continue
+            words += _flag(key, value)
+    words += ["--max-position-embeddings", str(recipe.model.seq_length)] * (
+        recipe.model.max_position_embeddings is None
+    )
+    if recipe.model.num_query_groups is not None:
+        words.append("--group-query-attention")
+    for name, value in recipe.model.extra.items():
+        words += _flag(f"model.{name}", value)
+    if recipe.train.fp8:
+        words += ["--fp8-format", "hybrid"]
+    if recipe.train.data == "mock":
+        words += ["--mock-data", "--tokenizer-type", "NullTokenizer"]
+    return words
+
+
+def _flag(key: str, value: Any) -> Iterator[str]:
+    if key in _NEGATED:
+        yield from [] if value else [f"--{_NEGATED[key]}"]
+    elif value is True:
+        yield option_of(key)
+    elif isinstance(value, list):
+        yield from (option_of(key), *map(str, value))
+    elif value is not None and value is not False:
+        yield from (option_of(key), str(value))

@@ -199,7 +199,7 @@ def _capture(
 def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[int]) -> Answer:
     from importlib.util import find_spec
 
-    from megatron_prism.emulate import recipe_model, recipe_rank
+    from megatron_prism.emulate import recipe_rank
     from megatron_prism.emulate.session import Session
     from megatron_prism.runtime import devices
 
@@ -214,7 +214,7 @@ def _check(recipes: list[Recipe], command_lines: list[list[str]], sizes: list[in
     for recipe, words, size in zip(every, command_lines, sizes, strict=True):
         said = ""
         if recipe is not None:
-            said = _refusal(partial(recipe_model.transformer_config, recipe))
+            said = _refusal(partial(recipe_rank.transformer_config, recipe))
         if not said and training:
             said = _refusal(partial(_validate, words, size))
         refusals.append(said)

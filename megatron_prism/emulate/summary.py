@@ -26,7 +26,7 @@ from megatron_prism.memory import allocator, estimates, nccl_buffers
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
-    from megatron_prism.emulate.signatures import Json
+    from megatron_prism.emulate.recipe_job import Json
     from megatron_prism.runtime.devices.live_bytes import LiveBytes
 
 __all__ = ["Reporter", "check_free", "coordinates"]

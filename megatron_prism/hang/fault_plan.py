@@ -22,10 +22,10 @@ import msgspec
 from megatron_prism.core import foreign
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import named_group
-from megatron_prism.core.ops import DTYPES, NAMES, REDUCE
+from megatron_prism.core.ops import DTYPES, NAMES, REDUCE, CallLabel
 from megatron_prism.core.world import AXES, World, format_ranks
 
-__all__ = ["CallLabel", "Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
+__all__ = ["Fault", "FaultMatcher", "VALUES", "load_plan", "parse", "truth_line"]
 
 
 # kind -> (parameters it takes, what happens)
@@ -73,19 +73,6 @@ WATCHDOG_MS = 600_000  # Megatron's --distributed-timeout-minutes; who is later 
 
 _KEYS = ("rank", "iter", "mb", "chunk", "phase", "group", "op", "nth", "site")
 FIX = "write KIND@rank=R[,iter=I,mb=M,chunk=C,group=G,op=NAME,nth=N,site=REGEX][:PARAM=VALUE]"
-
-
-@dataclass(frozen=True)
-class CallLabel:
-    """What a Finder is told of a call."""
-
-    op: str
-    group: str
-    iteration: int = -1  # from 1; -1 where programs know none
-    microbatch: int = -1
-    chunk: int = -1
-    phase: str = ""
-    site: str = ""
 
 
 @dataclass(frozen=True)

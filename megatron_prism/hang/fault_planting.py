@@ -16,11 +16,11 @@ import numpy as np
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.groups import Membership, named_group, short_names
-from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, SLOWER, Op
+from megatron_prism.core.ops import CODE, IS_COLLECTIVE, IS_PAIR, SLOWER, CallLabel, Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.graph import stall
 from megatron_prism.graph.classes import memberships
-from megatron_prism.hang.fault_plan import FIX, CallLabel, Fault, FaultMatcher, truth_line
+from megatron_prism.hang.fault_plan import FIX, Fault, FaultMatcher, truth_line
 
 __all__ = ["FaultedCall", "PlantedFaults", "plant"]
 

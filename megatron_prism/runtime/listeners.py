@@ -8,15 +8,25 @@ path; ``overriding`` finds the others once, when the listeners are set.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import distributed as dist
 
+from megatron_prism.core.ops import CallLabel
 from megatron_prism.core.world import World
+from megatron_prism.runtime.recorder.owners import CallSites
 
-__all__ = ["Answer", "Args", "CallListener", "Kwargs", "TrainingListener", "overriding"]
+__all__ = [
+    "Answer",
+    "Args",
+    "CallListener",
+    "Kwargs",
+    "LabelledCalls",
+    "TrainingListener",
+    "overriding",
+]
 
 
 # Of one of c10d's methods: tensors, lists of them, splits, ranks, options.  Each method has others.
@@ -87,6 +97,41 @@ class CallListener(Protocol):
     def observe(self, group: Any, op: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Look at the tensors of a call after its answer has arrived; may change ``outputs``."""
         return
+
+
+class LabelledCalls(CallListener, TrainingListener):
+    """Base of listeners that tell one call of a rank from another; ``iteration`` counts from 1."""
+
+    hands_on = True
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.sites = CallSites()
+        self._labels: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def scope(self, **labels: Any) -> Iterator[None]:
+        """Label what runs inside: phase, microbatch, chunk."""
+        before, self._labels = self._labels, {**self._labels, **labels}
+        try:
+            yield
+        finally:
+            self._labels = before
+
+    def label(self, op: str, group: str, site: str) -> CallLabel:
+        """What a call that is made now is called by."""
+        labels = self._labels
+        return CallLabel(op, group, self.iteration, labels.get("microbatch", -1),
+                         labels.get("chunk", -1), labels.get("phase", ""), site)  # fmt: skip
+
+    def through(
+        self, group: Any, op: str, answer: Answer, args: Args, kwargs: Kwargs
+    ) -> dist.Work | None:
+        """Make the call, by the listener after this one."""
+        caller = group.world.after(self)
+        if caller is None:
+            return answer(group, *args, **kwargs)
+        return caller.record(group, op, answer, args, kwargs)
 
 
 def overriding(listeners: Iterable[object], protocol: type, name: str) -> tuple[Any, ...]:

@@ -21,8 +21,7 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.slices import SliceStore, assemble
 from megatron_prism.core.world import World
 from megatron_prism.emulate import options, script_job
-from megatron_prism.emulate.recipe_flags import megatron_flags
-from megatron_prism.emulate.recipe_job import of_recipe, source_of
+from megatron_prism.emulate.recipe_job import megatron_flags, of_recipe, source_of
 from megatron_prism.emulate.recipe_server import CaptureServer
 
 __all__ = ["JobLayout", "RecipeLayout", "ScriptLayout", "option_value", "with_option"]

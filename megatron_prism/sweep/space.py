@@ -21,7 +21,7 @@ from typing import Any
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.recipe import Recipe
-from megatron_prism.emulate.recipe_flags import option_of
+from megatron_prism.emulate.recipe_job import option_of
 from megatron_prism.sweep.layout import (
     JobLayout,
     RecipeLayout,

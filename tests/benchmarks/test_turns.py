@@ -216,7 +216,7 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
 
 def test_a_paced_rank_says_at_each_stop_which_calls_were_late(modules, monkeypatch):
     from megatron_prism.runtime import world
-    from megatron_prism.runtime.pacing import report as pace_report
+    from megatron_prism.runtime.pacing import pacer as pace_report
 
     stamps = {"came": 1}
     monkeypatch.setattr(world, "current", lambda: SimpleNamespace(listeners=(object(),)))

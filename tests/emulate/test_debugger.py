@@ -18,8 +18,7 @@ from helpers.pretrain import JOB, SCRIPT
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import World
 from megatron_prism.emulate import debugger as module
-from megatron_prism.emulate.debugger import Breakpoint, Debugger, debugger_at
-from megatron_prism.emulate.value_watch import ValueWatch
+from megatron_prism.emulate.debugger import Breakpoint, Debugger, ValueWatch, debugger_at
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 

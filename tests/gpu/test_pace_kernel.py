@@ -9,8 +9,7 @@ import torch
 
 from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
-from megatron_prism.runtime.pacing.kernel_source import ADDED
-from megatron_prism.runtime.pacing.moves import COPY, KINDS, Move
+from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, Move
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.process_group import CompletedWork
 
@@ -48,8 +47,7 @@ def table_of(seed, count=40):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_are_those_of_the_table(seed):
-    from megatron_prism.runtime.pacing.device import Launcher
-    from megatron_prism.runtime.pacing.kernel_source import LAUNCH, RING
+    from megatron_prism.runtime.pacing.device import LAUNCH, RING, Launcher
 
     table = table_of(seed)
     launches = [[2 * i, 2 * i + 1] for i in range(len(table) // 2)]
@@ -213,8 +211,8 @@ def test_tables_are_not_in_torchs_memory():
 
 
 def test_a_device_that_waits_for_its_host_is_told_from_one_that_is_busy():
-    from megatron_prism.runtime.pacing.kernel_source import RING
-    from megatron_prism.runtime.pacing.report import at_once
+    from megatron_prism.runtime.pacing.device import RING
+    from megatron_prism.runtime.pacing.pacer import at_once
 
     device = torch.device("cuda", torch.cuda.current_device())
     launcher = alone(1_000)

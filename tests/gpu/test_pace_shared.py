@@ -78,8 +78,7 @@ def check(table, stamps, shared):
 
 
 def test_two_ranks_on_one_device():
-    from megatron_prism.runtime.pacing.device import Launcher
-    from megatron_prism.runtime.pacing.kernel_source import RING
+    from megatron_prism.runtime.pacing.device import RING, Launcher
 
     table, store = table_of_two(), Store()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -115,8 +114,7 @@ def test_two_ranks_on_one_device():
 
 def one_of_two(process, port):
     """What each of two processes does."""
-    from megatron_prism.runtime.pacing.device import Launcher
-    from megatron_prism.runtime.pacing.kernel_source import RING
+    from megatron_prism.runtime.pacing.device import RING, Launcher
 
     device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)

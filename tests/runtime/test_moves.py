@@ -9,8 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_prism.core.collectives import BY_METHOD
 from megatron_prism.runtime import answers
-from megatron_prism.runtime.pacing.kernel_source import ADDED
-from megatron_prism.runtime.pacing.moves import COPY, KINDS, move_of
+from megatron_prism.runtime.pacing.moves import ADDED, COPY, KINDS, move_of
 from megatron_prism.runtime.values import PartialLookup, Values
 
 N, P, K = 4, 2, 24

@@ -38,7 +38,7 @@ from megatron_prism.emulate.pace import (
 )
 from megatron_prism.replay.costs.collectives import Calibration
 from megatron_prism.runtime import process_group
-from megatron_prism.runtime.pacing import report as pace_report
+from megatron_prism.runtime.pacing import pacer as pace_report
 from megatron_prism.runtime.pacing import shared_memory
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.pacing.shared_memory import Shared, layout, seats

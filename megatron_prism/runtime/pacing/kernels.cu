@@ -1,6 +1,6 @@
 // Two kernels that make a device wait until a virtual peer would have answered.
 //
-// kernel_source.py puts the limits before this text as macros: RING, LAUNCH, TIMEOUT, PATIENCE,
+// device.py puts the limits before this text as macros: RING, LAUNCH, TIMEOUT, PATIENCE,
 // ADDED, COPY, SUM and CHUNK; and says what the kernels do.
 #define TILE 4
 typedef long long i64;

@@ -15,16 +15,16 @@ import torch
 from torch.distributed import ReduceOp
 
 from megatron_prism.runtime.answers import reduce_op_name
-from megatron_prism.runtime.pacing.kernel_source import ADDED
 
 if TYPE_CHECKING:
     from torch.distributed import AllreduceOptions, ReduceScatterOptions
 
     from megatron_prism.runtime.process_group import PrismGroup
 
-__all__ = ["KINDS", "Move", "move_of"]
+__all__ = ["ADDED", "KINDS", "Move", "move_of"]
 
 COPY = 0
+ADDED = 16  # what is added to a kind of number whose chunks are added up
 # how a kind of number is scaled; what is no number here is only copied
 KINDS = {
     torch.bfloat16: 1,

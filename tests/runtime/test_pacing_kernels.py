@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from megatron_prism.replay.answer_times import AnswerTimes
-from megatron_prism.runtime.pacing.kernel_source import (
-    ADDED,
+from megatron_prism.runtime.pacing.device import (
     CHUNK_NS,
     CLOCK,
     COPY_NS,
@@ -27,7 +26,7 @@ from megatron_prism.runtime.pacing.kernel_source import (
     TABLE,
     cuda_source,
 )
-from megatron_prism.runtime.pacing.moves import KINDS
+from megatron_prism.runtime.pacing.moves import ADDED, KINDS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
