@@ -384,7 +384,9 @@ def test_a_measurement_on_cpus(tmp_path):
     assert [(one["op"], one["kind"]) for one in rows] == [
         ("all_reduce", "gemm"), ("all_reduce", "memory")
     ]  # fmt: skip
-    assert read_overlap(rows)["all_reduce"].points["gemm"][0][0] == calibrate_rank.OVERLAP_CPU_SIZES[0]
+    assert (
+        read_overlap(rows)["all_reduce"].points["gemm"][0][0] == calibrate_rank.OVERLAP_CPU_SIZES[0]
+    )
 
 
 def test_a_calibration_on_cpus_has_numbers_and_its_own_queues(tmp_path, monkeypatch):

@@ -350,7 +350,7 @@ class _Lane:
     end: StreamEnd | None = None
 
 
-# -- was the rank answered on time? -----------------------------------------------------------------
+# -- was the rank answered on time? ---------------------------------------------------------------
 # From what the device wrote down; times of the summary are in us.
 
 _LATE_NS = 5_000
