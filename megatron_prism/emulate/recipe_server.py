@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.recipe import Recipe
+from megatron_prism.emulate.recipe_job import Json as Answer
 from megatron_prism.emulate.workers import die_with_parent
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureServer"]
 
-Answer = dict[str, Any]  # a line of JSON
 # what Megatron imports besides its own modules: most of the time that its import takes
 _SHARED = (
     "torch._inductor.compile_fx",
