@@ -12,6 +12,7 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs import kernels
+from megatron_prism.replay.costs.host import KERNEL_NS, with_modelled_host
 from megatron_prism.replay.costs.kernels import (
     MIXED,
     OPS,
@@ -123,6 +124,50 @@ def test_what_torch_records_is_what_the_table_knows(table):
     assert parts_of(forward.text(), 0, 0, 0, H200, table) == (pytest.approx(1000 * size), 0, 0)
     by_table, _, _ = parts_of(backward.text(), 0, 0, 0, H200, table)
     assert by_table == pytest.approx((2000 + 3000) * size)  # dgrad and wgrad
+
+
+def test_deterministic_algorithms_fill_what_is_allocated(tmp_path, stored):
+    """Once for every tensor, at the rate of zeros; a host launches them with their kernels."""
+    torch = pytest.importorskip("torch")
+    from megatron_prism.runtime.devices.live_bytes import LiveBytes
+    from megatron_prism.runtime.recorder.shapes_meter import Meter
+
+    live, meter, fills = LiveBytes("meta"), Meter(), []
+    live.meter = meter
+    for on in (False, True):
+        torch.use_deterministic_algorithms(on)
+        try:
+            with live:
+                x = torch.empty(512, 1024, device="meta", dtype=torch.bfloat16)
+                x.new_empty(0)
+                torch.empty_like(x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        fills.append(meter.take())
+    assert [one.kernels for one in fills] == [0, 2]
+    stored["kernels"]["zero_ float32"] = [[1 << 21, 700, 900]]
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(stored))
+    text = fills[1].text()
+    assert parts_of(text, 0, 0, 0, H200, kernels.read(path)) == (0, pytest.approx(2 * 800), 0)
+    (program,) = parse(f"{HEAD}F0 compute kernels=3 note={json.dumps(text)}\n").programs
+    assert with_modelled_host(program).ops["host"].tolist() == [KERNEL_NS]
+
+
+def test_dropout_and_a_fixed_order_make_attention_longer(tmp_path, stored):
+    stored["options"] = {"attention_dropout": 1.5}
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps(stored))
+    shape, flops = "1024x1x4x64", 2 * 4 * 1024**2 * 64
+    plain, slower, forward_only = (
+        ns(kernels.read(path), name, shape, flops=flops)
+        for name in ("attention", "attention_dropout", "attention_backward_dropout")
+    )
+    assert slower == pytest.approx(1.5 * plain)
+    assert forward_only is None  # by its roofline, that of attention_backward
+    names = "attention_backward", "attention_backward_dropout_deterministic"
+    by_roof = [parts_of(f"{n}(8x8)bfloat16:{10**15}:128", 0, 0, 0, H200, None) for n in names]
+    assert by_roof[0] == by_roof[1]
 
 
 HEAD = "prism-program 1\nworld size=1\nprogram ranks=0\n"

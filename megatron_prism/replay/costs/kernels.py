@@ -64,7 +64,7 @@ _ALIKE = {
                     "copy_"),
     **dict.fromkeys(("sub_", "div_", "mul_", "masked_fill_"), "add_"),
     **dict.fromkeys(("amax", "mean", "var", "logsumexp", "argmax"), "sum"),
-    "index_put_": "index",
+    "index_put_": "index", "fill_empty": "zero_",
     **dict.fromkeys(("gather", "index", "permute", "unpermute", "sort_chunks"), "index_select"),
     "new_zeros": "zero_", "zeros": "new_zeros", "norm": "_fused_rms_norm",
     "norm_backward": "_fused_rms_norm_backward",
@@ -76,6 +76,9 @@ _ARITHMETIC = frozenset(("add", "sub", "mul", "div", "where", "maximum"))
 _SINGLE = ("mm", "addmm", "_scaled_mm", "gemm", "gemm_wgrad")
 _BATCHED = ("bmm", "baddbmm")
 PRODUCTS = frozenset((*_SINGLE, *_BATCHED))  # what the power limit was seen to slow down
+# what the recorder appends to ``attention`` (``runtime/te/context_parallel.announce_attention``)
+_ATTENTION = ("", "_dropout", *(f"_backward{a}{b}" for a in ("", "_dropout")
+                                for b in ("", "_deterministic")))  # fmt: skip
 _ADAM_BYTES = 28, 16  # of an element: as our stand-in counts it, as recorded of torch's fused one
 
 
@@ -143,6 +146,7 @@ class OpTable:
 
     grids   : ``gemm tn bfloat16`` … -> times by shape
     kernels : ``name dtype`` -> (bytes ascending, ns)
+    options : kernel with options (``attention_backward_dropout``) -> times as long as without
     sustained : of some products (their shares of the time ascending, factors of their times in
               ``grids``): the power limit slows down what goes on
     """
@@ -151,6 +155,7 @@ class OpTable:
     source: str
     grids: dict[str, _Grid]
     kernels: dict[str, tuple[np.ndarray, np.ndarray]]
+    options: dict[str, float] = field(default_factory=dict)
     sustained: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     _known: dict[MeasuredKernel, float | None] = field(
         default_factory=dict, compare=False, repr=False
@@ -175,7 +180,7 @@ class OpTable:
         return {
             **dict.fromkeys(_SINGLE, self._product),
             **dict.fromkeys(_BATCHED, self._batched),
-            **dict.fromkeys(("attention", "attention_backward"), self._attention),
+            **{f"attention{rest}": self._attention for rest in _ATTENTION},
             "grouped_gemm": lambda _: None,
         }
 
@@ -208,15 +213,17 @@ class OpTable:
         if not kernel.shapes or len(kernel.shapes[0]) < 3:
             return None
         elements, d = math.prod(kernel.shapes[0]), kernel.shapes[0][-1]
-        products = 2 if kernel.name == "attention" else 5
+        name = _plain(kernel.name)
+        products = 2 if name == "attention" else 5
         s = kernel.flops / (products * elements) if elements else 0
         if s not in kernel.shapes[0][:2]:  # no mask, or a part of a sequence
             return None
         dtype = _LIKE.get(kernel.dtype, kernel.dtype)
         for way in ("cudnn", "flash2"):
-            grid = self.grids.get(f"{kernel.name} {way} {dtype}")
+            grid = self.grids.get(f"{name} {way} {dtype}")
             if grid is not None:
-                return grid.at((elements / (s * d), s, d))
+                alone = grid.at((elements / (s * d), s, d))
+                return None if alone is None else alone * self.options.get(kernel.name, 1.0)
         return None
 
     def _by_size(self, kernel: MeasuredKernel) -> float | None:
@@ -229,7 +236,8 @@ class OpTable:
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
             names, moved = ("_fused_adamw_", ""), moved * _ADAM_BYTES[1] // _ADAM_BYTES[0]
         for name in names:
-            sizes, ns = self.kernels.get(f"{name} {dtype}", (None, None))
+            rows = self.kernels.get(f"{name} {dtype}") or self.kernels.get(f"{name} float32")
+            sizes, ns = rows or (None, None)
             if sizes is None or ns is None:
                 continue
             if moved > sizes[-1] * 1.01:
@@ -245,6 +253,11 @@ def _is_broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
     @2.11, gpu_kernel_impl_nocast)."""
     sizes = [math.prod(shape) for shape in shapes if shape]
     return len(sizes) > 1 and 1 < min(sizes) < max(sizes)
+
+
+def _plain(name: str) -> str:
+    """A kernel's name without its options."""
+    return name.removesuffix("_deterministic").removesuffix("_dropout")
 
 
 def _as_product(kernel: MeasuredKernel) -> tuple[str, int, int, int] | None:
@@ -295,6 +308,7 @@ class _StoredTable:
     source: str
     grids: dict[str, _StoredGrid]
     kernels: dict[str, Annotated[list[tuple[_Side, _Time, _Time]], msgspec.Meta(min_length=1)]]
+    options: dict[str, Annotated[float, msgspec.Meta(gt=0.5, lt=20)]] = field(default_factory=dict)
     sustained: tuple[_StoredSustained, ...] = ()
     clocks: list[str] = field(default_factory=list)
     left_out: object = None
@@ -310,7 +324,7 @@ def read(name: str | os.PathLike[str]) -> OpTable:
         grids = {key: _grid(key, one) for key, one in stored.grids.items()}
         kernels = {key: _rows(key, rows) for key, rows in stored.kernels.items()}
         sustained = tuple(_sustained(one, grids) for one in stored.sustained)
-        return OpTable(stored.device, stored.source, grids, kernels, sustained)
+        return OpTable(stored.device, stored.source, grids, kernels, stored.options, sustained)
 
 
 def _grid(key: str, stored: _StoredGrid) -> _Grid:
@@ -463,6 +477,6 @@ def _planted(note: str, parts: SegmentParts) -> SegmentParts:
 def _kernel(name: str, flops: int, num_bytes: int, dtype: str, machine: Machine) -> int:
     rate = machine.flops.get(_TORCH.get(dtype, "bf16"), machine.flops["bf16"])
     if _TORCH.get(dtype, "bf16") in ("bf16", "fp16"):
-        rate = machine.flops.get(name, rate)  # attention, attention_backward
+        rate = machine.flops.get(_plain(name), rate)  # attention, attention_backward
     work = max(flops / rate, num_bytes / machine.memory_rate)
     return max(machine.kernel_ns, round(work * 1e9))

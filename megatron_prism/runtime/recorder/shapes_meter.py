@@ -3,8 +3,9 @@
 In : every aten call (``LiveBytes`` sees them all on the meta tier).  Out: Work of the calls since
 the last ``take``.  Flops are those of torch.utils.flop_counter's formulas; traffic is what a kernel
 must read and write once: its tensor inputs and outputs, of a table that it picks from or puts into
-only what it moves.  Views and allocations are no kernels.  A transposed operand of a product is
-marked ``t``.  Stand-ins for fused kernels, which only allocate, say themselves what they would
+only what it moves.  Views and allocations are no kernels, but deterministic algorithms fill what is
+allocated (torch.utils.deterministic.fill_uninitialized_memory).  A transposed operand of a product
+is marked ``t``.  Stand-ins for fused kernels, which only allocate, say themselves what they would
 have done.
 """
 
@@ -45,6 +46,7 @@ _FREE = frozenset(
         "is_same_size",
     )  # fmt: skip
 )
+_ALLOCATE = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _PICK = frozenset(("embedding", "gather", "index", "index_select"))  # from their first argument
 _PUT = frozenset(("index_put_", "scatter_", "scatter_add_", "index_add_", "index_copy_"))  # into it
 _LONGEST = 240  # distinct kernels of a segment that are written out
@@ -116,11 +118,15 @@ class Meter:
         name = self._names.get(packet)
         if name is None:
             name = self._names[packet] = str(packet).removeprefix("aten.")
-        if name in _FREE:
+        if name in _FREE and not (name in _ALLOCATE and _fills()):
             return
         tensors = [a for a in _flat(args) if isinstance(a, torch.Tensor) and a.is_meta]
         outs = [a for a in _flat((out,)) if isinstance(a, torch.Tensor) and a.is_meta]
         if not tensors and not outs:
+            return
+        if name in _FREE:
+            if moved := sum(t.numel() * t.element_size() for t in outs):
+                self.add("fill_empty", 0, 2 * moved, outs)  # as ``zero_`` counts them: in and out
             return
         formula = flop_registry.get(packet)
         flops = int(formula(*args, **(kwargs or {}), out_val=out)) if formula else 0
@@ -146,6 +152,13 @@ class Meter:
             shapes = ",".join("x".join(map(str, t.shape)) + "t" * _turned(t) for t in tensors[:3])
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
+
+
+def _fills() -> bool:
+    """Whether memory is filled as it is allocated (aten/src/ATen/native/cuda/TensorFactories.cu,
+    empty_cuda @v2.11)."""
+    filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled() and filled
 
 
 def _turned(tensor: torch.Tensor) -> bool:

@@ -45,6 +45,7 @@ __all__ = [
     "context_size",
     "dropout_seed",
     "forward_values",
+    "is_deterministic",
 ]
 
 
@@ -248,7 +249,8 @@ def announce_attention(
 
     A causal mask halves them; a window leaves as many keys a query as it is wide.  Ranks of a
     context-parallel ring hold the first and the last part of the sequence each, so that every block
-    costs half a full one (Megatron's load balancing).
+    costs half a full one (Megatron's load balancing).  Dropout and a fixed order of sums are in the
+    kernel's name.
     """
     if not q.is_meta or k is None or v is None:
         return
@@ -266,7 +268,18 @@ def announce_attention(
         width = left + 1 + (0 if causal else k.shape[0] if right < 0 else right)
         queries = q.shape[0] if o.form == "thd" else q.shape[0] * q.shape[1]
         pairs = min(pairs, queries * width)
+    if getattr(o, "dropout", 0):
+        name += "_dropout"
+    if products > 2 and is_deterministic():
+        name += "_deterministic"
     fused(name, products * heads * pairs * (size + v.shape[-1]), q, k, v, out)
+
+
+def is_deterministic() -> bool:
+    """Whether gradients are summed in one order (dot_product_attention.py,
+    DotProductAttention.__init__ @v2.9)."""
+    asked = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    return asked or torch.are_deterministic_algorithms_enabled()
 
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
