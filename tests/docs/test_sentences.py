@@ -32,7 +32,7 @@ def sentences(text):
     """The sentences of a paragraph; what is in backticks counts as one word."""
     text = re.sub(r"`+[^`]*`+", "CODE", text)
     text = re.sub(r"\b(e\.g|i\.e|vs|etc|cf|Sec|Fig|No)\.", r"\1", text)
-    return [one for one in re.split(r"(?<=[.!?])\s+(?=[\w*(“\"])|:\s+(?=[A-Z])", text) if one]
+    return [one for one in re.split(r"(?<=[.!?])\s+(?=[\w*(“\"-])|:\s+(?=[A-Z])", text) if one]
 
 
 def words(sentence):
