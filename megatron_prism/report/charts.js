@@ -55,7 +55,7 @@ function pair(section, two, lanes) {
   const whats = [...new Set([...of[0].keys(), ...of[1].keys()])].filter((what) => of[0].get(what) || of[1].get(what))
     .sort((a, b) => Math.abs(difference(b)) - Math.abs(difference(a)));
   const rows = whats.map((what) => [what, formatNs(of[0].get(what) || 0), formatNs(of[1].get(what) || 0), signed(difference(what), formatNs)]);
-  section.append(quiet("The main stream of a mean rank. Striped: waiting for other ranks to come to a call. Empty: idle."),
+  section.append(quiet("The main stream of a mean rank. Striped: waiting for other ranks to reach a call. Empty: idle."),
     stack(bars), legend([["compute", "var(--forward)"], ...lanes.map((group) => [group, groupColour(group)])]),
     table(["mean rank", "first", "second", "second − first"], rows));
 }

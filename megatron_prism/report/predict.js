@@ -37,13 +37,13 @@ function distribution(section) {
   const x = { from: Math.min(DATA.steady, low), to: high + (high - low) * 0.08, write: formatNs, title: "iteration time" };
   const marks = (plot) => plot.marks([[DATA.steady, `without variation: ${ms(DATA.steady)}`, plot.colours.outside],
     ...DATA.quantiles.filter((q) => q.level >= 0.5 && q.ns !== null).map((q) => [q.ns, `${quantile(q.level)}: ${ms(q.ns)}`, plot.colours.path])]);
-  section.append(quiet("How many iterations take how long: each bar is a fortieth of the range."));
+  section.append(quiet("Share of the iterations in each fortieth of the range."));
   const top = Math.max(...bars) * 1.5;  // room for the names of the marks
   const plot = new Plot(section, "distribution of the iteration time", { x, y: { from: 0, to: top, write: (part) => `${round(100 * part, 2)} %` } });
   bars.forEach((part, i) => tipOn(plot.bar(edges[i], edges[i + 1], part, plot.colours.accent), `${round(100 * part, 2)} % of iterations`, `${ms(edges[i])} to ${ms(edges[i + 1])}`));
   marks(plot);
-  section.append(element("h2", "", "How many iterations take at most so long"));
-  const curve = new Plot(section, "chance of at most so much time", { x, y: shares });
+  section.append(element("h2", "", "Share of iterations that take at most this long"));
+  const curve = new Plot(section, "cumulative distribution of the iteration time", { x, y: shares });
   curve.line(times.map((time, i) => [time, LEVELS[i]]), curve.colours.accent);
   marks(curve);
   section.append(table(["", "iteration", "over the time without variation", "95 % interval of the draws"], [
@@ -147,22 +147,22 @@ function provenance(section) {
 // ---- layouts side by side
 function layouts(section) {
   const all = DATA.layouts;
-  section.append(element("h2", "", "How many iterations take at most so long"));
-  const plot = new Plot(section, "chance of at most so much time, by layout", { height: 380, y: shares,
+  section.append(element("h2", "", "Share of iterations that take at most this long"));
+  const plot = new Plot(section, "cumulative distribution of the iteration time, by layout", { height: 380, y: shares,
     x: { ...extent(all.flatMap((one) => [one.times[0], one.times[198]]), 0.02), write: formatNs, title: "iteration time" } });
   const colour = (i) => plot.colours[CURVES[i % CURVES.length]];
   all.forEach((one, i) => plot.line(one.times.map((time, k) => [time, LEVELS[k]]), colour(i)));
   const quantiles = all[0].quantiles.map((q) => quantile(q.level));
   section.append(legend(all.map((one, i) => [one.name, colour(i)])),
-    element("h2", "", "Quantiles"), quiet("In brackets: the 95 % interval of the draws."),
+    element("h2", "", "Quantiles"), quiet("Below each: the 95 % interval of the draws."),
     table(["layout", "ranks", "microbatches", "without variation", ...quantiles], all.map((one) => [one.name, count(one.ranks), count(one.microbatches),
-      ms(one.steady), ...one.quantiles.map((q) => q.ns === null ? between(q) : `${ms(q.ns)} (${between(q)})`)])));
+      ms(one.steady), ...one.quantiles.map((q) => q.ns === null ? between(q) : element("div", "", ms(q.ns), element("div", "quiet", between(q))))])));
 }
 
 function faster(section) {
   const said = (one) => one === null ? "" : `${percent(one.share)} (${percent(one.low)} to ${percent(one.high)})`;
   section.append(element("h2", "", "Who is faster"), quiet("How often, of iterations under the same network. In brackets: the 95 % interval."),
-    table(["layout", `${DATA.layouts[0].name} is faster`, "fastest of all"], DATA.layouts.map((one) => [one.name, said(one.slower), said(one.fastest)])));
+    table(["layout", `${DATA.layouts[0].name} is faster than it`, "fastest of all"], DATA.layouts.map((one) => [one.name, said(one.slower), said(one.fastest)])));
   if (DATA.note) section.append(element("p", "", `Beware: ${DATA.note}.`));
 }
 

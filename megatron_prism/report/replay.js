@@ -12,7 +12,7 @@ function figures() {
   const peaks = F.classes.filter((one) => one.peak_bytes !== null);
   const peak = peaks.length ? peaks.reduce((a, b) => b.peak_bytes > a.peak_bytes ? b : a) : null;
   const range = F.high_ns > F.low_ns
-    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)} with what is not measured` : "";
+    ? `; ${formatNs(F.low_ns)} to ${formatNs(F.high_ns)}, nine times in ten` : "";
   cards([
     ["iteration", formatNs(F.iteration_ns), (basis() || "nothing takes time") + range],
     ["computing", percent(F.computing), "of all ranks' time"],
@@ -42,7 +42,7 @@ function breakdown(section) {
       formatNs(one.idle), formatNs(one.total), formatNs(one.critical), formatNs(one.slack)];
   });
   section.append(element("h2", "", "Where each rank's iteration went"),
-    element("p", "quiet", "The main stream of one rank of each class. Striped: waiting for other ranks to come to a call. Empty: idle."),
+    element("p", "quiet", "The main stream of one rank of each class. Striped: waiting for other ranks to reach a call. Empty: idle."),
     stack(bars),
     legend([["compute", "var(--forward)"], ...groups.map((group) => [group, groupColour(group)])]),
     table(["class", "ranks", "count", "compute", "exposed", "waiting", "idle", "total", "compute on critical path", "least slack"], rows, [1]), more());
@@ -86,10 +86,10 @@ function collectives(section) {
     [group, formatNs(F.exposed_by_group[group] || 0), formatNs(F.waiting_by_group[group] || 0),
       percent(still(group) / TOTAL)]);
   section.append(element("h2", "", "What is not hidden, by group"),
-    element("p", "quiet", "The main stream stood still; the mean over all ranks."),
+    element("p", "quiet", "Time in which the main stream was blocked, as the mean over all ranks."),
     table(["group", "exposed", "waiting", "of the iteration"], exposed),
     element("h2", "", "Calls of one rank in an iteration"),
-    element("p", "quiet", "The mean over the ranks that make them. Solid: data move. Striped: ready, but others have not come (also where that is hidden). Bytes are messages as nccl-tests counts them; GB/s is bytes over the time in which they move."),
+    element("p", "quiet", "The mean over the ranks that make them. Solid: data move. Striped: ready, but others have not arrived (also where that is hidden). Bytes are messages as nccl-tests counts them; GB/s is bytes over the time in which they move."),
     table(["call", "group", "ranks", "calls", "bytes", "", "moves", "waits", "rate", "times are"], rows, [1, 5]));
 }
 
@@ -109,7 +109,8 @@ function memory(section) {
 
 function provenance(section) {
   const busy = F.sources.reduce((sum, source) => sum + source.busy_ns, 0) || 1;
-  const rows = F.sources.map((source) => [badge(source.text), source.text.replace(/^\w+: /, ""), percent(source.path_ns / TOTAL), percent(source.busy_ns / busy)]);
+  const sources = [...F.sources].sort((a, b) => b.path_ns - a.path_ns || b.busy_ns - a.busy_ns);
+  const rows = sources.map((source) => [badge(source.text), source.text.replace(/^\w+: /, ""), percent(source.path_ns / TOTAL), percent(source.busy_ns / busy)]);
   const about = Object.entries(F.source).map(([key, value]) => [key, value]);
   section.append(element("h2", "", "Where the times are from"),
     table(["", "source", "of the critical path", "of all busy time"], rows, [1]),
@@ -129,7 +130,7 @@ function comparison(section) {
     ["MFU", (f) => f.mfu.value, percent]];
   const rows = facts.map(([what, read, write]) => {
     const [a, b] = two.map((one) => read(one.figures));
-    return [what, or(a, write), or(b, write), a === null || b === null || !a ? "" : signed(b / a - 1, percent)];
+    return [what, or(a, write), or(b, write), a === null || b === null || !a ? "" : write === percent ? signed(100 * (b - a), (v) => `${v.toFixed(1)} points`) : signed(b / a - 1, percent)];
   });
   section.append(element("h2", "", "First and second"), table(["", DATA.name, other.name, "second against first"], rows));
   section.append(element("h2", "", "The same time axis"), quiet("Zooming one zooms both."));

@@ -53,7 +53,7 @@ tabs([
     section.append(element("h2", "", "Why the first beats the second"));
     pair(section, DATA.pair, DATA.lanes);
   })]] : []),
-  ...(DATA.dropped.length ? [["dropped", "Dropped", once((section) => section.append(element("h2", "", "Points that fell"),
+  ...(DATA.dropped.length ? [["dropped", "Dropped", once((section) => section.append(element("h2", "", "Dropped points"),
     table(["point", "by", "reason"], DATA.dropped.map((one) => [one.name, one.by, one.reason]), [0, 1, 2])))]] : []),
   ["reading", "How to read this", null],
 ]);
