@@ -141,7 +141,7 @@ def show(result: Prediction, verbose: bool) -> None:
     out.print(f"                     of {result.replicas:,} copies of the model counts")
     rows: Rows = []
     for one in result.quantiles:
-        over = "" if one.ns is None else f"{100 * (one.ns / result.steady - 1):+.1f} %"
+        over = "" if one.ns is None else units.format_change(one.ns / result.steady - 1)
         between = f"needs {one.needed:,} samples"
         if one.ns is not None:
             between = f"{ms(one.low)} to {ms(one.high)}"

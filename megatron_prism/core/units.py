@@ -19,8 +19,10 @@ from megatron_prism.core.errors import UnitError
 
 __all__ = [
     "format_bytes",
+    "format_change",
     "format_count",
     "format_ns",
+    "format_percent",
     "format_rate",
     "parse_bytes",
     "parse_count",
@@ -83,6 +85,17 @@ def parse_count(text: str | int) -> int:
 def format_count(count: int) -> str:
     """A whole number with thousands separated by commas, never rounded."""
     return f"{count:,}"
+
+
+def format_change(part: float) -> str:
+    """What is added to 1, as ``+7.5 %``; zero has no minus."""
+    return f"{round(100 * part, 1) + 0.0:+.1f} %"
+
+
+def format_percent(part: float) -> str:
+    """A part of 1 as ``2.4 %``, with two significant digits or all before the point."""
+    value = 100 * part
+    return f"{value:.0f} %" if abs(value) >= 99.5 else f"{value:.2g} %"
 
 
 def _parse(

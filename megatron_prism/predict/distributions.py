@@ -19,6 +19,7 @@ from functools import cache
 import numpy as np
 
 from megatron_prism.core.errors import PrismError
+from megatron_prism.core.units import format_percent
 
 __all__ = [
     "Distribution",
@@ -148,7 +149,7 @@ class Distribution:
         return float((high - low) / 2 / middle)
 
     def __str__(self) -> str:
-        said = f"{self.kind}, spread {100 * self.spread:.2g} %"
+        said = f"{self.kind}, spread {format_percent(self.spread)}"
         if self.samples:
             said += f", {self.samples} samples, KS {self.distance:.3f}"
         return f"{said} ({self.note})" if self.note else said

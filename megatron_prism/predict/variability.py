@@ -20,6 +20,7 @@ import numpy as np
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.ops import CODE, NAMES
 from megatron_prism.core.program import Program, Programs
+from megatron_prism.core.units import format_percent
 from megatron_prism.graph.world_graph import WorldGraph
 from megatron_prism.predict.distributions import FEWEST, Distribution, fit, probabilities
 from megatron_prism.replay.costs import Prices, machine
@@ -153,7 +154,7 @@ def _said(kind: np.ndarray, shapes: Sequence[Distribution], prices: Prices) -> s
     said = (
         f"samples of the calibration for {100 * share:.0f} % of the calls' time: {len(shapes)} "
         f"cells of {each} samples ({kinds}; KS at most {max(o.distance for o in shapes):.2f}; "
-        f"spreads up to {100 * widest.spread:.2g} %)"
+        f"spreads up to {format_percent(widest.spread)})"
     )
     wide = sum("widened" in one.note for one in shapes)
     return f"{said}; {wide} that no candidate fits, widened" if wide else said

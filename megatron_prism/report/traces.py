@@ -40,7 +40,7 @@ def format_ns(ns: float) -> str:
 
 
 def _percent(part: float) -> str:
-    return "unknown" if math.isnan(part) else f"{100 * part:.2g} %"
+    return "unknown" if math.isnan(part) else units.format_percent(part)
 
 
 def render_variation(found: Variation) -> str:
@@ -51,9 +51,9 @@ def render_variation(found: Variation) -> str:
         f"{len(found.ranks)} ranks x {len(found.numbers)} iterations, each "
         f"{format_ns(mean)} (median {format_ns(float(np.median(took)))})",
         f"replayed with each iteration's own times  {format_ns(again.mean())}  "
-        f"{100 * (again.mean() / mean - 1):+.1f} %",
+        f"{units.format_change(again.mean() / mean - 1)}",
         f"with every time at its mean               {format_ns(found.typical_ns)}  "
-        f"{100 * (found.typical_ns / mean - 1):+.1f} %, without what variation costs",
+        f"{units.format_change(found.typical_ns / mean - 1)}, without what variation costs",
         "",
     ]
     rows = [
@@ -113,7 +113,7 @@ def render_variation(found: Variation) -> str:
 def _difference(one: Difference, whole: float) -> tuple[str, ...]:
     times = f"{one.what} x {one.count}" if one.count > 1 else one.what
     return (times, format_ns(one.predicted), format_ns(one.real),
-            f"{one.error / 1e6:+,.3f} ms", f"{100 * one.error / whole:+.1f} %")  # fmt: skip
+            f"{one.error / 1e6:+,.3f} ms", units.format_change(one.error / whole))  # fmt: skip
 
 
 def _headline(found: TraceComparison) -> list[str]:
@@ -121,8 +121,8 @@ def _headline(found: TraceComparison) -> list[str]:
     varies = found.replayed_ns - found.real_ns
     return [
         f"an iteration: predicted {format_ns(found.predicted_ns)}, "
-        f"real {format_ns(found.real_ns)}, {100 * error:+.1f} %",
-        f"of which the traces, replayed with every time at its mean, explain all but "
+        f"real {format_ns(found.real_ns)}, {units.format_change(error)}",
+        "of which the traces, replayed with every time at its mean, explain all but "
         f"{varies / 1e6:+,.3f} ms, which is variation",
     ]
 

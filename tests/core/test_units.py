@@ -98,3 +98,16 @@ def test_refuses_with_a_fix(parse, text, says):
     assert says in str(error.value)
     assert "fix:" in str(error.value)
     assert isinstance(error.value, ValueError)
+
+
+def test_percents_have_no_exponent():
+    said = [units.format_percent(part) for part in (0, 0.0238, 0.305, 0.996, 1.043, 12.5, -0.05)]
+    assert said == ["0 %", "2.4 %", "30 %", "100 %", "104 %", "1250 %", "-5 %"]
+
+
+def test_no_change_has_no_minus():
+    assert [units.format_change(x) for x in (0.0746, -0.00001, -0.5)] == [
+        "+7.5 %",
+        "+0.0 %",
+        "-50.0 %",
+    ]
