@@ -60,7 +60,10 @@ function pair(section, two, lanes) {
     table(["mean rank", "first", "second", "second − first"], rows));
 }
 
-const signed = (value, write) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${write(Math.abs(value))}`;
+function signed(value, write) {  // what is written as zero has no sign
+  const text = write(Math.abs(value));
+  return `${/[1-9]/.test(text) ? value > 0 ? "+" : "−" : ""}${text}`;
+}
 
 // ---- a plot with axes: x and y are {from, to, write, title, ticks}; drawn as wide as its box
 function svg(tag, attributes, ...children) {
