@@ -2,6 +2,10 @@
 
 ``atexit`` cannot see the exit status, so ``sys.exit`` and the exception hook leave a note
 (``note``).  A status that neither saw, such as a bare ``raise SystemExit(3)``, counts as good.
+``os._exit(0)`` would pass ``atexit`` by, and is asked as well.
+
+Launchers have the flags of their workers and train nothing themselves.  So each process that is
+asked names a file in ``PRISM_TRAINED``, and whoever trains below it makes that file.
 """
 
 from __future__ import annotations
@@ -9,8 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +22,20 @@ from types import TracebackType
 from megatron_prism.core.errors import NotTrainedError, PrismError
 from megatron_prism.core.process_changes import ProcessChanges
 
-__all__ = ["at_good_end", "expect_emulation", "is_worker", "note", "report", "tell_parent"]
+__all__ = [
+    "at_good_end",
+    "expect_emulation",
+    "is_worker",
+    "leave",
+    "note",
+    "report",
+    "tell_parent",
+    "trained",
+    "trained_below",
+]
 
-LAUNCHED_S = 1.0  # children that took more CPU time than this worked; importing torch takes more
+leave = os._exit  # whatever the verdict
+MARK = "PRISM_TRAINED"
 
 Status = str | int | None  # of sys.exit
 Check = Callable[[], "PrismError | None"]
@@ -28,6 +43,8 @@ Idle = Callable[[], bool]
 
 _checks: list[tuple[Check, Idle]] = []
 _expected = False
+_asked = 0  # process id of whoever is asked at its end
+_above: str | None = None  # the mark of the process above it
 _ended: dict[str, object] = {}  # "status" of sys.exit or of a failure; "failed": of the latter
 
 
@@ -63,20 +80,30 @@ def at_good_end(check: Check, changes: ProcessChanges, idle: Idle = lambda: Fals
     changes.on_undo(lambda: _checks.remove((check, idle)))
 
 
-_USES = re.compile(r"^\s*(?:from|import)\s+(?:megatron|torch\.distributed)\b", re.MULTILINE)
+def trained() -> None:
+    """Tell the process above that a job has trained here."""
+    mark = _above if os.getpid() == _asked else os.environ.get(MARK)
+    if mark:
+        with contextlib.suppress(OSError):
+            Path(mark).touch()
+
+
+def trained_below() -> bool:
+    """Whether a job has trained in a process that this one started."""
+    return Path(os.environ.get(MARK, "/")).is_file()
 
 
 def expect_emulation() -> None:
     """A job's script with ``--prism-emulate`` that ends well without being emulated fails.
 
-    ``python -c`` and interactive sessions are nobody's job.
+    ``python -c`` and interactive sessions are nobody's job, and pytest's options are its own.
     """
     global _expected
     _expected = not is_worker()
     # asked now: at its end Python takes __file__ away
     main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    if main.endswith(".py"):
-        at_good_end(lambda: _never_attached(Path(main)), ProcessChanges())  # no session is open yet
+    if main.endswith(".py") and "pytest" not in sys.modules:
+        at_good_end(_never_attached, ProcessChanges())  # no session is open yet
 
 
 def emulation_is_expected() -> bool:
@@ -84,29 +111,17 @@ def emulation_is_expected() -> bool:
     return _expected
 
 
-def _never_attached(script: Path) -> NotTrainedError | None:
-    """The error of a ``script`` that used neither Megatron nor a process group, but would.
-
-    Launchers hold the flags of their workers, who answer for themselves: torchrun's agent, or a
-    process whose children worked.
-    """
-    children = os.times()
-    if (
-        "megatron_prism.emulate.launch" in sys.modules  # attached: the monitor has the verdict
-        or {"torch.distributed.run", "pytest"} & sys.modules.keys()
-        or children.children_user + children.children_system > LAUNCHED_S
-        or is_worker()
-    ):
+def _never_attached() -> NotTrainedError | None:
+    """The error of a script that used neither Megatron nor a process group."""
+    attached = "megatron_prism.emulate.launch" in sys.modules  # the monitor has the verdict
+    if attached or trained_below() or is_worker():
         return None
-    error = NotTrainedError(
-        "nothing trained: the script never imported megatron, so --prism-emulate had no effect",
-        fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",
+    return NotTrainedError(
+        "nothing trained: neither this program nor one that it started used megatron or a process "
+        "group, so --prism-emulate had no effect",
+        fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py; where that "
+        "is started on another host, PRISM_ARGS='--prism-emulate …' there",
     )
-    with contextlib.suppress(OSError):
-        if _USES.search(script.read_text(encoding="utf-8", errors="replace")):
-            return error
-    report(error)  # another program, which takes the word as an argument of its own
-    return None
 
 
 def is_worker() -> bool:
@@ -130,7 +145,11 @@ def _missing_module(name: str) -> PrismError:
 
 
 def _watch(changes: ProcessChanges) -> None:
-    original_exit, original_hook, pid = sys.exit, sys.excepthook, os.getpid()
+    global _asked, _above
+    original_exit, original_hook = sys.exit, sys.excepthook
+    pid = _asked = os.getpid()
+    _above = os.environ.get(MARK)
+    mark = Path(tempfile.gettempdir(), f"prism-trained-{pid}-{os.urandom(4).hex()}")
 
     def note_exit(status: Status = None) -> None:
         note(status)
@@ -151,19 +170,38 @@ def _watch(changes: ProcessChanges) -> None:
     def verdict() -> None:
         if os.getpid() != pid:
             return  # a fork inherits this, but not the job
+        changes.set(os, "_exit", leave)  # asked once
+        try:
+            judge()
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def judge() -> None:
         status = _ended.get("status") or 0
         if status:
             if "failed" not in _ended and any(idle() for _, idle in _checks):
-                sys.stdout.flush()  # it may have caught that sys.exit, and would end with 0 then
-                os._exit(status & 0xFF or 1 if isinstance(status, int) else 1)
-            return
+                end(status & 0xFF or 1 if isinstance(status, int) else 1)
+            return  # otherwise it may have caught that sys.exit, and would end with 0
         for error in filter(None, (check() for check, _ in _checks)):
             report(error)
-            sys.stdout.flush()
-            os._exit(error.exit_code)
+            end(error.exit_code)
+        if trained_below():
+            trained()
+
+    def end(status: int) -> None:
+        sys.stdout.flush()
+        mark.unlink(missing_ok=True)
+        leave(status)
+
+    def leave_at_once(status: int) -> None:
+        if not status:
+            verdict()
+        leave(status)
 
     changes.on_undo(_ended.clear)
     changes.set(sys, "exit", note_exit)
     changes.set(sys, "excepthook", note_exception)
+    changes.set(os, "_exit", leave_at_once)
+    changes.set_item(os.environ, MARK, str(mark))
     changes.on_undo(lambda: atexit.unregister(verdict))
     atexit.register(verdict)

@@ -25,6 +25,7 @@ from torch import distributed as dist
 from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.groups import named_group
 from megatron_prism.core.ops import CallLabel, Op
+from megatron_prism.emulate import exit_status
 from megatron_prism.hang.fault_plan import FIX, VALUES, Fault, FaultMatcher, truth_line
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
@@ -137,7 +138,7 @@ def leave(fault: Fault) -> None | NoReturn:
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "exit":
-        os._exit(fault.number("code", 1) or 0)
+        exit_status.leave(fault.number("code", 1) or 0)
     elif fault.kind == "gil":
         ctypes.PyDLL(None).pause()  # PyDLL keeps the interpreter's lock while it waits
     elif fault.kind == "data_stall":

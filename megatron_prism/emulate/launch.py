@@ -219,7 +219,7 @@ class _Reported(TrainingListener):
         """The job's arguments are those of the slice that is there already: that is all."""
         if self.capture.store.path(self.run.options.rank).exists():
             self.tell("is there already")
-            os._exit(0)
+            exit_status.leave(0)
 
 
 def build_run(options: flags.Options, session: Session) -> Run:
@@ -495,6 +495,8 @@ def _arrange_verdict(monitor: TrainingMonitor, session: Session) -> None:
                 "Megatron's pretrain() failed, and the script ended as if it had not",
                 fix="let the exception through: what went wrong is in the log above",
             )
+        if exit_status.trained_below():  # the script starts its workers itself
+            return None
         return NotTrainedError(
             "the script ended without calling Megatron's pretrain(), so nothing trained",
             fix="--prism-emulate belongs on a script that trains, such as pretrain_gpt.py",

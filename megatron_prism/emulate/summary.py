@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import World
-from megatron_prism.emulate import job_arguments
+from megatron_prism.emulate import exit_status, job_arguments
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run
@@ -231,6 +231,7 @@ class Reporter(TrainingListener):
         self._print(summary)
         if self.options.out is not None:
             self._write(summary)
+        exit_status.trained()
 
     def _print(self, summary: Json) -> None:
         trained, memory = summary["trained"], summary["memory"]

@@ -1,7 +1,9 @@
 """A process that was told to emulate and would end well without Megatron fails; no other does."""
 
+import pathlib
 import subprocess
 import sys
+import tempfile
 import types
 
 import pytest
@@ -12,7 +14,7 @@ from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.session import Session
 
 ATTACH = "import os, sys, types, megatron_prism\nmegatron_prism.attach()\n"
-SAYS = "nothing trained: the script never imported megatron"
+SAYS = "nothing trained: neither this program nor one that it started"
 
 
 def run(tmp_path, code, *words, script=True):
@@ -24,45 +26,54 @@ def run(tmp_path, code, *words, script=True):
     )
 
 
-# what a job's script has and never reaches
-JOB = """
-def train():
-    from megatron.training import pretrain
+TRAINS = """
+from megatron_prism.emulate import exit_status, session
+exit_status.at_good_end(lambda: None, session.Session().changes)
+exit_status.trained()
 """
+STARTS = "import subprocess\nsubprocess.run([sys.executable, '-c', {!r}], check=True)\n"
 
 
-@pytest.mark.parametrize("imports", [JOB, "if False:\n import torch.distributed as dist\n"])
-def test_a_script_that_never_imports_megatron_fails(tmp_path, imports):
-    done = run(tmp_path, imports + "print('bye')", "--prism-emulate")
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "os._exit(0)"])
+def test_a_script_that_never_imports_megatron_fails(tmp_path, ending):
+    done = run(tmp_path, "print('bye', flush=True)\n" + ending, "--prism-emulate")
     assert (done.returncode, done.stdout) == (1, "bye\n")
     assert SAYS in done.stderr
     assert "fix: " in done.stderr
 
 
-def test_another_program_that_takes_the_word_keeps_its_status(tmp_path):
-    """Also one that has a job's arguments: it may start jobs."""
-    done = run(tmp_path, "print('bye')", "--prism-emulate", "--num-layers", "4")
-    assert (done.returncode, done.stdout) == (0, "bye\n")
-    assert SAYS in done.stderr
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("sys.exit(3)", 3),
+        ("os._exit(3)", 3),
+        ("sys.exit('no data')", 1),
+        ("raise ValueError('no data')", 1),
+        ("sys.modules['megatron_prism.emulate.launch'] = sys", 0),  # attached, so judged there
+        ("if os.fork() == 0: sys.exit(0)\nassert os.wait()[1] == 0; sys.exit(4)", 4),
+    ],
+)
+def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
+    done = run(tmp_path, code, "--prism-emulate")
+    assert done.returncode == status
+    assert SAYS not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        ("sys.exit(0)", 1),
-        ("sys.exit(3)", 3),
-        ("sys.exit('no data')", 1),
-        ("raise ValueError('no data')", 1),
-        ("sys.modules['torch.distributed.run'] = sys", 0),  # torchrun's agent
-        ("os.times = lambda: types.SimpleNamespace(children_user=2, children_system=0)", 0),
-        ("sys.modules['megatron_prism.emulate.launch'] = sys", 0),  # attached, so judged there
-        ("if os.fork() == 0: sys.exit(0)\nos._exit(os.wait()[1])", 0),
+        (STARTS.format("sum(range(10 ** 8))"), 1),  # worked for long, and trained nothing
+        (STARTS.format(TRAINS), 0),
+        (STARTS.format(ATTACH + STARTS.format(TRAINS)), 0),
+        ("if os.fork() == 0:\n from megatron_prism.emulate import exit_status\n"
+         " exit_status.trained(); os._exit(0)\nos.wait()", 0),
     ],
-)
-def test_only_a_job_that_would_end_well_is_judged(tmp_path, code, status):
-    done = run(tmp_path, JOB + code, "--prism-emulate")
-    assert done.returncode == status
-    assert (SAYS in done.stderr) == (code == "sys.exit(0)")
+)  # fmt: skip
+def test_a_launcher_ends_well_if_something_below_it_trained(tmp_path, code, status):
+    marks = set(pathlib.Path(tempfile.gettempdir()).glob("prism-trained-*"))
+    done = run(tmp_path, code, "--prism-emulate")
+    assert (done.returncode, SAYS in done.stderr) == (status, status == 1), done.stderr
+    assert not set(pathlib.Path(tempfile.gettempdir()).glob("prism-trained-*")) - marks
 
 
 def test_workers_of_multiprocessing_are_not_the_job(tmp_path):
@@ -72,10 +83,10 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=print)
     child.start()
     child.join()
-    os._exit(child.exitcode)
+    sys.exit(7 + child.exitcode)  # its own status is no question here
 """
     done = run(tmp_path, code, "--prism-emulate")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (7, "")
 
 
 @pytest.mark.parametrize("words", [[], ["--prism-mem-update"]])

@@ -57,6 +57,25 @@ def test_gradients_are_the_transpose():
     assert torch.equal(value, kv[..., HEAD:])
 
 
+def test_pairs_may_stay_pairs_turn_back_and_be_at_given_places():
+    """The kernels of 0.20."""
+    forward, backward = (
+        KERNELS[f"_mla_rope_{way}_inplace_kernel"]["grid"] for way in ("fwd", "bwd")
+    )
+    angles, cos, sin = tables(6)
+    q, places = torch.randn(12, HEADS, HEAD + WIDTH), torch.arange(12).remainder(6)
+    before, numbers = q.clone(), (HEAD, WIDTH, HEADS, None, 2, torch.tensor([0, 7, 12]), places)
+    strides = (0, 0, 0, 0, 0, 1)
+    forward(q, cos, sin, *numbers, *strides, INVERSE=False, REMOVE_INTERLEAVING=True)
+    halves = torch.cat([q[..., HEAD::2], q[..., HEAD + 1 :: 2]], dim=-1)
+    assert torch.allclose(halves, rotated(before[..., HEAD:], angles[places][:, None]), atol=1e-5)
+    undone = q.clone()
+    forward(undone, cos, sin, *numbers, *strides, INVERSE=True, REMOVE_INTERLEAVING=True)
+    backward(q, cos, sin, *numbers, *strides, INVERSE=False, REMOVE_INTERLEAVING=True)
+    for one in (undone, q):
+        assert torch.allclose(one, before, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_packed_sequences_count_from_their_own_beginnings(rank, size):
     angles, cos, sin = tables(8)

@@ -310,8 +310,9 @@ _KERNELS: tuple[Patch, ...] = (
         "multi-latent attention launches triton kernels unless --no-rope-fusion",
         "core/fusions/fused_mla_yarn_rope_apply.py:258 @0.19.0",
         _mla_rope,
-        targets=tuple(kernels.KERNELS),
-        releases="<0.20",  # the kernels of 0.20 have no stand-in: no-triton refuses them by name
+        targets=tuple(
+            f"{name} {'>=' if name.startswith('_') else '<'}0.20" for name in kernels.KERNELS
+        ),
     ),
     Patch(
         "no-triton",

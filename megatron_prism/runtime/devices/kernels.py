@@ -1,7 +1,8 @@
 """Stand-ins for kernels of triton, Apex and others that Megatron launches.
 
 Its autograd functions stay as they are, and so do their allocations; only the four triton kernels
-that they launch are stood in for (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1 and @0.19.0).
+that they launch are stood in for (core/fusions/fused_mla_yarn_rope_apply.py @0.16.1, @0.19.0, and
+under other names @0.20).
 Called as ``kernel[grid](…)`` with the arguments of the real ones: on tensors with values the same
 sums, on shapes nothing but what the kernel would have read and written.  All work in place.
 """
@@ -12,7 +13,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -173,13 +174,13 @@ class _Kernel:
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self
 
-    def __call__(self, *args: object) -> None:
+    def __call__(self, *args: object, **options: bool) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if tensors[0].is_meta:
             fused(self.name, 0, *tensors)
         else:
             with torch.no_grad():
-                self.run(*args)
+                self.run(*args, **options)
 
 
 def _tokens(
@@ -210,18 +211,25 @@ def _halves(table: torch.Tensor, tokens: torch.Tensor, width: int) -> tuple[torc
 
 
 def _turned(
-    pairs: torch.Tensor, cos: tuple[torch.Tensor, ...], sin: tuple[torch.Tensor, ...]
+    pairs: torch.Tensor,
+    cos: tuple[torch.Tensor, ...],
+    sin: tuple[torch.Tensor, ...],
+    paired: bool = False,
 ) -> torch.Tensor:
-    """Interleaved pairs, rotated, as two halves."""
+    """Interleaved pairs, rotated, as two halves, or ``paired`` as they were."""
     one, other = pairs[..., 0::2], pairs[..., 1::2]
-    return torch.cat([one * cos[0] - other * sin[0], other * cos[1] + one * sin[1]], dim=-1)
+    turned = [one * cos[0] - other * sin[0], other * cos[1] + one * sin[1]]
+    return torch.stack(turned, dim=-1).flatten(-2) if paired else torch.cat(turned, dim=-1)
 
 
 def _turned_back(
-    halves: torch.Tensor, cos: tuple[torch.Tensor, ...], sin: tuple[torch.Tensor, ...]
+    turned: torch.Tensor,
+    cos: tuple[torch.Tensor, ...],
+    sin: tuple[torch.Tensor, ...],
+    paired: bool = False,
 ) -> torch.Tensor:
-    """The gradient: two halves as interleaved pairs."""
-    left, right = halves.chunk(2, dim=-1)
+    """The gradient of ``_turned``, as interleaved pairs."""
+    left, right = (turned[..., 0::2], turned[..., 1::2]) if paired else turned.chunk(2, dim=-1)
     one, other = left * cos[0] + right * sin[1], right * cos[1] - left * sin[0]
     return torch.stack([one, other], dim=-1).flatten(-2)
 
@@ -239,11 +247,16 @@ def _query(turn: Callable[..., torch.Tensor]) -> Callable[..., None]:
         batch: int | None,
         count: int | None,
         starts: torch.Tensor | None,
-        *more: int,
+        *more: object,
+        INVERSE: bool = False,
+        REMOVE_INTERLEAVING: bool = False,
     ) -> None:
-        tokens = _tokens(len(q), batch, starts, *more[-2:])
-        turned = _halves(cos, tokens, width), _halves(sin, tokens, width)
-        q[..., head:] = turn(q[..., head:], *turned)
+        tokens = more[0]  # since 0.20 places in packed sequences may be given; else a stride
+        if not isinstance(tokens, torch.Tensor):
+            ours = cast("tuple[int, int]", more[-2:])  # rank and size of context parallelism
+            tokens = _tokens(len(q), batch, starts, *ours)
+        table = _halves(cos, tokens, width), _halves(-sin if INVERSE else sin, tokens, width)
+        q[..., head:] = turn(q[..., head:], *table, REMOVE_INTERLEAVING)
 
     return run
 
@@ -263,11 +276,12 @@ def _forward_kv(
     count: int | None,
     starts: torch.Tensor | None,
     *more: int,
+    REMOVE_INTERLEAVING: bool = False,
 ) -> None:
     tokens = _tokens(len(kv), batch, starts, *more[-2:])
     table = _halves(cos, tokens, width), _halves(sin, tokens, width)
     key[..., :k_dim], value[...] = kv[..., :k_dim], kv[..., k_dim:]
-    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), *table)
+    key[..., k_dim:] = _turned(shared.reshape(len(kv), 1, width), *table, REMOVE_INTERLEAVING)
 
 
 def _backward_kv(
@@ -285,20 +299,22 @@ def _backward_kv(
     count: int | None,
     starts: torch.Tensor | None,
     *more: int,
+    REMOVE_INTERLEAVING: bool = False,
 ) -> None:
     tokens = _tokens(len(dk), batch, starts, *more[-2:])
     table = _halves(cos, tokens, width), _halves(sin, tokens, width)
     d_kv[..., :k_dim], d_kv[..., k_dim:] = dk[..., :k_dim], dv
     summed = dk[..., k_dim:].float().sum(dim=1, keepdim=True).to(d_shared.dtype)
-    d_shared[...] = _turned_back(summed, *table).reshape(d_shared.shape)
+    d_shared[...] = _turned_back(summed, *table, REMOVE_INTERLEAVING).reshape(d_shared.shape)
 
 
 KERNELS = {
-    f"rotary_{name}_kernel": _Kernel(f"rotary_{name}_kernel", run)
-    for name, run in (
-        ("fwd_q", _query(_turned)),
-        ("bwd_q", _query(_turned_back)),
-        ("fwd_kv", _forward_kv),
-        ("bwd_kv", _backward_kv),
+    name: _Kernel(name, run)
+    for names, run in (
+        ("rotary_fwd_q_kernel _mla_rope_fwd_inplace_kernel", _query(_turned)),
+        ("rotary_bwd_q_kernel _mla_rope_bwd_inplace_kernel", _query(_turned_back)),
+        ("rotary_fwd_kv_kernel _mla_rope_fwd_kv_split_kernel", _forward_kv),
+        ("rotary_bwd_kv_kernel _mla_rope_bwd_kv_split_kernel", _backward_kv),
     )
+    for name in names.split()
 }
