@@ -51,8 +51,7 @@ def build(overrides: list[str]) -> tuple[Any, Any]:
 def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
     """(kind -> seconds of each iteration, ops of a recorded one)."""
     from megatron_prism.core.process_changes import ProcessChanges
-    from megatron_prism.runtime.recorder import events
-    from megatron_prism.runtime.recorder.recorder import Recorder
+    from megatron_prism.runtime.recorder.recorder import Recorder, report_to
 
     recorder, watched = Recorder(world.rank, "cpu"), ProcessChanges()
     start = recorder.start
@@ -67,7 +66,7 @@ def measure(job: Any, world: Any) -> tuple[dict[str, list[float]], int]:
             job.monitor.listen(*listeners)
             watched.undo()
             if used is not None:
-                events.report_to(recorder, watched)
+                report_to(recorder, watched)
                 recorder.start = lambda quick=kind == "only timed": start(quick=quick)
                 stop = _stop(recorder, kind)
                 recorder.stop = stop

@@ -3,8 +3,9 @@
 ``python -m benchmarks.speed.tracking [--times 2]``
 
 Stage 0 of the main job (Llama-3-70B, 4 microbatches, 8 iterations) in fresh processes, in turns:
-without the mode that counts, with that mode answering operators but not counting (``shapes.answer``
-saves some of what any dispatch mode costs), and as it is.  Processor time of the fastest iteration.
+without the mode that counts, with that mode answering operators but not counting
+(``operators.answer`` saves some of what any dispatch mode costs), and as it is.  Processor time of
+the fastest iteration.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ time.perf_counter, time.perf_counter_ns = time.process_time, time.process_time_n
 from megatron_prism.core import recipe
 from megatron_prism.emulate import recipe_rank as rank_job
 from megatron_prism.runtime.devices import live_bytes as live
-from megatron_prism.runtime.devices import shapes
+from megatron_prism.runtime.devices import operators
 from megatron_prism.emulate.session import Session
 
 known = {}
@@ -31,7 +32,7 @@ known = {}
 def answers(self, func, types, args=(), kwargs=None):
     found = known.get(id(func), known)
     if found is known:
-        found = known[id(func)] = shapes.answer(func)
+        found = known[id(func)] = operators.answer(func)
     out = None if found is None else found(args, kwargs)
     return func(*args, **(kwargs or {})) if out is None else out
 

@@ -28,7 +28,7 @@ from megatron_prism.runtime.call_check import (
     nccl_lets_through,
 )
 from megatron_prism.runtime.listeners import LabelledCalls
-from megatron_prism.runtime.recorder.fields import details
+from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
     from megatron_prism.core.program import Program

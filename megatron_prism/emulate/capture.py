@@ -232,8 +232,7 @@ class StockCapture(TrainingListener):
     def _install(self) -> None:
         import torch
 
-        from megatron_prism.runtime.recorder import events
-        from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder
+        from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder, report_to
         from megatron_prism.runtime.world import current
 
         world = current()
@@ -246,7 +245,7 @@ class StockCapture(TrainingListener):
             self.links = nvlink_keepalive.keep_awake(
                 torch.cuda.current_device(), world.tally.calls_to_others, self._num_processes
             )
-        events.report_to(self._recorder, self.changes)
+        report_to(self._recorder, self.changes)
         _running.append(self)
         self.changes.on_undo(_running.clear)
         self.changes.on_undo(lambda: self._recorder.owners.remove())

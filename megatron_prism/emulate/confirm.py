@@ -31,7 +31,7 @@ from megatron_prism.emulate.options import HangOptions
 from megatron_prism.emulate.recipe_job import Watch
 from megatron_prism.emulate.script_job import ScriptJob
 from megatron_prism.runtime.call_check import frames
-from megatron_prism.runtime.recorder.fields import details
+from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
     from megatron_prism.core.world import World

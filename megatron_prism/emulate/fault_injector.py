@@ -29,7 +29,7 @@ from megatron_prism.emulate import exit_status
 from megatron_prism.hang.fault_plan import FIX, VALUES, Fault, FaultMatcher, truth_line
 from megatron_prism.runtime.call_check import nccl_lets_through
 from megatron_prism.runtime.process_group import CompletedWork, arguments
-from megatron_prism.runtime.recorder.fields import details
+from megatron_prism.runtime.recorder.recorder import details
 
 if TYPE_CHECKING:
     from torch import distributed as dist

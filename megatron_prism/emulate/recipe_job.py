@@ -32,7 +32,7 @@ from megatron_prism.core.units import format_bytes
 from megatron_prism.core.world import STAGES
 from megatron_prism.emulate import job_arguments, workers
 from megatron_prism.emulate.workers import RankTask
-from megatron_prism.memory.estimates import memory_bound
+from megatron_prism.memory.peaks import memory_bound
 
 __all__ = [
     "body",

@@ -34,7 +34,7 @@ from megatron_prism.core.recipe import Recipe
 from megatron_prism.emulate import workers
 from megatron_prism.emulate.session import Session
 from megatron_prism.emulate.workers import Emit
-from megatron_prism.runtime.recorder.sections import NotRepeatedError
+from megatron_prism.runtime.recorder.repeats import NotRepeatedError
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices import Tier
     from megatron_prism.runtime.recorder.measurements import Recording
     from megatron_prism.runtime.recorder.recorder import Recorder
-    from megatron_prism.runtime.recorder.sections import Sections
+    from megatron_prism.runtime.recorder.repeats import Sections
     from megatron_prism.runtime.world import TrafficCounter, VirtualWorld
 
 __all__ = [
@@ -504,12 +504,11 @@ def _no_warnings(session: Session) -> None:
 
 
 def _recorder(rank: int, tier: Tier, job: RankJob, session: Session) -> Recorder:
-    from megatron_prism.runtime.recorder import events as watch
-    from megatron_prism.runtime.recorder.recorder import Recorder
+    from megatron_prism.runtime.recorder.recorder import Recorder, report_to
 
     recorder = Recorder(rank, tier.name, tier.live)
     recorder.owned_by(job.model, job.optimizer)
-    watch.report_to(recorder, session.changes)
+    report_to(recorder, session.changes)
     session.changes.on_undo(lambda: recorder.owners.remove())
     return recorder
 

@@ -180,7 +180,7 @@ def _capture(
     recipe: Recipe, rank: int, slices: SliceStore, alike: Sequence[int], repeat: bool
 ) -> Answer:
     from megatron_prism.emulate import recipe_rank
-    from megatron_prism.runtime.recorder.sections import NotRepeatedError
+    from megatron_prism.runtime.recorder.repeats import NotRepeatedError
 
     events: list[Answer] = []
 

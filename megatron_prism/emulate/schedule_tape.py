@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import schedules as megatron_schedules
 from megatron.core.pipeline_parallel import utils as pipeline_utils
 
 from megatron_prism.core.program import Builder, Program
-from megatron_prism.runtime.recorder.fields import Fields, _nearest
+from megatron_prism.runtime.recorder.recorder import Fields, _nearest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -22,7 +22,7 @@ from megatron_prism.emulate import exit_status, job_arguments
 from megatron_prism.emulate.monitor import PARTS
 from megatron_prism.emulate.options import Options
 from megatron_prism.emulate.session import Run
-from megatron_prism.memory import allocator, estimates, nccl_buffers
+from megatron_prism.memory import allocator, nccl_buffers, peaks
 from megatron_prism.runtime.listeners import TrainingListener
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ class Reporter(TrainingListener):
         """Peaks in bytes; None where this tier does not know them."""
         if self.tier.live is not None:
             found = self._modelled(self.tier.live)
-            unknown = estimates.estimates(job_arguments.of_running_job())
+            unknown = peaks.estimates(job_arguments.of_running_job())
             found["estimated"] = [asdict(estimate) for estimate in unknown]
-            found["provenance"] = estimates.described(found["provenance"], unknown)
+            found["provenance"] = peaks.described(found["provenance"], unknown)
             return found
         if self.tier.name == "cuda":
             import torch

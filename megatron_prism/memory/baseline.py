@@ -24,8 +24,8 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.ops import CODED
 from megatron_prism.core.program import Programs
-from megatron_prism.memory import allocator, estimates, nccl_buffers
-from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse
+from megatron_prism.memory import allocator, nccl_buffers
+from megatron_prism.memory.peaks import KINDS, ClassMemory, analyse, described, estimates
 
 if TYPE_CHECKING:
     from megatron_prism.memory.peaks import HeldMemory
@@ -104,8 +104,8 @@ class Baseline:
     def provenance(self) -> dict[str, str]:
         """Level -> what its bytes are made of, and what of it is estimated."""
         text = next((self.job[key] for key in job_settings.KEYS if key in self.job), None)
-        unknown = estimates.estimates(text)
-        allocated = estimates.described(PROVENANCE["peak_allocated"], unknown)
+        unknown = estimates(text)
+        allocated = described(PROVENANCE["peak_allocated"], unknown)
         return {**PROVENANCE, "peak_allocated": allocated, "peak_device": self.device}
 
     def to_json(self) -> dict[str, object]:

@@ -29,7 +29,7 @@ from megatron_prism.core.megatron_source import megatron_release, versions
 from megatron_prism.core.recipe import Recipe
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.recipe_server import CaptureServer
-from megatron_prism.memory.estimates import memory_bound
+from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
 from megatron_prism.replay.timeline import mean_parts

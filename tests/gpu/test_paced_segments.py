@@ -11,8 +11,7 @@ from megatron_prism.replay.answer_times import AnswerTimes
 from megatron_prism.runtime.pacing.device import Streams
 from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
 from megatron_prism.runtime.process_group import CompletedWork
-from megatron_prism.runtime.recorder import events
-from megatron_prism.runtime.recorder.recorder import PacedRecorder
+from megatron_prism.runtime.recorder.recorder import PacedRecorder, report_to
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +34,7 @@ def recorder():
     pacer = Pacer([PacedCall("all_reduce", "TP", 0)], launcher, Streams(launcher.driver, device))
     made = PacedRecorder(0, "cuda", pacer)
     changes = ProcessChanges()
-    events.report_to(made, changes)
+    report_to(made, changes)
     yield made
     changes.undo()
 

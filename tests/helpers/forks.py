@@ -20,7 +20,7 @@ MODULES = """
     megatron.core.models.gpt.gpt_layer_specs megatron.core.num_microbatches_calculator
     megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
     megatron_prism.emulate.recipe_rank megatron_prism.emulate.launch
-    megatron_prism.runtime.recorder.events
+    megatron_prism.runtime.recorder.recorder
     megatron_prism.runtime.world
 """.split()
 

@@ -435,10 +435,10 @@ class Heard:
 def test_only_reads_of_device_tensors_reset_the_hosts_clock():
     import torch
 
-    from megatron_prism.runtime.recorder import events as watch
+    from megatron_prism.runtime.recorder.recorder import report_to
 
     heard, changes = Heard(), ProcessChanges()
-    watch.report_to(heard, changes)
+    report_to(heard, changes)
     try:
         assert torch.ones(3).sum().item() == 3
         assert not heard.told

@@ -346,13 +346,13 @@ from megatron_prism.runtime import devices as tiers
 tier = tiers.prepare({tier!r}, ProcessChanges())
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
-from megatron_prism.runtime.recorder import events as watch
+from megatron_prism.runtime.recorder.recorder import report_to
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import Recorder
 world = session.start(session.VirtualWorld(8, 3, (3,), Values(), tier.device))
 recorder, watched = Recorder(3, tier.name, tier.live), ProcessChanges()
 world.listen(recorder)
-watch.report_to(recorder, watched)
+report_to(recorder, watched)
 def talk(): return [op for op in recorder.stop().program() if op.name != "compute"]
 """
 

@@ -5,14 +5,14 @@ import itertools
 import pytest
 
 torch = pytest.importorskip("torch")
-from megatron_prism.runtime.devices import shapes  # noqa: E402
+from megatron_prism.runtime.devices import operators  # noqa: E402
 
 aten = torch.ops.aten
 
 
 def quick(func, args, kwargs):
     """The result, None if torch is to be asked."""
-    found = shapes.answer(func)
+    found = operators.answer(func)
     return None if found is None else found(args, kwargs)
 
 

@@ -18,19 +18,21 @@ from megatron_prism.runtime.te import attention, context_parallel, fp8, optimize
 from megatron_prism.runtime.te.attention import (
     DotProductAttention,
     SplitAlongDim,
-    apply_rotary_pos_emb,
 )
 from megatron_prism.runtime.te.base import general_gemm
 from megatron_prism.runtime.te.common import Lazy, absent_function
-from megatron_prism.runtime.te.cross_entropy import parallel_cross_entropy
-from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
+from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
 from megatron_prism.runtime.te.moe import (
     moe_permute_with_probs,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
+from megatron_prism.runtime.te.row_kernels import (
+    LayerNorm,
+    RMSNorm,
+    apply_rotary_pos_emb,
+    parallel_cross_entropy,
+)
 from megatron_prism.runtime.values import Values
 
 

@@ -9,9 +9,8 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 from megatron_prism.runtime.te import base, fp8, moe, parameters_fp8, rng
-from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
-from megatron_prism.runtime.te.norm import RMSNorm
+from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
+from megatron_prism.runtime.te.row_kernels import RMSNorm
 
 ROWS, WIDE, OUT = 256, 512, 384
 RECIPES = {

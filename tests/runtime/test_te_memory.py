@@ -8,8 +8,7 @@ import torch
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
 from megatron_prism.runtime.te import base
 from megatron_prism.runtime.te.attention import DotProductAttention
-from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
+from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
 
 
 @pytest.fixture

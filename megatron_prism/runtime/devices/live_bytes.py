@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from megatron_prism.core.ops import EMPTIED, WAITED
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.devices import shapes
-from megatron_prism.runtime.devices.temporaries import IN_PLACE, Temporaries, temporaries
+from megatron_prism.runtime.devices import operators
+from megatron_prism.runtime.devices.operators import IN_PLACE, Temporaries, temporaries
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     # an operator, is it a product, what answers it, is its result a view, is it a kernel,
     # what it takes while it runs, does it change its first argument, may it on a GPU
     Known = tuple[
-        OpOverload, bool, shapes.Answer | None, bool, bool, Temporaries | None, bool, bool
+        OpOverload, bool, operators.Answer | None, bool, bool, Temporaries | None, bool, bool
     ]
 
 __all__ = ["History", "LiveBytes", "Outline", "workspaces"]
@@ -152,7 +152,7 @@ def _is_view(func: OpOverload) -> bool:
     return seen and func._schema.name not in _FRESH
 
 
-def _in_place(func: OpOverload, caller: FrameType, args: shapes.Args) -> torch.Tensor | None:
+def _in_place(func: OpOverload, caller: FrameType, args: operators.Args) -> torch.Tensor | None:
     """The argument that ``func`` changes on a GPU, if torch's engine calls it from C++."""
     if caller.f_code is not _ENGINE:
         return None
@@ -412,7 +412,7 @@ class LiveBytes(TorchDispatchMode):
     def _ask(self, func: OpOverload) -> Known:
         """What is known of ``func``: asked once, as an operator's own hash is a call to Python."""
         view = _is_view(func)
-        answer = shapes.answer(func) if self.cublas else None
+        answer = operators.answer(func) if self.cublas else None
         launches = not view and not func._schema.name.startswith(_ALLOCATE)
         takes = temporaries(func) if self.cublas else None
         product, in_place = self.cublas and func in _PRODUCTS, self.cublas and func in IN_PLACE

@@ -13,15 +13,15 @@ is shapes alone; a place that differs says so where it is.
     TransformerEngineBaseModule   base                 module/base.py:638
     Linear                        linear               module/linear.py:1009
     LayerNormLinear               linear               module/layernorm_linear.py:1056
-    GroupedLinear                 grouped_linear       module/grouped_linear.py:510
-    LayerNorm, RMSNorm            norm                 ops/basic/layer_norm.py:30, rmsnorm.py:30
+    GroupedLinear                 linear               module/grouped_linear.py:510
+    LayerNorm, RMSNorm            row_kernels            ops/basic/layer_norm.py:30, rmsnorm.py:30
     DotProductAttention           attention            dpa/dot_product_attention.py:154
-    unfused_attention             unfused_attention    dpa/backends.py:193, softmax.py:144
-    apply_rotary_pos_emb          attention            attention/rope.py:372
+    unfused_attention             attention            dpa/backends.py:193, softmax.py:144
+    apply_rotary_pos_emb          row_kernels          attention/rope.py:372
     context_attention             context_parallel     dpa/context_parallel.py:3670
     moe_permute, moe_unpermute    moe                  permutation.py:503, 578
     fused_topk_with_score_…       moe                  router.py:81
-    parallel_cross_entropy        cross_entropy        cross_entropy.py:16
+    parallel_cross_entropy        row_kernels          cross_entropy.py:16
     CudaRNGStatesTracker          rng                  distributed.py:775
     checkpoint                    rng                  distributed.py:622
     FusedAdam, FusedSGD           optimizers           optimizers/fused_adam.py:33, fused_sgd.py:18
@@ -33,7 +33,7 @@ is shapes alone; a place that differs says so where it is.
     LayerState                    base                 module/base.py:1354
     LinearFP8                     linear_fp8           module/linear.py:470
     LayerNormLinearFP8            linear_fp8           module/layernorm_linear.py:250
-    GroupedLinearFP8              grouped_linear       module/grouped_linear.py:155
+    GroupedLinearFP8              linear               module/grouped_linear.py:155
     Fp8Padding, Fp8Unpadding      moe                  module/fp8_padding.py:74, fp8_unpadding.py:72
     QuantizedTensor               parameters_fp8       tensor/utils.py
 
@@ -58,18 +58,17 @@ from megatron_prism.runtime.te import (
     attention,
     base,
     common,
-    cross_entropy,
     fp8,
     moe,
     optimizers,
     parameters_fp8,
     rng,
+    row_kernels,
 )
 from megatron_prism.runtime.te.base import general_gemm
 from megatron_prism.runtime.te.common import Lazy, absent_class, absent_function, refuse
-from megatron_prism.runtime.te.grouped_linear import GroupedLinear
-from megatron_prism.runtime.te.linear import LayerNormLinear, Linear
-from megatron_prism.runtime.te.norm import LayerNorm, RMSNorm
+from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
+from megatron_prism.runtime.te.row_kernels import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +143,7 @@ _MOE = {
     "moe_permute_and_pad_with_probs": moe.moe_permute_and_pad_with_probs,
 }
 _OFFLOAD = {"get_cpu_offload_context": _get_cpu_offload_context, "CPUOffloadEnabled": False}
-_LOSS: dict[str, object] = {"parallel_cross_entropy": cross_entropy.parallel_cross_entropy}
+_LOSS: dict[str, object] = {"parallel_cross_entropy": row_kernels.parallel_cross_entropy}
 _QUANTIZED = {
     **{n: v for n, v in _public(parameters_fp8).items() if isinstance(v, type)},
     **{n: absent_class(f"transformer_engine.pytorch.tensor.{n}") for n in _QUANTIZERS},
@@ -181,8 +180,8 @@ def _top() -> dict[str, dict[str, object]]:
 def _layer_modules() -> dict[str, dict[str, object]]:
     """``transformer_engine.pytorch.module`` and the operators beside it."""
     rotary: dict[str, object] = {
-        "apply_rotary_pos_emb": attention.apply_rotary_pos_emb,
-        "apply_fused_qkv_rotary_pos_emb": attention.apply_fused_qkv_rotary_pos_emb,
+        "apply_rotary_pos_emb": row_kernels.apply_rotary_pos_emb,
+        "apply_fused_qkv_rotary_pos_emb": row_kernels.apply_fused_qkv_rotary_pos_emb,
     }
     files = {
         "linear": "Linear", "layernorm_linear": "LayerNormLinear", "layernorm": "LayerNorm",

@@ -28,8 +28,8 @@ from megatron_prism.runtime.te.base import (
 )
 from megatron_prism.runtime.te.common import allreduce, reduce_scatter_along_first_dim
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, Quantized, Quantizer
-from megatron_prism.runtime.te.norm import norm_backward, norm_forward
 from megatron_prism.runtime.te.parameters_fp8 import gather_quantized
+from megatron_prism.runtime.te.row_kernels import norm_backward, norm_forward
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Handle, Weight

@@ -6,7 +6,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_prism.runtime.devices import cuda_choices
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
-from megatron_prism.runtime.devices.temporaries import reduction_bytes
+from megatron_prism.runtime.devices.operators import reduction_bytes
 
 KIB = 1 << 10
 
