@@ -315,7 +315,7 @@ def _overview(made: Baseline) -> None:
     head = ("class", "ranks", "allocated", "reserved", "NCCL", "device", "peak in", "which")
     print_table(head, rows)
     for level, source in made.provenance.items():
-        print(f"  {level:<15} {source}")
+        print(f"  {level.removeprefix('peak_'):<10} {source}")
 
 
 def _report(

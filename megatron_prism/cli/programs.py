@@ -146,8 +146,9 @@ def _overview(programs: Programs) -> None:
 
     out = console()
     out.print(str(programs.world))
+    width = max(map(len, programs.source), default=0)
     for key, value in programs.source.items():
-        out.print(f"  {key:<14} {job_settings.short(value)}")
+        out.print(f"  {key:<{width}}  {job_settings.short(value)}")
     rows = []
     for index, program in enumerate(programs.programs):
         counts = ", ".join(f"{count:,} {name}" for name, count in program.counts().items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_prism.core import job_settings
 from megatron_prism.core.units import format_bytes, format_ns
 from megatron_prism.replay.costs.host import MODELLED
 from megatron_prism.replay.interval import Uncertainty
@@ -17,13 +18,17 @@ _CLASSES = 24  # classes at all
 _PARTS = 14  # rows of the critical path
 _VARIES = 0.03  # of a host's time: from here on a single number misleads
 _LINKS = 2  # of a kind
+# of where the programs are from, what only scripts compare
+_DETAILS = (*job_settings.KEYS, "tokens_per_iteration", "model_flops_per_iteration",
+            "host_index")  # fmt: skip
 _SHORT = 100  # characters of a provenance that fits in a line
 
 
 def render(timeline: Timeline, verbose: bool = False) -> str:
     """The summary, ending in a newline; ``verbose``: also what the data are based on."""
     found = timeline_metrics(timeline)
-    parts = [_head(found), _accounts(found), _path(found), _calls(found), _sources(found, verbose)]
+    parts = [_head(found, verbose), _accounts(found), _path(found), _calls(found)]
+    parts.append(_sources(found, verbose))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -37,11 +42,12 @@ def format_flops(flops: float) -> str:
     return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:,.3g} GFLOP/s"
 
 
-def _head(found: Metrics) -> str:
+def _head(found: Metrics, verbose: bool) -> str:
     lines = [found.sizes, found.world]
     source = {**found.source}
     what_if = source.pop("what-if", None)
-    said = "; ".join(f"{key} {value}" for key, value in source.items())
+    keys = [key for key in source if verbose or key not in _DETAILS]
+    said = "; ".join(f"{key} {source[key]}" for key in keys)
     rows = [("slices", said or "do not say where they are from")]
     if what_if is not None:
         rows.append(("what if", what_if))
