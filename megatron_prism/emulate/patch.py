@@ -121,9 +121,11 @@ class PatchContext:
         """Whether this process does what rank 0 does once for all (build indices, compile)."""
         return self.rank == min(self.local_ranks)
 
-    def all_local(self, world_size: int | None = None) -> bool:
-        """Whether the job is real; before torch.distributed starts only arguments know its size."""
-        return len(self.local_ranks) == (world_size or torch.distributed.get_world_size())
+    def is_real(self, world_size: int | None = None) -> bool:
+        """Whether all ranks are local and have values; before torch.distributed starts only
+        arguments know the size of the world."""
+        size = world_size or torch.distributed.get_world_size()
+        return len(self.local_ranks) == size and not self.meta
 
     def replace(self, owner: object, name: str, make: Make, again: bool = False) -> None:
         """Replace the function ``owner.name`` by ``make(original)``.

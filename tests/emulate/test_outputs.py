@@ -30,14 +30,15 @@ def module(monkeypatch):
     return names, calls
 
 
-def context(local):
-    return PatchContext(lambda: None, TrainingMonitor(), False, local, local[0])
+def context(local, meta=False):
+    return PatchContext(lambda: None, TrainingMonitor(), meta, local, local[0])
 
 
-def test_a_job_is_real_when_no_rank_is_virtual(module):
-    assert context(REAL).all_local()
-    assert not context(EMULATED).all_local()
-    assert context(EMULATED).all_local(world_size=1)
+def test_a_job_is_real_when_no_rank_is_virtual_and_values_are_there(module):
+    assert context(REAL).is_real()
+    assert not context(REAL, meta=True).is_real()
+    assert not context(EMULATED).is_real()
+    assert context(EMULATED).is_real(world_size=1)
 
 
 def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):

@@ -36,7 +36,7 @@ def _norm_of_heads(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, group: str) -> bool:
             found = original(self, group)
-            if group != _MTP or context.all_local():
+            if group != _MTP or context.is_real():
                 return found
             args = _settings()
             detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers

@@ -1,7 +1,8 @@
 """Patches that keep an emulated job from writing to, or reading from, the real job's places.
 
 Same form as ``startup``.  A copied command line names the folders of the real job's checkpoints and
-curves; an emulated job has no business there.  With all ranks local the job is real, and writes.
+curves; an emulated job has no business there.  With all ranks local and values the job is real, and
+writes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
         def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
             gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
             context.monitor.outside_step(gathered, begun=True)
-            if context.all_local():
+            if context.is_real():
                 with context.monitor.part("checkpoint"):
                     return original(iteration, *args, **kwargs)
             if not told and context.leads:
@@ -59,7 +60,7 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     def given(
         original: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> dict[str, Any] | None:
-        if context.monitor.loop is None or context.all_local():
+        if context.monitor.loop is None or context.is_real():
             return None
         return inspect.signature(original).bind(*args, **kwargs).arguments
 
@@ -100,12 +101,12 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
 def _only_real(
     context: PatchContext, instead: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``_wrap``: nothing happens unless all ranks are local; ``instead`` is said of it once."""
+    """For ``_wrap``: nothing happens unless the job is real; ``instead`` is said of it once."""
     told: list[str] = []
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if context.all_local():
+            if context.is_real():
                 return original(*args, **kwargs)
             if instead and not told and context.leads:
                 sys.stderr.write(f"prism: {instead}\n")
@@ -160,7 +161,7 @@ def _no_writers(module: ModuleType, context: PatchContext) -> None:
     def make(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(args: Any) -> Any:
-                if context.all_local(args.world_size):
+                if context.is_real(args.world_size):
                     return original(args)
                 if option and getattr(args, option, None) and context.leads and not told:
                     why = "TensorBoard, W&B and progress.txt are the real job's"
@@ -192,7 +193,7 @@ def _no_others(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
             asked = [name for name in _OTHERS if getattr(args, name, None)]
-            if asked and not context.all_local(args.world_size):
+            if asked and not context.is_real(args.world_size):
                 for name in asked:
                     setattr(args, name, None)
                 if context.leads:
@@ -217,7 +218,7 @@ def _no_progress(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, barrier: bool = True, **kwargs: Any) -> Any:
-            if context.all_local():
+            if context.is_real():
                 return original(*args, barrier=barrier, **kwargs)
             if barrier:
                 torch.distributed.barrier()
@@ -241,7 +242,7 @@ def _no_traces(module: ModuleType, context: PatchContext) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             settings = _get_args()
             asked = settings.profile and settings.use_pytorch_profiler
-            if asked and not context.all_local():
+            if asked and not context.is_real():
                 settings.profile = False
                 if context.leads:
                     sys.stderr.write(

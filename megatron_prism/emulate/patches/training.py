@@ -188,7 +188,7 @@ def _unchecked_pieces(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(dtensor: object) -> None:
-            if context.all_local():
+            if context.is_real():
                 original(dtensor)
 
         return call
