@@ -421,7 +421,7 @@ def capture(
         cost = summary["recording"]
         console.print(
             f"stage {summary['stage']}: {cost['ops']:,} ops, an iteration takes "
-            f"{cost['recorded_s']:.2f} s here recorded, {cost['plain_s']:.2f} s not"
+            f"{cost['recorded_s']:.2f} s here while it is recorded, {cost['plain_s']:.2f} s else"
         )
     took = f"in {time.perf_counter() - start:.1f} s"
     console.print(f"wrote {folder} {took}" if keep else
