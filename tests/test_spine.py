@@ -26,7 +26,7 @@ PARTS = {
     },
     "megatron_prism.predict.Sampler": set(),
     "megatron_prism.hang.analyze.diagnose_dumps": {
-        "hang/diagnose.py", "hang/from_programs.py", "cli/hang.py", "emulate/confirm.py",
+        "hang/diagnose.py", "cli/hang.py", "emulate/confirm.py",
     },
     "megatron_prism.memory.baseline.measure": set(),
 }  # fmt: skip

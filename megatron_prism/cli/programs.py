@@ -238,12 +238,12 @@ def check(args: argparse.Namespace) -> int:
     """
     from megatron_prism.core.slices import open_programs
     from megatron_prism.graph import world_graph as graph
-    from megatron_prism.hang import from_programs
+    from megatron_prism.hang import diagnose
 
     made = graph.build(open_programs(Path(args.programs)))
     found = made.check()
     # calls that match may still wait in a circle
-    circle = None if found else from_programs.diagnose_graph(made)
+    circle = None if found else diagnose.diagnose_graph(made)
     if circle is not None and circle.verdict == "healthy":
         circle = None
     rows: list[dict[str, object]] = [

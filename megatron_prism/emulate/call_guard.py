@@ -183,9 +183,9 @@ class ExpectedCalls:
     def standstill(self, key: tuple[str, str, int, int]) -> None:
         """HangError if the call ``key`` is the first of this rank's that never ends."""
         if key in self.never and self.state is not None:
-            from megatron_prism.hang import from_programs
+            from megatron_prism.hang import diagnose
 
-            found = from_programs.diagnose_stall(self.state, self.healthy.programs)
+            found = diagnose.diagnose_stall(self.state, self.healthy.programs)
             raise HangError(f"nobody can go on: rank {self.rank} stands in the first call that "
                             f"never ends\n{found}")  # fmt: skip
 

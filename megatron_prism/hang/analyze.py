@@ -23,10 +23,8 @@ from dataclasses import replace
 from megatron_prism.core.files import no_collector
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import consistency, waits
-from megatron_prism.hang import waits as unrecorded_waits
 from megatron_prism.hang.dumps import DumpSet, Entry
-from megatron_prism.hang.mismatch import Mismatch, find_mismatches
-from megatron_prism.hang.ordering import find_order_conflicts
+from megatron_prism.hang.mismatch import Mismatch, find_mismatches, find_order_conflicts
 from megatron_prism.hang.state import JobState, call_text
 from megatron_prism.hang.verdict import Culprit, Diagnosis
 from megatron_prism.hang.waits import issue_order
@@ -79,6 +77,9 @@ def message(rank: int, entry: Entry) -> str:
             "milliseconds before timing out.")  # fmt: skip
 
 
+_CALLED_OTHERWISE = {
+    "operation", "dtype", "shape", "splits", "coalescing", "extra call", "skipped call"
+}  # fmt: skip
 _LOST = 2  # dumps: more than these are lost with a file system rather than with their ranks
 
 
@@ -104,7 +105,7 @@ class _Judge:
         self.first: Entry | None = None
         self.split = False  # whether a call differs and no majority decides
         self.among: tuple[int, ...] = ()  # where nobody is named, who may be the culprit
-        self.sure = True  # whether a majority made the very call that differs
+        self.sure = False  # whether a majority made the very call that differs
         self.doubt = False  # whether who is named may be a victim of something that dumps lack
 
     def verdict(self) -> Diagnosis:
@@ -152,7 +153,7 @@ class _Judge:
         same = [odd for odd in decided if odd.call == decided[0].call]
         if same:
             self.first = same[0].entry
-            self.sure &= all(odd.voted for odd in same)
+            self.sure = all(odd.voted for odd in same)
         self.evidence += map(str, same[:4])
         return [Culprit(rank, odd.kind, odd.text) for odd in same for rank in odd.ranks]
 
@@ -167,10 +168,10 @@ class _Judge:
             return other
         gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
-        if waits := unrecorded_waits.waiting_for_dead(self.state, idle, gone):
-            self.evidence.append(f"ranks {format_ranks(sorted(waits))} may wait outside NCCL (gloo,"
+        if beyond := waits.waiting_for_dead(self.state, idle, gone):
+            self.evidence.append(f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo,"
                                  f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
-        found = gone | {r: b for r, b in found.items() if r not in waits}
+        found = gone | {r: b for r, b in found.items() if r not in beyond}
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
     def _devices(self) -> Iterable[Culprit]:
@@ -199,8 +200,8 @@ class _Judge:
         extra = self._extra(idle)
         if extra:
             return extra
-        ahead = unrecorded_waits.ranks_ahead(state, idle - self.parted.new.keys())
-        if idle and (text := unrecorded_waits.why_hosts_wait(state, idle, ahead)):
+        ahead = waits.ranks_ahead(state, idle - self.parted.new.keys())
+        if idle and (text := waits.why_hosts_wait(state, idle, ahead)):
             self.doubt = True
             self.evidence.append(text)
         blamed = []
@@ -337,7 +338,7 @@ class _Judge:
         if off or lost or state.unreadable or state.hidden:
             return Diagnosis("undetermined", (), (), confidence="possible",
                              evidence=tuple(self.evidence), missing=missing)  # fmt: skip
-        return Diagnosis("healthy", missing=(*missing, unrecorded_waits.UNSEEN))
+        return Diagnosis("healthy", missing=(*missing, waits.UNSEEN))
 
     def _result(
         self, verdict: str, culprits: list[Culprit], cycle: Collection[int] = ()
@@ -347,16 +348,16 @@ class _Judge:
         heads = [(bool(state.waits(r)[0]), e) for r in sorted(state.outstanding)
                  if (e := state.head(r)) is not None]  # fmt: skip
         first = self.first or next((e for _, e in sorted(heads, key=lambda h: h[0])), None)
-        signature = {"operation", "dtype", "shape", "splits", "coalescing"}
         unsure = not blamed - self.parted.new.keys() or self.doubt  # or nobody
         unsure |= any(c.kind == "missing dump" for c in culprits)  # a file is lost more easily
         unsure |= len({c.rank for c in culprits if c.kind == "device stuck"}) > 1  # or their links
         confidence = "possible" if unsure else "likely"
-        sure = verdict in signature and self.sure or verdict == "order" and state.history
-        if sure and not (state.missing or self.doubt):
+        if (self.sure or verdict == "order" and state.history) and not (
+            state.missing or self.doubt
+        ):
             confidence = "certain"
         return Diagnosis(
-            "mismatch" if verdict in signature | {"extra call", "skipped call"} else verdict,
+            "mismatch" if verdict in _CALLED_OTHERWISE else verdict,
             tuple(sorted(culprits, key=lambda c: c.rank)),
             victims,
             first.desc if first else "",

@@ -1,7 +1,9 @@
 """Diagnose a hang: from dumps, from dumps and programs, from programs alone, from planted faults.
 
 ``diagnose`` judges what there is; ``diagnose_faults`` plants faults in healthy programs, runs all
-ranks until nobody can go on and judges the dumps that they would leave.
+ranks until nobody can go on and judges the dumps that they would leave: the verdict sees these and
+nothing else, as after a real hang.  Only where dumps cannot decide (they know no splits) are the
+programs compared, and, where a job knows them, the programs as they should be.
 """
 
 from __future__ import annotations
@@ -9,24 +11,46 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.files import claimed
+from megatron_prism.core.ops import IS_COLLECTIVE
 from megatron_prism.core.program import Programs
+from megatron_prism.core.world import format_ranks
 from megatron_prism.graph import stall, world_graph
-from megatron_prism.hang import alignment, export, fault_planting, from_programs, hypotheses
-from megatron_prism.hang import analyze as hang
+from megatron_prism.graph.matching import Finding
+from megatron_prism.graph.stall import StalledJob
+from megatron_prism.graph.world_graph import WorldGraph
+from megatron_prism.hang import alignment, analyze, export, fault_planting, hypotheses
 from megatron_prism.hang.alignment import Confirmation
-from megatron_prism.hang.dumps import DumpSet, read
+from megatron_prism.hang.dumps import DumpSet, of_value, read
 from megatron_prism.hang.fault_plan import Fault
 from megatron_prism.hang.fault_planting import PlantedFaults
-from megatron_prism.hang.verdict import Diagnosis
+from megatron_prism.hang.verdict import Culprit, Diagnosis, Waiting
+from megatron_prism.replay import dependencies
 from megatron_prism.replay.priced_graph import WhatIf, price
 
-__all__ = ["diagnose", "diagnose_faults", "judged"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_prism.hang.export import ExportSettings
+    from megatron_prism.replay.timeline import Timeline
+
+__all__ = [
+    "diagnose",
+    "diagnose_faults",
+    "diagnose_graph",
+    "diagnose_stall",
+    "first_watchdog",
+    "judged",
+]
 
 _SHOWN = 16  # ranks whose places are in the verdict
 Progress = Callable[[str, float], object]  # what is done, and which part of it, 0 to 1
@@ -62,10 +86,10 @@ def diagnose(
     if dumps is None:
         if programs is None:
             raise UsageError("name dumps or programs", fix="diagnose('dumps/')")
-        return from_programs.diagnose_graph(world_graph.build(programs))
+        return diagnose_graph(world_graph.build(programs))
     found = dumps if isinstance(dumps, DumpSet) else read(dumps)
     later = then if isinstance(then, DumpSet) or then is None else read(then)
-    verdict = hang.diagnose_dumps(found, later)
+    verdict = analyze.diagnose_dumps(found, later)
     found = later or found
     return verdict if programs is None else judged(found, verdict, programs)[0]
 
@@ -126,12 +150,10 @@ def diagnose_faults(
         if out is not None:
             told("writing the dumps of all ranks")
             export.write(state, out, force=force)
-    verdict = from_programs.diagnose_stall(
-        state, told=lambda part: told("the dumps of all ranks", part)
-    )
+    verdict = diagnose_stall(state, told=lambda part: told("the dumps of all ranks", part))
     if not state.finished:
         with contextlib.suppress(PrismError):  # programs that hang anyway, a machine too small
-            first = from_programs.first_watchdog(state, price(programs).timeline)
+            first = first_watchdog(state, price(programs).timeline)
             verdict = dataclasses.replace(verdict, watchdog=first)
     elif any(fault.only_time for fault in planned):
         told("replaying both worlds")
@@ -147,3 +169,234 @@ def _cost(programs: Programs, planted: PlantedFaults) -> str:
     more = f" ({100 * (after - before) / before:+.1f} %)" if before else ""
     return (f"an iteration takes {after / 1e6:,.3f} ms instead of {before / 1e6:,.3f} ms{more} by "
             f"the replay on {healthy.machine.name}; nobody's watchdog fires")  # fmt: skip
+
+
+_SAID = ("name", "dtype", "reduce", "peer", "root", "num_in", "num_out", "batch")
+_RECORDED = 64  # calls of each rank that are judged, before the first that waits and from it on
+_NODES = 2048  # nodes from which a shortest ring is looked for
+
+
+def diagnose_graph(graph: WorldGraph) -> Diagnosis:
+    """Healthy, mismatch or deadlock."""
+    findings = graph.check()
+    if findings:
+        return _mismatch(graph, findings)
+    made = dependencies.build(graph)
+    stuck = np.ones(len(made), dtype=bool)
+    stuck[made.order] = False
+    if not stuck.any():
+        return Diagnosis("healthy")
+    return _deadlock(graph, made, stuck)
+
+
+class _Jury:
+    """Who of some ranks is the odd one?  Siblings (ranks of the same stage) that call otherwise
+    decide first, then the other members of the group; without a majority nobody is odd."""
+
+    def __init__(self, graph: WorldGraph) -> None:
+        self.graph = graph
+        world = graph.programs.world
+        self.stage = np.asarray(world._along("pp", np.arange(world.size)))
+        self._said: dict[tuple[int, str, bool], bytes] = {}
+
+    def says(self, rank: int, group: str, together: bool = False) -> bytes:
+        """What ``rank`` calls in its group (of any description: ""), as one value; ``together``:
+        only what all members call."""
+        classes = self.graph.classes
+        key = (classes.programs[classes.of[rank]], group, together)
+        if key not in self._said:
+            program = self.graph.programs.programs[key[0]]
+            indices = np.sort(np.concatenate(list(program.groups().values()) or [np.empty(0, int)]))
+            if group:
+                indices = program.groups().get(group, indices[:0])
+            if together:
+                indices = indices[IS_COLLECTIVE[program.ops["name"][indices]]]
+            ops = program.ops[indices]
+            splits = [program.splits[i] if i >= 0 else None for i in ops["splits"].tolist()]
+            names = [program.strings[i] for i in ops["group"].tolist()]
+            said = [tuple(row) for row in ops[list(_SAID)].tolist()]
+            self._said[key] = repr((said, splits, names)).encode()
+        return self._said[key]
+
+    def odd(self, ranks: set[int], group: str) -> list[int]:
+        """Those of ``ranks`` whom a majority contradicts."""
+        found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group)]
+        if found and (len(found) < len(ranks) or len(ranks) == 1):
+            return found
+        # a tie among siblings, but what they say fits what all the others here say: it would heal
+        found = [r for r in sorted(ranks) if self._outvoted(r, self._siblings(r), group, tie=True)]
+        if found and len(found) < len(ranks):
+            return found
+        members = self.members(group, min(ranks))
+        return [r for r in members if self._outvoted(r, members, group, together=True)]
+
+    def members(self, group: str, rank: int) -> list[int]:
+        """Whom ``rank`` meets in ``group``; a wait for nothing is of no group."""
+        known = self.graph.groups.get(group)
+        return [] if known is None else known.group(rank).tolist()
+
+    def _siblings(self, rank: int) -> list[int]:
+        classes = self.graph.classes
+        same = self.stage == self.stage[rank]
+        kinds, first, counts = np.unique(classes.of[same], return_index=True, return_counts=True)
+        ranks = np.flatnonzero(same)[first]
+        return np.repeat(ranks, counts).tolist() if len(kinds) > 1 else []
+
+    def _outvoted(
+        self, rank: int, others: list[int], group: str, tie: bool = False, together: bool = False
+    ) -> bool:
+        votes = Counter(self.says(r, group, together) for r in others)
+        mine = votes.pop(self.says(rank, group, together), 0)
+        most = max(votes.values(), default=0)
+        return most >= max(1, mine) if tie else 2 * most > len(others)
+
+
+def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
+    jury = _Jury(graph)
+    odd: Counter[int] = Counter()
+    for finding in findings:
+        odd.update(jury.odd(set(finding.ranks), finding.group))
+    ranks: list[int] = []
+    if odd:
+        rank, _ = odd.most_common(1)[0]
+        alike = graph.classes.ranks(int(graph.classes.of[rank])).tolist()
+        ranks = sorted({*alike, *(r for r, n in odd.items() if n == odd[rank])})
+    first = next((f for f in findings if odd.keys() & set(f.ranks)), findings[0])
+    members = jury.members(first.group, first.ranks[0])
+    line = next((x for x in first.picture.splitlines() if "<-- here" in x), first.picture)
+    op = line.partition(f"#{first.number} ")[2].split()
+    name = op[1] if len(op) > 1 else ""
+    victims = [Waiting(r, tuple(ranks), name, first.group, first.number)
+               for r in members if r not in ranks]  # fmt: skip
+    evidence = [f"{f.kind} in {f.group}, call #{f.number}: {f.likely}" for f in findings]
+    if not ranks:
+        evidence.append("no majority, among the members or the ranks of their stages, says which "
+                        f"of ranks {format_ranks(first.ranks)} is wrong")  # fmt: skip
+    return Diagnosis(
+        "mismatch",
+        tuple(Culprit(r, first.kind, first.likely) for r in ranks),
+        tuple(victims),
+        first.group,
+        name,
+        first.number,
+        "certain" if ranks else "possible",
+        evidence=tuple(evidence),
+        chain=tuple(first.picture.splitlines()),
+    )
+
+
+def _deadlock(graph: WorldGraph, made: dependencies.Dag, stuck: np.ndarray) -> Diagnosis:
+    ring = _ring(made, stuck)
+    meets = [int(made.op[n]) for n in ring if made.kind[n] == dependencies.MEET]
+    rows = []
+    for number in dict.fromkeys(meets):
+        here = graph.matched_calls.members(number)
+        ranks = sorted(graph.classes.representatives[c] for c, _ in here)
+        op = graph.program_list[here[0][0]][here[0][1]]
+        place = int(graph.program_list[here[0][0]].sequence[here[0][1]])
+        rows.append((set(ranks), op, place))
+    involved = set().union(*(ranks for ranks, _, _ in rows)) if rows else {0}
+    culprits = _Jury(graph).odd(involved, "") if len(involved) > 1 else []
+    chain = [f"{op.name} #{place} of {op.group} on ranks {format_ranks(sorted(ranks))} waits for "
+             f"the next" for ranks, op, place in rows]  # fmt: skip
+    first, place = (rows[0][1], rows[0][2]) if rows else (None, -1)
+    why = "its calls, made otherwise by the ranks of its stage, close the ring"
+    victims = tuple(
+        Waiting(r, tuple(sorted(ranks - {r})), call.name, call.group, at)
+        for r, (ranks, call, at) in {r: row for row in rows for r in row[0]}.items()
+        if r not in culprits
+    )
+    return Diagnosis(
+        "deadlock",
+        tuple(Culprit(r, "order", why) for r in culprits),
+        victims,
+        first.group if first else "",
+        first.name if first else "",
+        place,
+        "certain",
+        (f"{int(stuck.sum()):,} of {len(made):,} nodes can never run: nothing is runnable and "
+         "something is outstanding",),
+        tuple(chain),
+    )  # fmt: skip
+
+
+def _ring(made: dependencies.Dag, stuck: np.ndarray) -> list[int]:
+    """A smallest ring of nodes that wait for each other, each for the next."""
+    best: list[int] = []
+    for start in np.flatnonzero(stuck & (made.kind == dependencies.MEET))[:_NODES].tolist():
+        back: dict[int, int] = {start: -1}
+        queue, end = deque([start]), -1
+        while queue and end < 0:
+            node = queue.popleft()
+            for other in made.predecessors(node).tolist():
+                if other == start:
+                    end = node
+                    break
+                if stuck[other] and other not in back:
+                    back[other] = node
+                    queue.append(other)
+        path = []
+        while end >= 0:
+            path.append(end)
+            end = back[end]
+        if path and (not best or len(path) < len(best)):
+            best = path[::-1]
+    return best
+
+
+def diagnose_stall(
+    state: StalledJob,
+    healthy: Programs | None = None,
+    told: Callable[[float], None] | None = None,
+    **how: Unpack[ExportSettings],
+) -> Diagnosis:
+    """The verdict from the dumps that ``state`` leaves; ``how`` as in flight_export.dump_of.
+
+    healthy : the programs of the job; they decide between ranks of which dumps cannot tell
+    told    : is told which part of the dumps is there, 0 to 1: 1,024 ranks may take a minute
+    """
+    if state.finished:
+        return Diagnosis("healthy")
+    dumps = {}
+    how.setdefault("last", _RECORDED)
+    for rank, value in export.dumps_of(state, **how):
+        dumps[rank] = of_value(value, rank)
+        if told is not None:
+            told((rank + 1) / state.programs.world.size)
+    found = analyze.diagnose_dumps(DumpSet(dumps))
+    if healthy is not None and not found.culprits:
+        found = hypotheses.explain(DumpSet(dumps), found, healthy)
+    if found.culprits or state.faults:
+        return found
+    seen = diagnose_graph(world_graph.build(state.programs))
+    return seen if seen.culprits else found
+
+
+def first_watchdog(state: StalledJob, healthy: Timeline) -> str:
+    """Whose watchdog would fire first, when, and what it prints; "" if nobody is left to say it.
+
+    healthy : the Timeline of the programs without a fault; a call is issued when its rank is ready
+    for it there.  Ranks whose programs a fault changed are left out: their own times are unknown
+    """
+    waits = []
+    begin = healthy.ends[-2] if healthy.iterations > 1 else 0
+    for rank in range(state.programs.world.size):
+        fault = state.faults.get(rank)
+        kept = int(state.programs.program_of[rank]) < len(healthy.graph.programs.programs)
+        if not kept or fault is not None and fault.silent:
+            continue
+        ready = healthy.dag.ready_of[int(healthy.graph.classes.of[rank])][-1]
+        done, program = state.done[rank], state.programs.of(rank)
+        for index in range(state.issued[rank]):
+            name = program.strings[program.ops["group"][index]] if ready[index] >= 0 else ""
+            if not done[index] and name and len(state.groups[name].group(rank)) > 1:
+                waits.append((int(healthy.node_end[ready[index]]) - begin, rank, name))
+                break
+    if not waits:
+        return ""
+    when, rank, name = min(waits)
+    dump = of_value(export.dump_of(state, rank), rank)
+    entry = next(e for e in dump.entries if not e.done and e.desc == name and e.op != "coalesced")
+    due = when / 1e9 + entry.timeout_ms / 1e3
+    return (f"modelled: rank {rank}, {due:.3f} s after the iteration began: "
+            + analyze.message(rank, entry))  # fmt: skip

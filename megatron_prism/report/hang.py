@@ -81,7 +81,7 @@ _SAID = {  # kind of culprit -> what happened, in words; the others are a field 
     "order": "{ranks} made these calls in another order than the other ranks",
     "extra call": "{ranks} made a call that nobody else makes",
     "skipped call": "{ranks} skipped this call",
-    "operation": "{ranks} made another call in place of this one: skipped it, or came out of order",
+    "operation": "{ranks} made another call in place of this one",
 }
 
 

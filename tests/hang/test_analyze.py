@@ -22,10 +22,10 @@ from megatron_prism.core.world import World
 from megatron_prism.graph import stall as quiescence
 from megatron_prism.graph import world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import export, fault_plan, from_programs, hypotheses
+from megatron_prism.hang import diagnose, export, fault_plan, hypotheses
 from megatron_prism.hang import fault_planting as faults
+from megatron_prism.hang.diagnose import diagnose_graph
 from megatron_prism.hang.dumps import DumpSet, of_value
-from megatron_prism.hang.from_programs import diagnose_graph
 
 WORLD = random_hangs.WORLDS[0]
 TRACES = pathlib.Path(os.environ.get("PRISM_FR_TRACES", "/nonexistent"))
@@ -200,9 +200,9 @@ program ranks=2,3
 """
     programs = parse(text)
     planted = faults.plant(programs, [fault_plan.parse("dtype@rank=3,group=A")])
-    found = from_programs.diagnose_stall(quiescence.run_until_stalled(planted.programs))
+    found = diagnose.diagnose_stall(quiescence.run_until_stalled(planted.programs))
     assert (found.verdict, found.culprits, found.candidates) == ("mismatch", (), (2, 3))
-    found = from_programs.diagnose_stall(quiescence.run_until_stalled(planted.programs), programs)
+    found = diagnose.diagnose_stall(quiescence.run_until_stalled(planted.programs), programs)
     assert (named(found), found.culprits[0].kind, found.op) == ({3}, "dtype", "reduce_scatter")
 
 

@@ -13,8 +13,8 @@ from megatron_prism.cli import main as cli
 from megatron_prism.core.errors import UsageError
 from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
-from megatron_prism.hang import dumps, fault_plan, fault_planting, from_programs
-from megatron_prism.hang.from_programs import diagnose_graph
+from megatron_prism.hang import diagnose, dumps, fault_plan, fault_planting
+from megatron_prism.hang.diagnose import diagnose_graph
 
 HERE = Path(__file__).parent
 WORLDS = sorted(path.stem for path in (HERE / "worlds").glob("*.txt"))
@@ -65,7 +65,7 @@ def test_a1_names_the_dense_stage_of_1024_ranks(from_dumps):
     programs = hang_worlds.world("a1_pp4")
     assert programs.source["megatron_core"] == "0.16.1"
     if from_dumps:
-        found = from_programs.diagnose_stall(stall.run_until_stalled(programs))
+        found = diagnose.diagnose_stall(stall.run_until_stalled(programs))
     else:
         found = diagnose_graph(world_graph.build(programs))
     assert {c.rank for c in found.culprits} == set(range(256))
@@ -108,7 +108,7 @@ def test_a7_the_class_that_runs_out_of_memory_is_named(tmp_path):
     assert all(hit.label[-1] in "FB" or hit.label == "O" for hit in planted.hits)
     parts = []
     state = stall.run_until_stalled(planted.programs, planted.faults)
-    found = from_programs.diagnose_stall(state, told=parts.append)
+    found = diagnose.diagnose_stall(state, told=parts.append)
     assert parts == sorted(parts)
     assert len(parts) == 8 - len(ranks)  # the others leave no dump
     assert parts[-1] <= 1

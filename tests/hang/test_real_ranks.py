@@ -120,7 +120,7 @@ def test_a_fault_of_this_rank_stops_it_and_is_its_own(fault, says, job, capsys):
     ("fault", "kind"),
     [
         ("dtype@rank=2,iter=3,nth=1", "dtype"),
-        ("drop@rank=3,iter=2,nth=0", "operation"),
+        ("drop@rank=3,iter=2,nth=0", "skipped call"),
         ("gil@rank=0,iter=2,nth=2", "host stuck"),
         ("sigkill@rank=2,nth=1", "missing dump"),
         ("data_end@rank=2,iter=2,nth=2", "missing dump"),

@@ -28,7 +28,7 @@ from megatron_prism.graph import stall, world_graph
 from megatron_prism.hang import analyze as hang
 from megatron_prism.hang import dumps, export, fault_plan
 from megatron_prism.hang import fault_planting as faults
-from megatron_prism.hang.from_programs import diagnose_graph
+from megatron_prism.hang.diagnose import diagnose_graph
 
 HERE = pathlib.Path(__file__).parents[1] / "hang"
 
