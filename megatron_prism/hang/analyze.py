@@ -169,8 +169,9 @@ class _Judge:
         gone = self._dead(dead)
         idle = [r for r, b in found.items() if b.kind == "host stuck" and not self.state.head(r)]
         if beyond := waits.waiting_for_dead(self.state, idle, gone):
-            self.evidence.append(f"ranks {format_ranks(sorted(beyond))} may wait outside NCCL (gloo,"
-                                 f" the store) for {format_ranks(sorted(gone))}")  # fmt: skip
+            who, whom = format_ranks(sorted(beyond)), format_ranks(sorted(gone))
+            text = f"ranks {who} may wait outside NCCL (gloo, the store) for {whom}"
+            self.evidence.append(text)
         found = gone | {r: b for r, b in found.items() if r not in beyond}
         return sorted(found.values(), key=lambda b: (b.kind != "device stuck", b.rank))
 
