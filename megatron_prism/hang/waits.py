@@ -78,12 +78,11 @@ def ranks_where_waits_end(state: JobState, ranks: Iterable[int]) -> list[int]:
     for rank, others in ahead.items():
         for other in others:
             back[other].add(rank)
-    circle, found = set[int](), []
+    found = []
     for rank in ranks:
-        reached = circle if rank in circle else _reached(rank, ahead)
+        reached = _reached(rank, ahead)
         unknown = any(not state.outstanding.get(r) for r in reached)  # may wait for anybody
-        if unknown or reached <= circle or reached <= _reached(rank, back):
-            circle |= reached if not unknown else set()
+        if unknown or reached <= _reached(rank, back):
             found.append(rank)
     return found
 
@@ -185,10 +184,6 @@ def _lacking(state: JobState, desc: str, idle: Collection[int]) -> bool:
     without = [r for r in idle if r not in has]
     roles = {state.role.get(r, 0) for r in without}
     alike = [r for role in roles for r in state.siblings[role] if r not in idle]
-    if not without or not has:
-        return False
-    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
-        return len(without) > 1 and "EMBEDDING" not in desc
     return 2 * sum(r in has for r in alike) > len(alike)
 
 
@@ -203,13 +198,11 @@ def dead_ranks(state: JobState, known: Collection[int]) -> dict[int, Entry]:
     """
     waits: list[tuple[Entry, list[int]]] = []
     for rank in state.outstanding:
-        (why, others), head = state.waits(rank), state.head(rank)
-        if head is None or not why or not (head.pair or why == "left no dump"):
-            continue
+        (_, others), head = state.waits(rank), state.head(rank)
         lost = [r for r in others if r >= 0 and r not in state.dumps]
         # a file that was cut off is of a process that lived to write it
         lost = [r for r in lost if r not in state.unreadable] or lost
-        if lost and not set(known) & set(lost):
+        if head is not None and lost and not set(known) & set(lost):
             waits.append((head, lost))
     if any(not head.pair for head, _ in waits):
         waits = [(head, lost) for head, lost in waits if not head.pair]
@@ -238,24 +231,13 @@ def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]
             yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
-def supporting_evidence(state: JobState, ranks: Collection[int], right: bool) -> list[str]:
+def supporting_evidence(state: JobState, ranks: Collection[int], right: bool) -> str:
     """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
-    calls that ended (``right``); or who else waits in a call of theirs to which most members have
-    not come."""
-    found = set[int]()
-    for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
-        members = state.groups[head.group].ranks
-        came = {r for r in members if r in state.dumps and state.arrived(r, head)}
-        if 2 * len(came) < len(members):
-            found |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
-    said = []
-    if others := sorted(found - set(ranks)):
-        said.append(f"to the call of these few came, but also {format_ranks(others)}: "
-                    "perhaps they err alike")  # fmt: skip
-    if right or any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
-        said.append(f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
-                    "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
-    return said
+    calls that ended (``right``); "" if nothing does."""
+    if not right and not any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
+        return ""
+    return (f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
+            "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
 
 
 def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
