@@ -216,6 +216,8 @@ def disagreement(
         evidence.append("the derived program of this rank "
                         + ("calls otherwise" if mine else "calls the same"))  # fmt: skip
         odd = [rank] if mine else [peer] if peer is not None else []
+    if kind == "missing":  # only one of two makes it
+        kind = "extra call" if odd == [rank] and peer is not None else "skipped call"
     culprits = tuple(Culprit(r, kind, found[0] if found else kind) for r in odd)
     victims = tuple(Waiting(r, (), call.name, call.group, number + 1)
                     for r in (rank, peer) if r is not None and r not in odd)  # fmt: skip

@@ -274,7 +274,7 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
                         f"of ranks {format_ranks(first.ranks)} is wrong")  # fmt: skip
     return Diagnosis(
         "mismatch",
-        tuple(Culprit(r, first.kind, first.likely) for r in ranks),
+        tuple(Culprit(r, _kind(graph, first, r), first.likely) for r in ranks),
         tuple(victims),
         first.group,
         name,
@@ -283,6 +283,15 @@ def _mismatch(graph: WorldGraph, findings: list[Finding]) -> Diagnosis:
         evidence=tuple(evidence),
         chain=tuple(first.picture.splitlines()),
     )
+
+
+def _kind(graph: WorldGraph, finding: Finding, rank: int) -> str:
+    """What is wrong with the call of ``rank``: it is left out, made once too often, or differs."""
+    if finding.kind != "missing":
+        return finding.kind
+    calls = {r: len(graph.programs.of(r).groups().get(finding.group, ()))
+             for r in {rank, *finding.ranks}}  # fmt: skip
+    return "extra call" if calls[rank] > min(calls.values()) else "skipped call"
 
 
 def _deadlock(graph: WorldGraph, made: dependencies.Dag, stuck: np.ndarray) -> Diagnosis:
