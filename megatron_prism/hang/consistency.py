@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from megatron_prism.core.world import format_ranks
 from megatron_prism.hang import waits
 from megatron_prism.hang.dumps import Dump, DumpSet, Group
-from megatron_prism.hang.state import JobState, call_text
+from megatron_prism.hang.state import JobState
 from megatron_prism.hang.verdict import Diagnosis
 
 __all__ = [
@@ -147,33 +147,25 @@ def _may_run(verdict: Diagnosis, state: JobState, named: set[int], moments: bool
         return f"all dumps were written within {max(ages) / 1e9:.1f} s of their last calls: {again}"
     if not named:
         return ""
-    kinds = {culprit.kind for culprit in verdict.culprits}
-    devices = {c.rank for c in verdict.culprits if c.kind == "device stuck"}
-    stuck = kinds <= {"host stuck", "device stuck"}
-    if not stuck and (issuing := [rank for rank in sorted(named) if state.in_batch(rank)]):
-        return f"ranks {format_ranks(issuing)} were issuing a batch of messages: {again}"
-    for call in waits.complete_calls(state):
-        if named.isdisjoint(state.groups[call.group].ranks):
-            return f"everybody is in {call_text(call)}, and none of {late}: {again}"
-    if stuck and (free := waits.waiting_for_others(state, named)):
+    if free := waits.waiting_for_others(state, named):
         return f"ranks {format_ranks(sorted(free))} wait for none of {late}: {again}"
-    if moments and len(named) > 1:
-        return f"dumps are of several moments, and of {late} there are several: {again}"
-    if len({rank // _NODE for rank in devices}) > 1:
-        return f"on several nodes are {late}: {again}"
-    if stuck and len(named) > _FEW and not _related(state, named):
-        return f"nothing in common have {late}: {again}"
+    if len(named) > 1 and (moments or not _one_cause(verdict, state, named)):
+        return f"nothing in common have {late}, or their dumps are of several moments: {again}"
     return ""
 
 
-def _related(state: JobState, ranks: Collection[int]) -> bool:
-    """Whether one cause can hold them up: a group, a place in the pipeline, a node."""
+def _one_cause(verdict: Diagnosis, state: JobState, named: Collection[int]) -> bool:
+    """Whether one thing can hold them up: hosts on one node, at one place in the pipeline or of one
+    group, or a few of them; devices on one node.  Hosts and devices do not stand for one reason."""
+    stuck = {c.kind for c in verdict.culprits} & {"host stuck", "device stuck"}
+    one_node = len({rank // _NODE for rank in named}) == 1
+    if not stuck or len(stuck) > 1:
+        return not stuck
+    if one_node or stuck == {"device stuck"}:
+        return one_node
     groups = (g.ranks for g in state.groups.values() if len(g.ranks) < len(state.dumps))
-    return (
-        len({state.role.get(rank, rank) for rank in ranks}) == 1
-        or len({rank // _NODE for rank in ranks}) == 1
-        or any(set(ranks) <= set(members) for members in groups)
-    )
+    one_place = len({state.role.get(rank, rank) for rank in named}) == 1
+    return len(named) <= _FEW or one_place or any(set(named) <= set(g) for g in groups)
 
 
 def _named(found: DumpSet) -> DumpSet:
@@ -265,8 +257,7 @@ def _aborted(state: JobState) -> dict[int, str]:
 
 
 def _strangers(found: DumpSet) -> str:
-    """Several ranks whose own groups are not those that most others list under that name, or list
-    them in under that description."""
+    """Several ranks whose own groups are not those that most others list under that name."""
     where: dict[int, Group] = {}
     for versions in found.listed.values():
         usual = versions.most_common(1)[0][0]
@@ -276,33 +267,10 @@ def _strangers(found: DumpSet) -> str:
             if other and not set(usual.ranks).isdisjoint(mine.ranks):
                 where[rank] = mine
     if len(where) < 2:
-        where = _listed_elsewhere(found)
-    if len(where) < 2:
         return ""
     rank = min(where)
     return (f"ranks {format_ranks(sorted(where))} describe other groups than the rest (group "
             f"{where[rank].name} on rank {rank}): dumps of two jobs")  # fmt: skip
-
-
-def _listed_elsewhere(found: DumpSet) -> dict[int, Group]:
-    """Ranks that most others list in another group of a description than they do themselves."""
-    own: dict[int, dict[str, Group]] = {}
-    for rank, dump in found.dumps.items():
-        several = Counter(group.desc for group in dump.groups.values())
-        own[rank] = {g.desc: g for g in dump.groups.values() if g.ranks and several[g.desc] == 1}
-    votes: Counter[int] = Counter()
-    where: dict[int, Group] = {}
-    for group, count in (row for versions in found.listed.values() for row in versions.items()):
-        for rank in group.ranks:
-            mine = own.get(rank, {}).get(group.desc)
-            if mine is None or mine.name == group.name and len(mine.ranks) == 1:
-                continue  # some dumps list nobody but their own rank
-            if mine.ranks == group.ranks:  # any job of this size has a group of all ranks
-                votes[rank] -= (count - 1) * (len(group.ranks) < len(found.dumps))
-            else:
-                votes[rank] += count
-                where[rank] = mine
-    return {rank: group for rank, group in where.items() if votes[rank] > 0}
 
 
 def _stale(state: JobState) -> tuple[dict[int, str], dict[int, str], dict[int, str]]:
