@@ -184,6 +184,10 @@ def _lacking(state: JobState, desc: str, idle: Collection[int]) -> bool:
     without = [r for r in idle if r not in has]
     roles = {state.role.get(r, 0) for r in without}
     alike = [r for role in roles for r in state.siblings[role] if r not in idle]
+    if not without or not has:
+        return False
+    if not alike:  # nobody tells whether these ranks are of such a group; few are, of these
+        return len(without) > 1 and "EMBEDDING" not in desc
     return 2 * sum(r in has for r in alike) > len(alike)
 
 
