@@ -323,7 +323,7 @@ class CallGuard(LabelledCalls):
                 self._checked_faulty |= peers is self.strict.faulty
                 self._begun.append(number)
                 self.call_check.begin(peers, peers.order() if self.asked.check_order else None)
-        self.iteration = number
+        super().iteration_started(number, wanted, model, optimizer)
         self.injector.begin(model, lambda: self.label("forward", "", ""))
 
     def outside_step(self, gathered: bool, begun: bool = False) -> None:

@@ -202,7 +202,8 @@ class Debugger(LabelledCalls):
         self._next = True
 
     def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
-        self.iteration, self.models, self.optimizer = number, model, optimizer
+        super().iteration_started(number, wanted, model, optimizer)
+        self.models, self.optimizer = model, optimizer
 
     def record(
         self, group: PrismGroup, op: str, answer: Answer, args: Args, kwargs: Kwargs
@@ -463,7 +464,7 @@ class ValueWatch(LabelledCalls):
         self._hooks: list[RemovableHandle] = []
 
     def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
-        self.iteration = number
+        super().iteration_started(number, wanted, model, optimizer)
         if not self._entered:
             self._entered = self._looks = True
             self._owners = AllocationOwners(model)

@@ -127,7 +127,11 @@ def _never_attached() -> NotTrainedError | None:
 def is_worker() -> bool:
     """Whether multiprocessing made this process: it has its parent's command line."""
     process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
+    if process is None:
+        return False
+    # while it imports the script of its parent it does not know its parent yet
+    starting = getattr(process.current_process(), "_inheriting", False)
+    return starting or process.parent_process() is not None
 
 
 _DISTRIBUTIONS = {"yaml": "PyYAML", "transformer_engine": "transformer-engine[pytorch]"}

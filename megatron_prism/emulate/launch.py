@@ -89,6 +89,8 @@ def attach_from_command_line(session: Session | None = None) -> None:
     session.changes.on_undo(_detach)
     try:
         options = flags.from_command_line(sys.argv[1:])
+        if options is not None and exit_status.is_worker():
+            options = flags.of_worker(options)
         if options is not None and options.one_by_one:
             _capture_one_by_one(options)
             raise SystemExit(0)
@@ -178,6 +180,7 @@ def attach(options: flags.Options, session: Session) -> Any:
         local_ranks=tuple(sorted(run.options.ranks)),
         rank=run.options.rank,
         changes=session.changes,
+        iterations=run.options.iterations,
     )
     monitor.host(context.start, run.options, run.monitor, session.changes)
     patch.apply(without_cuda.patches_for(run.tier.name), context)
@@ -185,7 +188,8 @@ def attach(options: flags.Options, session: Session) -> Any:
         patch.apply(moe.patches_for_recording(run.recording), context)
     report = summary.Reporter(run)
     run.monitor.listen(*run.training, report)
-    report.banner()
+    if not exit_status.is_worker():
+        report.banner()
     _arrange_verdict(run.monitor, session)
     atexit.register(run.claims.close)  # before the verdict, which may end the process
     return context

@@ -81,6 +81,7 @@ class TrainingMonitor:
         self.labels: dict[str, Any] = {}  # of what runs now, or of what failed
         self.held: Callable[[], int] = lambda: 0  # bytes held in reserve
         self.iterations: list[Iteration] = []
+        self.before = 0  # iterations that the job's checkpoint has behind it
         self.started = False  # pretrain was entered
         self.left = False  # by sys.exit(0)
         self.finished = False  # the verdict was given
@@ -204,13 +205,20 @@ class TrainingMonitor:
         if not self.iterations:
             self.num_parameters = _count_parameters(model)
             self.remember(optimizer)
-        self.iterations.append(Iteration(len(self.iterations) + 1, time.perf_counter_ns()))
+        number = self.before + len(self.iterations) + 1
+        self.iterations.append(Iteration(number, time.perf_counter_ns()))
         for listener in self._hearing("iteration_started"):
             listener.iteration_started(len(self.iterations), wanted, model, optimizer)
         start = time.perf_counter_ns()
         with self.device_memory():
             yield
         self.iterations[-1].wall_ns = time.perf_counter_ns() - start
+
+    def resumed(self, iteration: int) -> None:
+        """The job goes on behind ``iteration``, and has made no train step yet."""
+        self.before = iteration
+        for listener in self._hearing("resumed"):
+            listener.resumed(iteration)
 
     def remember(self, optimizer: object) -> None:
         """Keep a master parameter of ``optimizer``, to see whether it moves."""

@@ -444,6 +444,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "WHICH",
         "help": "pdb (default), or debugpy:[HOST:]PORT, to which an editor attaches",
     },
+    "--prism-iteration": {
+        "default": None,
+        "metavar": "N[..M]",
+        "help": "with --load: run iteration N (to M) of the job from its last checkpoint before N, "
+        "with the samples, learning rate and batch size of then",
+    },
     "--prism-watch": {
         "default": None,
         "metavar": "VALUE",
@@ -482,6 +488,7 @@ class Options:
     watch: str | None = None
     stages: bool = False
     payload: str | None = None
+    iterations: tuple[int, int] | None = None
     verbose: bool = False
 
     @property
@@ -629,10 +636,35 @@ def from_command_line(argv: Sequence[str], env: Mapping[str, str] | None = None)
         watch=args.prism_watch,
         stages=args.prism_ranks == STAGES and _alone(args, k),
         payload=args.prism_payload,
+        iterations=_iterations(args.prism_iteration, argv),
         verbose=args.prism_verbose,
     )
+
+
+def _iterations(text: str | None, argv: Sequence[str]) -> tuple[int, int] | None:
+    """The first and the last of ``12345`` or ``12345..12350``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,11})(?:\.\.([1-9]\d{0,11}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise UsageError(f"--prism-iteration {text}: a number, from 1, or a first and a last",
+                         fix="--prism-iteration 12345, or 12345..12350")  # fmt: skip
+    if not any(word == "--load" or word.startswith("--load=") for word in argv):
+        raise UsageError("--prism-iteration goes on from a checkpoint of the job",
+                         fix="--load CKPT, the folder that the job has as --save")  # fmt: skip
+    return first, last
 
 
 def with_tier(options: Options, tier: str) -> Options:
     """The same options with the tier settled."""
     return replace(options, tier=tier)
+
+
+def of_worker(options: Options) -> Options:
+    """Those of a process that multiprocessing made, which has the job's command line: its world and
+    tier alone, so that it neither writes what the job writes nor meets the other processes."""
+    return Options(
+        options.world, 0, 1, (options.rank,), options.tier, "mirror", out=None, force=False,
+        record=None, verbose=options.verbose,
+    )  # fmt: skip

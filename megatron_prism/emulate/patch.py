@@ -105,7 +105,8 @@ class PatchStatus:
 class PatchContext:
     """What patches need to know of this run; ``start`` brings the virtual world up.
 
-    changes : what was replaced, so that it can be undone
+    changes    : what was replaced, so that it can be undone
+    iterations : the first and the last that are wanted of a job with a checkpoint, or None
     """
 
     start: Callable[[], VirtualWorld]
@@ -114,6 +115,7 @@ class PatchContext:
     local_ranks: tuple[int, ...]
     rank: int
     changes: ProcessChanges = field(default_factory=ProcessChanges)
+    iterations: tuple[int, int] | None = None
     _applying: Patch | None = None
 
     @property

@@ -67,7 +67,7 @@ class _Keyed(LabelledCalls):
         self._numbers: Counter[str] = Counter()
 
     def iteration_started(self, number: int, wanted: int, model: Models, optimizer: object) -> None:
-        self.iteration = number
+        super().iteration_started(number, wanted, model, optimizer)
         self._numbers.clear()
 
     def key(self, group: PrismGroup, op: str) -> tuple[CallLabel, str]:

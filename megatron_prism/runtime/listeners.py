@@ -46,6 +46,10 @@ class TrainingListener(Protocol):
         """Train step ``number`` (from 1) of ``wanted`` is about to start; ``model``: its chunks."""
         return
 
+    def resumed(self, iteration: int) -> None:
+        """The job goes on behind ``iteration``, where its checkpoint was, and will now begin."""
+        return
+
     def scope(self, **labels: Any) -> AbstractContextManager[None]:
         """Label what runs inside: phase, and perhaps microbatch and chunk."""
         return contextlib.nullcontext()
@@ -100,14 +104,23 @@ class CallListener(Protocol):
 
 
 class LabelledCalls(CallListener, TrainingListener):
-    """Base of listeners that tell one call of a rank from another; ``iteration`` counts from 1."""
+    """Base of listeners that tell one call of a rank from another.
+
+    iteration : of the job, from 1, and of the job that a checkpoint is of
+    """
 
     hands_on = True
 
     def __init__(self) -> None:
-        self.iteration = 0
+        self.iteration = self.before = 0
         self.sites = CallSites()
         self._labels: dict[str, Any] = {}
+
+    def resumed(self, iteration: int) -> None:
+        self.before = iteration
+
+    def iteration_started(self, number: int, wanted: int, model: Any, optimizer: Any) -> None:
+        self.iteration = self.before + number
 
     @contextlib.contextmanager
     def scope(self, **labels: Any) -> Iterator[None]:

@@ -8,14 +8,17 @@ writes.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.patch import PROTECTS, Patch, PatchContext
 from megatron_prism.emulate.patches.startup import _get_args
 
@@ -124,21 +127,79 @@ def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "save_grads", _only_real(context, said))
 
 
-def _no_values_to_read(module: ModuleType, context: PatchContext) -> None:
-    """Which iteration a checkpoint is of comes back through a device tensor, and so does the rest:
-    on shapes a job begins where one without ``--load`` does."""
+def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
+    """Begin where the wanted iteration does; read what a rank alone can.
+
+    On shapes there is no value to read: which iteration a checkpoint is of comes back through a
+    device tensor, and so does the rest.  Ranks that share the reading (--ckpt-fully-parallel-load)
+    would get the others' part from virtual ones.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not context.meta:
-                return original(*args, **kwargs)
-            if context.leads:
-                sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
-            return 0, 0  # iteration, floating-point operations so far
+        def call(ddp_model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            job = _get_args()
+            wanted = context.iterations if kwargs.get("load_arg", "load") == "load" else None
+            if not context.all_local():
+                job.ckpt_fully_parallel_load = False
+            if wanted is not None:
+                if not context.meta:
+                    job.ckpt_step = _last_before(job.load, wanted[0], job.ckpt_step)
+                job.exit_interval = wanted[1]  # a multiple of it: training ends there
+            if context.meta:
+                if context.leads:
+                    sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
+                begun, operations = 0, 0
+            else:
+                begun, operations = original(ddp_model, optimizer, scheduler, *args, **kwargs)
+            if wanted is not None:
+                _go_on(job, scheduler, begun, wanted[0] - 1)
+                begun = wanted[0] - 1
+            return begun, operations
 
         return call
 
     context.replace(module, "load_checkpoint", make)
+
+
+def _last_before(folder: str, iteration: int, chosen: int | None) -> int:
+    """The last checkpoint in ``folder`` (``chosen``, if given) from which ``iteration`` is reached.
+
+    Raises UsageError if there is none.
+    """
+    names = [re.fullmatch(r"iter_(\d{7,})", one.name) for one in Path(folder).glob("iter_*")]
+    there = sorted(int(name[1]) for name in names if name)
+    fit = [n for n in there if n < iteration and chosen in (None, n)]
+    if not fit:
+        shown = ", ".join(map(str, there[:8])) + ", …" * (len(there) > 8)
+        raise UsageError(
+            f"--prism-iteration {iteration}: {folder} has "
+            + (f"checkpoints of iterations {shown}" if there else "no iter_NNNNNNN folder")
+            + (f", and --ckpt-step is {chosen}" if chosen else ""),
+            fix=f"--prism-iteration {there[0] + 1}" if there else "--load the job's --save folder",
+        )
+    return fit[-1]
+
+
+def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
+    """Take samples and schedules from iteration ``begun`` to ``end`` without training.
+
+    The batch size may grow meanwhile.  What only training changes stays as it was: parameters, the
+    optimizer's state, the loss scale.
+    """
+    from megatron.core import num_microbatches_calculator as batches
+
+    for _ in range(end - begun):
+        batches.update_num_microbatches(job.consumed_train_samples, consistency_check=False)
+        size = batches.get_current_global_batch_size()
+        job.consumed_train_samples += size
+        if scheduler is not None:
+            scheduler.step(increment=size)
+    batches.update_num_microbatches(job.consumed_train_samples, consistency_check=False)
+    behind = f", parameters, optimizer and loss scale of iteration {begun}" * (begun < end)
+    sys.stderr.write(
+        f"prism: goes on with iteration {end + 1}, behind {job.consumed_train_samples:,} samples"
+        f"{behind}\n"
+    )
 
 
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
@@ -286,11 +347,11 @@ PATCHES: tuple[Patch, ...] = (
         purpose=PROTECTS,
     ),
     Patch(
-        "no-values-to-read",
+        "read-checkpoint",
         "megatron.training.checkpointing",
-        "on shapes --load looked for the folder of iteration 0",
+        "on shapes --load looked for the folder of iteration 0; an iteration in the midst of a job",
         "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
-        _no_values_to_read,
+        _read_checkpoint,
         targets=("load_checkpoint",),
     ),
     Patch(

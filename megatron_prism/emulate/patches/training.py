@@ -114,6 +114,8 @@ def _prove(module: ModuleType, context: PatchContext) -> None:
             optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
             _label_optimizer(optimizer, monitor)
             wanted = monitor.asked(_get_args())
+            if not monitor.iterations and (before := getattr(_get_args(), "curr_iteration", 0)):
+                monitor.resumed(before)
             model = args[2] if len(args) > 2 else None
             which = "steady iteration" if monitor.iterations else "first iteration"
             with monitor.iteration(optimizer, model, wanted), monitor.part(which):
