@@ -416,3 +416,14 @@ def test_tasks_of_srun_are_processes_of_one_job():
         options.launcher_variables(hosts)
     assert "scontrol" in caught.value.fix
     assert "MASTER_ADDR" not in options.launcher_variables(hosts | {"MASTER_ADDR": "node1"})
+
+
+def test_an_iteration_of_a_checkpoint_is_a_number_or_two():
+    assert read("--load ck --prism-iteration 7").iterations == (7, 7)
+    assert read("--load=ck --prism-iteration 7..9").iterations == (7, 9)
+    for words in ("--load ck --prism-iteration 9..7", "--load ck --prism-iteration 0",
+                  "--load ck --prism-iteration x", "--prism-iteration 7"):  # fmt: skip
+        with pytest.raises(UsageError) as error:
+            read(words)
+        assert "--" in error.value.fix
+    assert "--load" in error.value.fix

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import outputs
@@ -120,3 +121,72 @@ def test_gpus_are_not_sniffed_where_there_are_none(module, capsys):
         test.run_gpu_sniff_test("before training")
     assert calls == []
     assert capsys.readouterr().err.count("--gpu-sniff-test-interval") == 1
+
+
+def test_a_rank_takes_its_own_states_where_the_first_of_its_group_is_virtual(module):
+    """As --ckpt-format torch has them: the first rank reads all and scatters."""
+
+    class DistributedOptimizer:
+        data_parallel_group = data_parallel_group_gloo = SimpleNamespace(
+            rank=lambda: 1, size=lambda: 2
+        )
+
+        def load_parameter_state(self, filename):
+            group, own = self.data_parallel_group_gloo, torch.zeros(2)
+            whole = torch.arange(4.0) if self.data_parallel_group.rank() == 0 else None
+            parts = None if whole is None else list(whole.split(2))
+            ranks = torch.distributed.get_process_group_ranks(group)
+            torch.distributed.scatter(own, parts, ranks[0], group)
+            return filename, own.tolist()
+
+    scatter, group = torch.distributed.scatter, DistributedOptimizer.data_parallel_group
+    place = SimpleNamespace(
+        __name__="megatron.core.optimizer.distrib_optimizer",
+        DistributedOptimizer=DistributedOptimizer,
+    )
+    outputs._own_optimizer_states(place, context(EMULATED))
+    optimizer = DistributedOptimizer()
+    assert optimizer.load_parameter_state("file") == ("file", [2.0, 3.0])
+    assert torch.distributed.scatter is scatter
+    assert optimizer.data_parallel_group is optimizer.data_parallel_group_gloo is group
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "found"), [(13, None, 12), (12, None, 8), (99, 8, 8), (8, None, None),
+                                    (9, 12, None)],
+)  # fmt: skip
+def test_an_iteration_goes_on_from_the_last_checkpoint_before_it(wanted, chosen, found, tmp_path):
+    for name in ("iter_0000008", "iter_0000012", "iter_x", "release"):
+        (tmp_path / name).mkdir()
+    if found is not None:
+        assert outputs._last_before(str(tmp_path), wanted, chosen) == found
+        return
+    with pytest.raises(UsageError) as error:
+        outputs._last_before(str(tmp_path), wanted, chosen)
+    assert "8, 12" in error.value.message
+    assert "--prism-iteration 9" in error.value.fix
+
+
+def test_samples_and_schedules_go_on_without_training(module, monkeypatch, capsys):
+    """The batch grows from 2 to 4 with sample 6; iteration 6 follows the checkpoint of 2."""
+    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    names, _ = module
+    state = {}
+    monkeypatch.setattr(calculator, "update_num_microbatches",
+                        lambda n, **_: state.update(size=2 if n < 6 else 4))  # fmt: skip
+    monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: state["size"])
+    job = SimpleNamespace(load="", ckpt_step=None, consumed_train_samples=4)
+    monkeypatch.setattr(outputs, "_get_args", lambda: job)
+    monkeypatch.setattr(outputs, "_last_before", lambda *args: 2)
+    steps = []
+    scheduler = SimpleNamespace(step=lambda increment: steps.append(increment))
+    place = SimpleNamespace(load_checkpoint=lambda *args: (2, 7))
+    wanted = PatchContext(lambda: None, TrainingMonitor(), False, (1,), 1, iterations=(6, 9))
+    outputs._read_checkpoint(place, wanted)
+    assert place.load_checkpoint([], None, scheduler) == (5, 7)
+    assert (job.ckpt_step, job.exit_interval, job.ckpt_fully_parallel_load) == (2, 9, False)
+    assert steps == [2, 4, 4]
+    assert job.consumed_train_samples == 14
+    said = capsys.readouterr().err
+    assert "iteration 6, behind 14 samples" in said
+    assert "of iteration 2" in said

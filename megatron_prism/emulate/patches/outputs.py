@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate.patch import PROTECTS, Patch, PatchContext
 from megatron_prism.emulate.patches.startup import _get_args
 
@@ -202,6 +203,37 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
     )
 
 
+def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
+    """Read the optimizer's states of all, and take one's own, where the first rank of the
+    data-parallel group is virtual: it would read and scatter them (--ckpt-format torch)."""
+
+    def take(own: torch.Tensor, parts: Sequence[torch.Tensor], _: int, group: Any) -> None:
+        own.copy_(parts[group.mine])
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            changes = ProcessChanges()
+            for one in () if context.all_local() else getattr(self, "chained_optimizers", (self,)):
+                group = getattr(one, "data_parallel_group", None)
+                if group is not None and group.rank():
+                    first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
+                    changes.set(one, "data_parallel_group", first)
+                    changes.set(one, "data_parallel_group_gloo", first)
+            if len(changes):
+                changes.set(torch.distributed, "scatter", take)
+                changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                changes.undo()
+
+        return call
+
+    chain = module.__name__.endswith(".optimizer")
+    owner = module.ChainedOptimizer if chain else module.DistributedOptimizer
+    context.replace(owner, "load_parameter_state", make)
+
+
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
     context.replace(module, "validate_sharding_integrity", _only_real(context))
@@ -353,6 +385,22 @@ PATCHES: tuple[Patch, ...] = (
         "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
         _read_checkpoint,
         targets=("load_checkpoint",),
+    ),
+    Patch(
+        "own-optimizer-states",
+        "megatron.core.optimizer.distrib_optimizer",
+        "ranks but the first of a data-parallel group loaded zeros for a legacy optimizer state",
+        "core/optimizer/distrib_optimizer.py:2253 @0.16.1; :2542 @0.19.0",
+        _own_optimizer_states,
+        targets=("DistributedOptimizer.load_parameter_state",),
+    ),
+    Patch(
+        "own-optimizer-states-of-several",
+        "megatron.core.optimizer.optimizer",
+        "the same where experts have an optimizer of their own",
+        "core/optimizer/optimizer.py:1367 @0.16.1; :1967 @0.19.0",
+        _own_optimizer_states,
+        targets=("ChainedOptimizer.load_parameter_state",),
     ),
     Patch(
         "unchecked-shards",
