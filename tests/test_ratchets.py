@@ -108,6 +108,7 @@ def test_flags_on_the_jobs_own_command_line():
         "--prism-fault-seed",
         "--prism-fault-truth",
         "--prism-force",
+        "--prism-iteration",
         "--prism-memory-snapshot",
         "--prism-mismatch",
         "--prism-out",
