@@ -42,9 +42,9 @@ def test_public_names():
 
 def test_commands():
     assert list(cli.COMMANDS) == [
-        "run", "emulate", "capture", "show", "classes", "check", "hang", "schedule", "replay",
-        "predict", "import", "compare", "sweep", "memory", "calibrate", "world", "recipes",
-        "patches", "completion",
+        "run", "emulate", "capture", "show", "diff", "classes", "check", "hang", "schedule",
+        "replay", "predict", "import", "compare", "sweep", "memory", "calibrate", "world",
+        "recipes", "patches", "completion",
     ]  # fmt: skip
 
 
@@ -62,6 +62,7 @@ def test_options_of_commands():
         "emulate": ["-o", "--out", "-v", "--verbose"],
         "capture": ["-o", "--out"],
         "show": ["--text"],
+        "diff": [],
         "classes": [],
         "check": [],
         "hang": [

@@ -33,7 +33,7 @@ from megatron_prism.cli.output import (
 )
 from megatron_prism.cli.patches import patches
 from megatron_prism.cli.predict import predict
-from megatron_prism.cli.programs import calibrate, capture, check, classes, show
+from megatron_prism.cli.programs import calibrate, capture, check, classes, diff, show
 from megatron_prism.cli.replay import replay
 from megatron_prism.cli.schedule import schedule
 from megatron_prism.cli.sweep import sweep
@@ -175,6 +175,14 @@ COMMANDS = {
             PROGRAMS,
             (("settings",), {"nargs": "*", "metavar": "key=value", "help": "rank, around, group"}),
             (("--text",), {"action": "store_true", "help": "print the whole text form"}),
+        ),
+    ),
+    "diff": Command(
+        diff,
+        (
+            (("a",), {"metavar": "A", "help": "slices, programs or a recording of one run"}),
+            (("b",), {"metavar": "B", "help": "of the other"}),
+            SETTINGS,
         ),
     ),
     "classes": Command(classes, (PROGRAMS,)),

@@ -1,4 +1,4 @@
-"""``prism capture``, ``show``, ``classes``, ``check``: programs of a world from the command line.
+"""``prism capture``, ``show``, ``diff``, ``check`` …: programs of a world.
 
 In : a recipe, or programs as a folder of slices, a file or a text.  Out: a page of text or JSON.
 Nothing here imports torch; only ``capture`` starts processes that do.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +18,14 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, given, print_table
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
+from megatron_prism.core.world import World, format_ranks
 
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
     from megatron_prism.core.program import Program, Programs
+    from megatron_prism.graph.difference import Row
 
-__all__ = ["calibrate", "capture", "check", "classes", "show"]
+__all__ = ["calibrate", "capture", "check", "classes", "diff", "show"]
 
 _AROUND = 6  # ops before and after what ``around=`` names
 
@@ -119,7 +123,6 @@ def show(args: argparse.Namespace) -> int:
 
 def _given_programs(args: argparse.Namespace, programs: Programs) -> bool:
     """``given`` a line for every program; ``peak_bytes`` is null where none was recorded."""
-    from megatron_prism.core.world import format_ranks
 
     rows: list[dict[str, object]] = [
         {
@@ -142,7 +145,6 @@ def _peak(program: Program) -> int | None:
 
 def _overview(programs: Programs) -> None:
     from megatron_prism.core.units import format_bytes
-    from megatron_prism.core.world import format_ranks
 
     out = console()
     out.print(str(programs.world))
@@ -195,13 +197,69 @@ def _print_ops(programs: Programs, rank: int, ops: dict[int, Op]) -> None:
         print(f"{index:6}  {line if note < 0 else line[: note + 60] + ' …'}")
 
 
+def diff(args: argparse.Namespace) -> int:
+    """Compare two runs of a rank op by op, and name the first difference; exit status 1 if any.
+
+    prism diff before/ after/               slices: of two releases of Megatron, or without a flag
+    prism diff before/ after/ rank=pp=1     of these ranks; else of all that were captured in both
+    prism diff job/ alone/ norm=1e-3        recordings (--prism-payload): what calls delivered, by
+                                            norm; without norm= by every bit
+
+    Compared are step, call, group, type, elements, root, peer and splits of every call, and the
+    arithmetic between calls.  Lines of code are shown; they, events, times and memory are not
+    compared.
+    """
+    from megatron_prism.graph.difference import difference
+
+    keys: dict[str, arguments.Reader] = {"rank": str, "norm": arguments.number("norm=1e-3")}
+    settings = arguments.read(args.settings, keys, "diff")
+    (ranks, a), (others, b) = (_runs(path, settings.get("rank")) for path in (args.a, args.b))
+    both = [rank for rank in ranks if rank in others]
+    if not both:
+        raise UsageError(
+            f"{args.a} has {format_ranks(ranks)}, {args.b} {format_ranks(others)}: no rank of both",
+            fix="rank=0, where both are whole worlds",
+        )
+    made = [difference(rank, a(rank), b(rank), settings.get("norm", 0.0)) for rank in both]
+    found = [one for one in made if one is not None]
+    value = {"ranks": both, "differences": [one.to_json() for one in found]}
+    if not given(args, value, [one.to_json() for one in found]):
+        print("\n".join(one.to_text() for one in found), end="")
+        alike = [rank for rank in both if all(one.rank != rank for one in found)]
+        if alike:
+            print(f"alike: rank{'s' * (len(alike) > 1)} {format_ranks(alike)}")
+    return 1 if found else 0
+
+
+def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], list[Row]]]:
+    """(ranks that were recorded, or of them those that are ``selected``; the rows of a rank)."""
+    from megatron_prism.core import program
+    from megatron_prism.core.slices import WORLD, open_programs
+    from megatron_prism.graph.difference import rows_of
+
+    folder = Path(path)
+    if recorded := sorted(folder.glob("payload-*.bin")):
+        from megatron_prism.emulate import payloads
+
+        ranks = [int(one.stem.rpartition("-")[2]) for one in recorded]
+        chosen = ranks if selected is None else World(max(ranks) + 1).select(selected)
+        return [rank for rank in ranks if rank in chosen], partial(payloads.rows_of, folder)
+    slices = sorted(folder.glob("slice-*.prism")) if not (folder / WORLD).exists() else []
+    if slices and selected is None:  # perhaps of one rank alone
+        of = {one.programs[0].rank: one.programs[0] for one in map(program.load, slices)}
+        return list(of), lambda rank: rows_of(of[rank])
+    programs = open_programs(path)
+    every = [one.rank for one in programs.programs]
+    chosen = every if selected is None else list(programs.world.select(selected))
+    return list(chosen), lambda rank: rows_of(programs.of(rank))
+
+
 def classes(args: argparse.Namespace) -> int:
     """Show which ranks are equivalent, and why each class is one.
 
     prism classes DIR
     """
     from megatron_prism.core.slices import open_programs
-    from megatron_prism.core.world import format_ranks
     from megatron_prism.graph import world_graph as graph
 
     made = graph.build(open_programs(args.programs))

@@ -299,7 +299,7 @@ def _add_listeners(run: Run, session: Session) -> None:
     memory = () if run.memory is None else (run.memory,)
     watch = _watch(run, session)
     run.training += (*debugger, *guards, *payloads, *memory, *_capture(run, session), *watch)
-    if options.record is not None:
+    if options.record is not None and run.recording is not None:
         run.training += (run.recording,)
     told = (run.recording, run.pace, *payloads)
     run.on_arguments += [one.is_of for one in told if one is not None]
@@ -370,6 +370,8 @@ def _recording(options: flags.Options) -> Any:
     header = {"world": str(options.world)}
     if options.record is None:
         return ValueReplayer(Path(path), options.rank, header)
+    if options.payload is not None and len(options.ranks) < options.world.size:
+        return None  # what virtual ranks deliver, to compare it with what real ones do
     if policy == "recorded" or len(options.ranks) < options.world.size:
         raise UsageError(
             f"--prism-record needs every rank of the world to be local, {len(options.ranks)} of "
@@ -384,8 +386,10 @@ def _payloads(options: flags.Options) -> tuple[PayloadRecorder | PayloadReplayer
     """Who keeps what calls deliver, or gives it back where a recording has it."""
     from megatron_prism.emulate import payloads
 
-    header = {"world": str(options.world)}
+    header: dict[str, object] = {"world": str(options.world)}
     if options.payload is not None:
+        if virtual := options.world.size - len(options.ranks):
+            header["virtual"] = virtual
         if options.record is None:
             raise UsageError(
                 "--prism-payload says what a recording keeps", fix="--prism-record DIR"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import queue
 import struct
@@ -31,9 +32,11 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.core import foreign
+from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.debugger import Breakpoint
+from megatron_prism.graph.difference import Row
 from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.control_values import check_arguments, check_header
 from megatron_prism.runtime.listeners import LabelledCalls
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.process_group import PrismGroup
     from megatron_prism.runtime.recorder.owners import Models
 
-__all__ = ["PayloadRecorder", "PayloadReplayer", "file_of"]
+__all__ = ["PayloadRecorder", "PayloadReplayer", "file_of", "rows_of"]
 
 FORMAT = 1
 MOST_BYTES = 8 << 30  # of a file; what comes then is not kept
@@ -199,22 +202,23 @@ class _Record:
     shape: list[foreign.Natural]
 
 
-class PayloadReplayer(_Keyed):
-    """Overwrites what virtual peers deliver by what real ones did; counts both kinds of calls.
+_NOTHING = (0, 0, _Record("", "", []))
 
-    Raises UsageError for a foreign file, and for another run's recording.
+
+class _Recorded:
+    """A file of payloads, open: its ``header``, and where what every key delivered is.
+
+    Raises UsageError for a foreign file.
     """
 
-    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
-        super().__init__()
-        self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
-        self._at: dict[str, tuple[int, int, _Record]] = {}
-        found: dict[str, object] = {}
-        with foreign.reading(self.path, "a recording of ours", _AGAIN):
-            if not self.path.is_file():
+    def __init__(self, path: Path) -> None:
+        self.path, self.header = path, dict[str, object]()
+        self.at: dict[str, tuple[int, int, _Record]] = {}
+        with foreign.reading(path, "a recording of ours", _AGAIN):
+            if not path.is_file():
                 raise ValueError("it is no regular file")
-            size = os.path.getsize(self.path)
-            self._file = open(self.path, "rb")  # noqa: SIM115 - as long as the run
+            size = os.path.getsize(path)
+            self._file = open(path, "rb")  # noqa: SIM115 - as long as the run
             while len(lengths := self._file.read(_HEAD.size)) == _HEAD.size:
                 text, packed = _HEAD.unpack(lengths)
                 if self._file.tell() + text + packed > size:
@@ -224,12 +228,67 @@ class PayloadReplayer(_Keyed):
                 head = foreign.value_of_json(self._file.read(text), dict[str, object])
                 if "key" in head:
                     record = foreign.shaped(head, _Record)
-                    self._at[record.key] = self._file.tell(), packed, record
+                    self.at[record.key] = self._file.tell(), packed, record
                 else:
-                    found |= head
+                    self.header |= head
                 self._file.seek(packed, 1)
+
+    def value(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """What ``key``, which is there, delivered, flat; a copy."""
+        at, packed, record = self.at[key]
+        room = math.prod(record.shape) * dtype.itemsize
+        with foreign.reading(self.path, "a recording of ours", _AGAIN):
+            self._file.seek(at)
+            data = zlib.decompressobj().decompress(self._file.read(packed), room)
+            if len(data) != room:
+                raise ValueError(f"{key!r} has {len(data):,} bytes, not {room:,}")
+        return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def rows_of(folder: Path, rank: int) -> list[Row]:
+    """What the recording of ``rank`` has, call by call as it was delivered, for a comparison.
+
+    Raises UsageError for a foreign file.
+    """
+    recorded, found = _Recorded(file_of(folder, rank)), []
+    for key, (_, _, record) in recorded.at.items():
+        name = record.dtype.removeprefix("torch.")
+        dtype = getattr(torch, name, None)
+        iteration, _, rest = key.partition(" ")
+        step, _, call = rest.partition(" ")
+        with foreign.reading(recorded.path, "a recording of ours", _AGAIN):
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{key!r} is of {name}")
+        value = recorded.value(key, dtype)
+        norm = float(torch.linalg.vector_norm(value.to(torch.float64)))
+        fields = {
+            "shape": "x".join(map(str, record.shape)) or "1",
+            "dtype": name,
+            "norm": f"{norm:.9g}",
+            "values": f"{zlib.crc32(value.view(torch.uint8).numpy().tobytes()):08x}",
+        }
+        found.append(Row(f"iteration {iteration}, {step}", call, fields))
+    return found
+
+
+class PayloadReplayer(_Keyed):
+    """Overwrites what virtual peers deliver by what real ones did; counts both kinds of calls.
+
+    Raises UsageError for a foreign file, and for another run's recording.
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, object]) -> None:
+        super().__init__()
+        self.path, self.replayed, self.missing = file_of(folder, rank), 0, 0
+        self._file = _Recorded(self.path)
+        found = self._file.header
         self._arguments = None if (text := found.get("arguments")) is None else str(text)
         check_header(self.path, found, {"format": FORMAT, "rank": rank, **header})
+        if virtual := found.get("virtual"):
+            raise UsageError(
+                f"{self.path} was recorded among {virtual} virtual ranks: it holds mirrors",
+                fix="record a run in which all ranks are local",
+            )
 
     def is_of(self, arguments: str) -> None:
         """The job's arguments are known now: UsageError if the recording is of others."""
@@ -249,16 +308,10 @@ class PayloadReplayer(_Keyed):
 
     def _given(self, key: str, tensor: torch.Tensor) -> bool:
         """Fill ``tensor`` with the record of ``key``, if there is one of its kind."""
-        at, packed, record = self._at.get(key, (0, 0, _Record("", "", [])))
+        _, _, record = self._file.at.get(key, _NOTHING)
         if (record.dtype, record.shape) != (str(tensor.dtype), list(tensor.shape)):
             return False
-        room = tensor.numel() * tensor.element_size()
-        with foreign.reading(self.path, "a recording of ours", _AGAIN):
-            self._file.seek(at)
-            data = zlib.decompressobj().decompress(self._file.read(packed), room)
-            if len(data) != room:
-                raise ValueError(f"{key!r} has {len(data):,} bytes, not {room:,}")
-        value = torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
+        value = self._file.value(key, tensor.dtype).view(tensor.shape)
         tensor.detach().copy_(value)
         return True
 

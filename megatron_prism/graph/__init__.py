@@ -1,1 +1,1 @@
-"""The world graph: classes of ranks, how their calls match, where a job stalls."""
+"""The world graph: classes of ranks, how calls match, where a job stalls, how two runs differ."""

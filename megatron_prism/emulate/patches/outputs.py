@@ -136,8 +136,10 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
     would get the others' part from virtual ones.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(ddp_model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+        def call(
+            model: object, optimizer: object, scheduler: object, *args: object, **kwargs: object
+        ) -> tuple[int, int]:
             job = _get_args()
             wanted = context.iterations if kwargs.get("load_arg", "load") == "load" else None
             if not context.all_local():
@@ -151,7 +153,7 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
                     sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
                 begun, operations = 0, 0
             else:
-                begun, operations = original(ddp_model, optimizer, scheduler, *args, **kwargs)
+                begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
             if wanted is not None:
                 _go_on(job, scheduler, begun, wanted[0] - 1)
                 begun = wanted[0] - 1
@@ -207,11 +209,13 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     """Read the optimizer's states of all, and take one's own, where the first rank of the
     data-parallel group is virtual: it would read and scatter them (--ckpt-format torch)."""
 
-    def take(own: torch.Tensor, parts: Sequence[torch.Tensor], _: int, group: Any) -> None:
+    def take(
+        own: torch.Tensor, parts: Sequence[torch.Tensor], _: int, group: SimpleNamespace
+    ) -> None:
         own.copy_(parts[group.mine])
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: object, *args: object, **kwargs: object) -> object:
             changes = ProcessChanges()
             for one in () if context.all_local() else getattr(self, "chained_optimizers", (self,)):
                 group = getattr(one, "data_parallel_group", None)
