@@ -16,6 +16,7 @@ import json
 import math
 import os
 import queue
+import re
 import struct
 import sys
 import threading
@@ -108,17 +109,54 @@ def _nothing() -> None:
     return
 
 
+_RANGE = re.compile(
+    r"(?<![^\s,])(?:(\w+=)(\d{1,9})\.\.(\d{1,9})"
+    r"|(\d{0,9})([FBW])(\d{0,9})\.\.(\d{0,9})\5(\d{0,9}))(?![^\s,])"
+)
+_MOST_STEPS = 256  # that a range may stand for
+
+
+def _selected(text: str) -> list[Breakpoint]:
+    """The calls that ``text`` selects, one selector for each step of a range.
+
+    Raises UsageError for a range that goes backwards or has more than 256 steps.
+    """
+    found = _RANGE.search(text)
+    if found is None:
+        return [Breakpoint.parse(text)]
+    key, a, b, m0, phase, c0, m1, c1 = found.groups()
+    if key:
+        steps = [f"{key}{n}" for n in _between(a, b)]
+    else:
+        steps = [f"{m}{phase}{c}" for m in _between(m0, m1) for c in _between(c0, c1)]
+    if not 0 < len(steps) <= _MOST_STEPS:
+        raise UsageError(f"--prism-payload {text!r}: {found[0]} is no range of 1 to "
+                         f"{_MOST_STEPS} steps", fix="3B0..3B2, or iter=51..53")  # fmt: skip
+    before, after = text[: found.start()], text[found.end() :]
+    return [one for step in steps for one in _selected(before + step + after)]
+
+
+def _between(first: str, last: str) -> Sequence[int | str]:
+    """Numbers from ``first`` to ``last``; "" where neither is given."""
+    if not first and not last:
+        return [""]
+    if not first or not last or int(last) - int(first) >= _MOST_STEPS:
+        return []
+    return range(int(first), int(last) + 1)
+
+
 class PayloadRecorder(_Keyed):
     """Keeps what calls that fit ``text`` deliver to this rank.
 
-    text : ``all``, or selectors as of --prism-break with ``;`` between them
+    text : ``all``, or selectors as of --prism-break with ``;`` between them, perhaps with ranges
+           (``3B0..3B2``, ``iter=51..53``)
 
     Raises UsageError for a selector that names no call.
     """
 
     def __init__(self, text: str, folder: Path, rank: int, header: Mapping[str, object]) -> None:
         super().__init__()
-        chosen = [] if text == "all" else [Breakpoint.parse(one) for one in text.split(";")]
+        chosen = [] if text == "all" else [c for one in text.split(";") for c in _selected(one)]
         self._matchers = [FaultMatcher(Fault("payload", one.select)) for one in chosen]
         self.path, self._own_ns = file_of(folder, rank), 0
         self.count = self.raw = self.written = self.lost = 0

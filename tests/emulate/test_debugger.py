@@ -18,6 +18,7 @@ from helpers.pretrain import JOB, SCRIPT
 from megatron_prism.core.errors import PrismError, UsageError
 from megatron_prism.core.world import World
 from megatron_prism.emulate import debugger as module
+from megatron_prism.emulate import payloads
 from megatron_prism.emulate.debugger import Breakpoint, Debugger, ValueWatch, debugger_at
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
@@ -83,6 +84,24 @@ def test_a_rank_alone_goes_on_from_the_checkpoint_as_it_did_in_the_job(tmp_path)
     real, replayed = found
     assert [number for number, *_ in replayed] == [2, 3]
     assert real[1:] == replayed
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("3B0..3B2", ["3B0", "3B1", "3B2"]), ("1F..2F group=tp", ["1F group=tp", "2F group=tp"]),
+     ("iter=51..52 0B0..1B0", ["iter=51 0B0", "iter=51 1B0", "iter=52 0B0", "iter=52 1B0"]),
+     ("O", ["O"])],
+)  # fmt: skip
+def test_a_range_stands_for_its_steps(text, wanted):
+    found = payloads._selected(text)
+    assert [one.select for one in found] == [Breakpoint.parse(one).select for one in wanted]
+
+
+@pytest.mark.parametrize("text", ["3B2..3B0", "1F..F", "iter=1..9999", "1F..2B"])
+def test_a_range_that_is_none_is_refused(text):
+    with pytest.raises(UsageError) as error:
+        payloads._selected(text)
+    assert error.value.fix
 
 
 @pytest.mark.parametrize("text", [None, "pdb"])
