@@ -431,13 +431,15 @@ def _activations(recipe: Recipe) -> int:
     element = 2 if t.bf16 else 4
     boundary = tokens * m.hidden_size // (p.tp if p.sequence_parallel else 1)
     kept = boundary  # the layer's input
-    if t.recompute_granularity is None and not m.num_experts:
+    if t.recompute_granularity != "full" and not m.num_experts:
         query = recipe.kv_channels * m.num_attention_heads
         keys = recipe.kv_channels * recipe.num_query_groups
         if m.multi_latent_attention:
             query, keys = m.num_attention_heads * m.v_head_dim, 0
-        wide = recipe.ffn_hidden_size * (2 if m.swiglu else 1)
-        kept += boundary + tokens * (query + 2 * keys + wide) // p.tp
+        # what a product multiplies with and what attention and activation need for backward: both
+        # norms' inputs and outputs; queries, keys, values and output; the MLP's two products
+        wide = recipe.ffn_hidden_size * (3 if m.swiglu else 2)
+        kept += 3 * boundary + tokens * (2 * query + 2 * keys + wide) // p.tp
     chunks = recipe.layers_of(0)
     if not chunks:
         return 0

@@ -1,4 +1,4 @@
-"""Times and memory of points on local processes, from slices captured once and used again.
+"""Times and memory of points, from slices captured once and used again, on processes or on Ray.
 
 Points whose slices differ only in data-parallel size or number of microbatches are a family.  Of a
 family one member is captured, with as few microbatches as repeat twice in its steady state; the
@@ -7,24 +7,26 @@ the same folder uses them.
 
 A worker captures, replays and writes ``results/…/KEY.json`` whole or not at all, so a sweep that is
 killed at any moment goes on where it was.  What is computed depends on the points alone: one
-process or several find the same bytes.
+process, several or a cluster find the same bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from megatron_prism.core.errors import PrismError, ProgramError
+from megatron_prism.core.errors import PrismError, ProgramError, UsageError
 from megatron_prism.core.files import write_whole
 from megatron_prism.core.program import Programs, load
 from megatron_prism.core.slices import assemble
@@ -45,7 +47,9 @@ FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
 _SAMPLES = 400  # iterations drawn for p95
 _TRIES = 3  # of a family whose worker dies
+_MEMORY = 2 << 30  # bytes that a worker and its captures may take
 Family = Sequence[SweepPoint]
+Given = tuple["SweepSettings", Path]  # to every worker
 _server: CaptureServer | None = None  # of this worker process
 
 
@@ -78,40 +82,78 @@ def run(
     results: Path,
     *,
     workers: int = 2,
+    address: str = "",
     told: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Evaluate every family on ``workers`` processes; each point's result is in ``results`` then.
+    """Evaluate every family; each point's result is in ``results`` then.
 
-    told : called with the number of points that are done
+    Args:
+        workers: processes on this machine.
+        address: of a Ray cluster that sees ``results`` under the same path; ``local`` starts one
+            here; "": ``workers`` processes without Ray.
+        told: called with the number of points that are done.
     """
     if not families:
         return
     results.mkdir(parents=True, exist_ok=True)
     left, done = dict(enumerate(families)), 0
+    given = (settings, results)
+    ended = _on_ray(left, given, workers, address) if address else _here(left, given, workers)
+    for number in ended:
+        done += len(left.pop(number))
+        told(done)
+    for family in left.values():
+        _failed(family, results, f"its worker was killed {_TRIES} times")
+
+
+def _here(left: dict[int, Family], given: Given, workers: int) -> Iterator[int]:
+    """The numbers of families that are done, on processes of this machine."""
     for _ in range(_TRIES):
         pool = ProcessPoolExecutor(
             min(workers, len(left)), multiprocessing.get_context("fork"), die_with_parent
         )
         try:
-            running: dict[Future[int], int] = {
-                pool.submit(_work, family, settings, results): number
-                for number, family in left.items()
+            running: dict[Future[None], int] = {
+                pool.submit(_work, family, *given): number for number, family in left.items()
             }
             for future in as_completed(running):
-                done += future.result()
-                del left[running[future]]
-                told(done)
+                future.result()
+                yield running[future]
         except BrokenProcessPool:  # killed, by who wants memory say: the others go on in a new one
             continue
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return
-    for family in left.values():
-        _failed(family, results, f"its worker was killed {_TRIES} times")
 
 
-def _work(family: Family, settings: SweepSettings, results: Path) -> int:
-    """In a worker: evaluate what is not there yet; the number of points."""
+def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -> Iterator[int]:
+    """The same on a Ray cluster, whose workers have this package."""
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        fix = "pip install megatron_prism[sweep], or leave address= out"
+        raise UsageError(f"address={address} needs Ray", fix=fix) from None
+    sizes = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", **sizes)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        fix = "address=auto on a machine of the cluster, ray://HOST:10001, or address=local"
+        raise UsageError(f"there is no Ray at {address}: {error}", fix=fix) from error
+    task = ray.remote(num_cpus=1, memory=_MEMORY, max_retries=_TRIES - 1)(_work)
+    try:
+        running = {task.remote(family, *given): number for number, family in left.items()}
+        while running:
+            ended, _ = ray.wait([*running])
+            number = running.pop(ended[0])
+            with contextlib.suppress(ray.exceptions.WorkerCrashedError):
+                ray.get(ended[0])
+                yield number
+    finally:
+        ray.shutdown()
+
+
+def _work(family: Family, settings: SweepSettings, results: Path) -> None:
+    """In a worker: evaluate what is not there yet."""
     global _server
     for point in family:
         place = results / f"{point.key}.json"
@@ -123,7 +165,6 @@ def _work(family: Family, settings: SweepSettings, results: Path) -> int:
         if found.get("by") == FAILED and not _server.alive:
             _server = None  # the next point gets another one
         write_whole(place, json.dumps(found, indent=1) + "\n", force=True)
-    return len(family)
 
 
 def _failed(family: Family, results: Path, why: str) -> None:

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,7 @@ def sweep(
     price: float | None = None,
     workers: int | None = None,
     part: str = "",
+    address: str = "",
     told: Callable[[str], None] | None = None,
 ) -> Sweep:
     """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
@@ -163,6 +165,7 @@ def sweep(
         workers: local processes; default 2.
         part: ``3/8``: evaluate that eighth alone (from 0), while other processes do the others;
             ``join``: evaluate nothing, and rank what is there.
+        address: of a Ray cluster whose machines share ``out``; ``local`` starts one here.
         told: called with a line of text about what is being done.
 
     Raises:
@@ -191,8 +194,9 @@ def sweep(
         folder.absolute(), machine, limit, _DEVICES.get(machine), objective == "p95"
     )
     shares = _shares(part)
+    execute = partial(run, workers=workers or 2, address=address)
     with claimed(folder, inside=True) if not part else contextlib.nullcontext():
-        return _evaluated(job, values, settings, objective, price, workers or 2, shares, told)
+        return _evaluated(job, values, settings, objective, price, execute, shares, told)
 
 
 def _shares(part: str) -> tuple[int, int]:
@@ -211,7 +215,7 @@ def _evaluated(
     settings: SweepSettings,
     objective: str,
     price: float | None,
-    workers: int,
+    execute: Callable[..., None],
     shares: tuple[int, int],
     told: Callable[[str], None],
 ) -> Sweep:
@@ -230,13 +234,7 @@ def _evaluated(
     waiting = sum(map(len, families))
     told(f"{len(mine)} to evaluate, {len(mine) - waiting} of them are there already; "
          f"{len(families)} distinct programs")  # fmt: skip
-    run(
-        families,
-        settings,
-        results,
-        workers=workers,
-        told=lambda done: told(f"{done} of {waiting} evaluated"),
-    )
+    execute(families, settings, results, told=lambda done: told(f"{done} of {waiting} evaluated"))
     found = {point.key: _read(results, point) for point in left}
     for point in left:  # a sweep over other axes may have evaluated it
         found[point.key]["axes"] = dict(point.axes)
