@@ -53,6 +53,7 @@ PACKAGES = {
     "pytest": ["pytest_plugin.py"],
     "numba": ["replay/*"],
     "debugpy": ["emulate/debugger.py"],
+    "ray": ["sweep/evaluate.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
               "traces/*", "runtime/*", "emulate/*", "sweep/*", "cli/*"],
 }  # fmt: skip

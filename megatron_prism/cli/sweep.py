@@ -65,11 +65,33 @@ def sweep(args: argparse.Namespace) -> int:
         how["part"] = "join"
     made = run(job, axes, args.out, told=lambda text: talk.print(f"prism: {text}"), **how)
     _print(made, args)
-    for place, text in ((args.csv, made.to_csv), (args.html, made.to_html)):
-        if place is not None:
-            write_whole(place, text(), force=args.force)
-            talk.print(f"wrote {place}")
+    if args.csv is not None:
+        write_whole(args.csv, made.to_csv(), force=args.force)
+        talk.print(f"wrote {args.csv}")
+    if args.html is not None:
+        links = _write_timelines(made, args.html, args.force)
+        write_whole(args.html, made.to_html(links), force=args.force)
+        talk.print(f"wrote {args.html}, and {len(links)} timelines beside it")
     return 0 if made.rows else 1
+
+
+_TIMELINES = 10  # of the first points, beside those that nothing beats in time and memory
+
+
+def _write_timelines(made: Sweep, page: Path, force: bool) -> dict[str, str]:
+    """Write ``PAGE_timelines/RANK.html`` of the points that matter; key -> where it is."""
+    from megatron_prism.sweep.sweep import front
+
+    folder = page.with_name(f"{page.stem}_timelines")
+    best = {one["key"] for one in front([row.result for row in made.rows])}
+    links = {}
+    for place, row in enumerate(made.rows, 1):
+        if place <= _TIMELINES or row.result["key"] in best:
+            folder.mkdir(exist_ok=True)
+            path = folder / f"{place}.html"
+            write_whole(path, made.timeline(str(place)).to_html(), force=True)
+            links[row.result["key"]] = f"{folder.name}/{path.name}"
+    return links
 
 
 def _script(args: argparse.Namespace) -> Script:

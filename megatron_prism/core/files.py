@@ -129,10 +129,10 @@ def _locked(lock: Path) -> int:
 T = TypeVar("T")
 
 
-def rendered(renderer: str, result: object, kind: type[T]) -> T:
+def rendered(renderer: str, result: object, kind: type[T], **how: object) -> T:
     """Return ``result`` as ``renderer`` (``report.replay:render``) writes it, as a ``kind``."""
     module, _, function = renderer.partition(":")
-    found = getattr(import_module(f"megatron_prism.{module}"), function)(result)
+    found = getattr(import_module(f"megatron_prism.{module}"), function)(result, **how)
     assert isinstance(found, kind)
     return found
 

@@ -33,22 +33,54 @@ function front(section) {
   }
 }
 
+// ---- parallel coordinates: a line per point through its value on every axis, time and memory
+function coordinates(section) {
+  const values = (i) => [...new Set(ROWS.map((row) => row.axes[i]))].sort((a, b) => a - b || (a > b ? 1 : a < b ? -1 : 0));
+  const place = (all, value) => all.length > 1 ? all.indexOf(value) / (all.length - 1) : 0.5;
+  const scaled = (name, read, write) => {
+    const all = ROWS.map(read), low = Math.min(...all), high = Math.max(...all);
+    return { name, at: (row) => high > low ? (read(row) - low) / (high - low) : 0.5, ticks: high > low ? [[0, write(low)], [1, write(high)]] : [[0.5, write(low)]] };
+  };
+  const axes = DATA.axes.map((name, i) => {
+    const all = values(i);
+    return { name, at: (row) => place(all, row.axes[i]), ticks: all.map((value) => [place(all, value), value]) };
+  }).filter((axis) => axis.ticks.length > 1);
+  axes.push(scaled("iteration", (row) => row.ns, formatNs), scaled("memory", (row) => row.memory, formatBytes));
+  section.append(element("h2", "", "Which values the fast points share"),
+    quiet("A line per point. Bold: the first, and those that surely are as fast; the front in colour."));
+  const plot = new Plot(section, "axes, iteration time and memory of every point", { height: 380, right: 84,
+    x: { from: 0, to: axes.length - 1, ticks: [], write: String, title: "" }, y: { from: 0, to: 1, ticks: [], write: String } });
+  const { colours } = plot;
+  for (const row of [...ROWS].reverse()) {
+    const line = plot.line(axes.map((axis, i) => [i, axis.at(row)]), row.front ? colours.accent : colours.outside, row.rank === 1 ? 3 : 1);
+    line.setAttribute("stroke-opacity", row.rank === 1 || row.front ? 1 : 0.45);
+    tipOn(line, `${row.rank}. ${row.name}`, formatNs(row.ns), formatBytes(row.memory));
+  }
+  axes.forEach((axis, i) => {
+    plot.segment(plot.X(i), plot.top, plot.X(i), plot.bottom, colours.ink);
+    plot.text(plot.X(i), plot.bottom + 24, axis.name, "middle", colours.ink);
+    for (const [at, text] of axis.ticks) plot.text(plot.X(i) + 6, plot.Y(at) + (at > 0.9 ? 12 : -4), text, "start", colours.ink);
+  });
+}
+
 function ranked(section) {
   const more = ["p95", "cost"].filter((name) => ROWS.some((row) => row[name] !== null));
   const write = { p95: formatNs, cost: (value) => round(value, 5) };
   const head = ["rank", ...DATA.axes, "iteration", "interval", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "headroom", ...more, "front"];
-  const rows = ROWS.map((row) => [`${row.rank}${row.equal ? "=" : ""}`, ...row.axes, formatNs(row.ns), `${formatNs(row.low)} – ${formatNs(row.high)}`,
+  const place = (row) => `${row.rank}${row.equal ? "=" : ""}`;
+  const linked = (row) => row.link ? Object.assign(element("a", "", place(row)), { href: row.link }) : place(row);
+  const rows = ROWS.map((row) => [linked(row), ...row.axes, formatNs(row.ns), `${formatNs(row.low)} – ${formatNs(row.high)}`,
     or(row.tokens, round), or(row.mfu, percent), or(row.bubble, percent), or(row.exposed, percent), formatBytes(row.memory),
     DATA.limit === null ? "unknown" : formatBytes(DATA.limit - row.memory), ...more.map((name) => or(row[name], write[name])), row.front ? "●" : ""]);
   section.append(element("h2", "", `Points, by ${DATA.objective}`),
-    element("p", "quiet", "= : the interval of its time overlaps that of others. Front: no other point is better in both time and memory."),
+    element("p", "quiet", "= : the interval of its time overlaps that of others. Front: no other point is better in both time and memory. A rank with a link leads to its timeline."),
     table(head, rows), element("h2", "", "Start the first"), element("p", "", element("code", "", ROWS[0].command)));
 }
 
 at("slices").textContent = DATA.machine;
 figures();
 tabs([
-  ...(ROWS.length ? [["points", "Points", anew((section) => { front(section); ranked(section); })]] : []),
+  ...(ROWS.length ? [["points", "Points", anew((section) => { front(section); coordinates(section); ranked(section); })]] : []),
   ...(DATA.pair.length ? [["pair", "First and second", once((section) => {
     section.append(element("h2", "", "Why the first beats the second"));
     pair(section, DATA.pair, DATA.lanes);

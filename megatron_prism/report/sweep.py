@@ -7,7 +7,7 @@ import io
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_prism.core.units import format_bytes
@@ -157,13 +157,16 @@ def render_pair(both: tuple[Row, Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_html(sweep: Sweep) -> str:
-    """The page: time against memory, the table, and the first two points side by side."""
+def render_html(sweep: Sweep, links: Mapping[str, str]) -> str:
+    """The page: time against memory, axes, the table, and the first two points side by side.
+
+    links : key of a point -> the page of its timeline
+    """
     title = f"{sweep.recipe}: layouts by {sweep.objective}"
-    return render_page("prism sweep", title, "sweep", _page(sweep), render_text(sweep))
+    return render_page("prism sweep", title, "sweep", _page(sweep, links), render_text(sweep))
 
 
-def _page(sweep: Sweep) -> dict[str, Any]:
+def _page(sweep: Sweep, links: Mapping[str, str]) -> dict[str, Any]:
     """What sweep.js draws; times in ns, memory in bytes."""
     best = {one["key"] for one in front([row.result for row in sweep.rows])}
     pair = [
@@ -184,7 +187,8 @@ def _page(sweep: Sweep) -> dict[str, Any]:
              "ns": row.result["iteration_ns"], "low": row.result["low_ns"],
              "high": row.result["high_ns"], "tokens": row.result["tokens_per_gpu"],
              "p95": row.result["p95_ns"], "memory": row.result["memory"]["bytes"],
-             "front": row.result["key"] in best, "command": command(sweep, row),
+             "front": row.result["key"] in best, "link": links.get(row.result["key"]),
+             "command": command(sweep, row),
              **{key: row.result[key] for key in ("mfu", "bubble", "exposed")}}
             for row in sweep.rows
         ],

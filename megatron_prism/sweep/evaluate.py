@@ -17,6 +17,7 @@ import dataclasses
 import json
 import multiprocessing
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -37,11 +38,12 @@ from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.peaks import analyse, peak
 from megatron_prism.predict import predict
 from megatron_prism.replay.priced_graph import price
+from megatron_prism.replay.timeline import Timeline
 from megatron_prism.replay.whatif import with_data_parallel, with_microbatches
 from megatron_prism.sweep.layout import JobLayout
 from megatron_prism.sweep.space import SweepPoint
 
-__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate", "run"]
+__all__ = ["FAILED", "FITS_NOT", "SweepSettings", "evaluate", "run", "timeline_of"]
 
 FITS_NOT, FAILED = "out of memory", "failed"
 Figures = dict[str, Any]  # of a point, as JSON
@@ -140,7 +142,9 @@ def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -
         fix = "address=auto on a machine of the cluster, ray://HOST:10001, or address=local"
         raise UsageError(f"there is no Ray at {address}: {error}", fix=fix) from error
     task = ray.remote(num_cpus=1, memory=_MEMORY, max_retries=_TRIES - 1)(_work)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(ray.shutdown)
+        undo.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray's words on dead workers
         running = {task.remote(family, *given): number for number, family in left.items()}
         while running:
             ended, _ = ray.wait([*running])
@@ -148,23 +152,23 @@ def _on_ray(left: dict[int, Family], given: Given, workers: int, address: str) -
             with contextlib.suppress(ray.exceptions.WorkerCrashedError):
                 ray.get(ended[0])
                 yield number
-    finally:
-        ray.shutdown()
 
 
 def _work(family: Family, settings: SweepSettings, results: Path) -> None:
     """In a worker: evaluate what is not there yet."""
-    global _server
     for point in family:
         place = results / f"{point.key}.json"
-        if place.exists():
-            continue
-        if _server is None:
-            _server = CaptureServer()
-        found = evaluate(point, settings, _server)
-        if found.get("by") == FAILED and not _server.alive:
-            _server = None  # the next point gets another one
-        write_whole(place, json.dumps(found, indent=1) + "\n", force=True)
+        if not place.exists():
+            found = evaluate(point, settings)
+            write_whole(place, json.dumps(found, indent=1) + "\n", force=True)
+
+
+def _capture_server() -> CaptureServer:
+    """This process's, another one where it has died."""
+    global _server
+    if _server is None or not _server.alive:
+        _server = CaptureServer()
+    return _server
 
 
 def _failed(family: Family, results: Path, why: str) -> None:
@@ -175,12 +179,12 @@ def _failed(family: Family, results: Path, why: str) -> None:
             write_whole(place, json.dumps(found, indent=1) + "\n")
 
 
-def evaluate(point: SweepPoint, settings: SweepSettings, server: CaptureServer) -> Figures:
+def evaluate(point: SweepPoint, settings: SweepSettings) -> Figures:
     """The result of a point: its figures, or ``by`` and ``reason``."""
     assert point.layout is not None
     head = {"key": point.key, "axes": dict(point.axes)}
     try:
-        programs, base = _programs(point.layout, settings, server)
+        programs, base = _programs(point.layout, settings)
         memory = _memory(programs, point.layout, base, settings)
         over = settings.limit is not None and memory["bytes"] > settings.limit
         if over:
@@ -197,20 +201,23 @@ def _too_much(num_bytes: int, limit: int, stage: str) -> str:
 
 
 # -- slices ---------------------------------------------------------------------------------------
-def _programs(
-    layout: JobLayout, settings: SweepSettings, server: CaptureServer
-) -> tuple[Programs, JobLayout]:
+def timeline_of(layout: JobLayout, settings: SweepSettings) -> Timeline:
+    """The timeline that its times are of, out of the slices in the folder."""
+    return price(_programs(layout, settings)[0], machine=settings.machine).timeline
+
+
+def _programs(layout: JobLayout, settings: SweepSettings) -> tuple[Programs, JobLayout]:
     """The point's programs and what was captured for them: stored already, or captured now."""
     family = settings.folder / "slices" / layout.family()
     base = _base(layout, family)
     exact = layout.resized(layout.world.dp, layout.num_microbatches)
     limit = settings.limit if base.world.dp == layout.world.dp else None  # states shrink with dp
     try:
-        return _changed(_captured(base, family, limit, server), layout), base
+        return _changed(_captured(base, family, limit), layout), base
     except ProgramError:  # no steady state that repeats, or calls that do not say how they scale
         if exact == base:
             raise
-        return _captured(exact, family, settings.limit, server), exact
+        return _captured(exact, family, settings.limit), exact
 
 
 def _base(layout: JobLayout, family: Path) -> JobLayout:
@@ -228,7 +235,7 @@ def _base(layout: JobLayout, family: Path) -> JobLayout:
     return layout.resized(dp, few)
 
 
-def _captured(base: JobLayout, family: Path, limit: int | None, server: CaptureServer) -> Programs:
+def _captured(base: JobLayout, family: Path, limit: int | None) -> Programs:
     """The slices of ``base``, those that are missing captured first.
 
     The first stage comes first: it has most microbatches in flight, so where it does not fit the
@@ -244,7 +251,7 @@ def _captured(base: JobLayout, family: Path, limit: int | None, server: CaptureS
     for path in folder.glob(".*"):  # of a writer that was killed
         path.unlink(missing_ok=True)
     for stage in base.world.stages:
-        slice_ = base.capture(folder, stage, server)
+        slice_ = base.capture(folder, stage, _capture_server)
         if limit is not None:
             _check_fits(slice_, stage, limit)
     made = base.assembled(folder)

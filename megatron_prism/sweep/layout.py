@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class JobLayout(ABC):
         """Script and arguments that train it."""
 
     @abstractmethod
-    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
         """The slice of a stage's first rank, which is in ``folder`` then, and others maybe."""
 
     @abstractmethod
@@ -139,11 +139,11 @@ class RecipeLayout(JobLayout):
     def command(self) -> list[str]:
         return ["pretrain_gpt.py", *megatron_flags(self.recipe)]
 
-    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
         store = SliceStore(folder, self.world, source_of(self.recipe))
         rank = self.world.rank_at(pp=stage)
         if not store.path(rank).exists():
-            server.capture(self.recipe, rank, store, self._alike() if stage == 1 else ())
+            server().capture(self.recipe, rank, store, self._alike() if stage == 1 else ())
         return store.path(rank)
 
     def _alike(self) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class ScriptLayout(JobLayout):
         argv = [*with_option(self.ours, "--prism-world-size", self.world.size), *self.words]
         return script_job.ScriptJob.of(self.script, argv, self.world, "meta")
 
-    def capture(self, folder: Path, stage: int, server: CaptureServer) -> Path:
+    def capture(self, folder: Path, stage: int, server: Callable[[], CaptureServer]) -> Path:
         rank = self.world.rank_at(pp=stage)
         path = SliceStore(folder, self.world, {}).path(rank)
         if not path.exists():

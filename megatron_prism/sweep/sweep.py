@@ -33,9 +33,9 @@ from megatron_prism.emulate.recipe_server import CaptureServer
 from megatron_prism.memory.peaks import memory_bound
 from megatron_prism.replay.costs.machine import default_machine
 from megatron_prism.replay.costs.machine import machine as read_machine
-from megatron_prism.replay.timeline import mean_parts
+from megatron_prism.replay.timeline import Timeline, mean_parts
 from megatron_prism.sweep import space
-from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run
+from megatron_prism.sweep.evaluate import FAILED, Figures, SweepSettings, run, timeline_of
 from megatron_prism.sweep.layout import RecipeLayout
 from megatron_prism.sweep.space import Job, Script, SweepPoint, Value
 
@@ -68,7 +68,7 @@ class Row:
     @property
     def name(self) -> str:
         axes = self.result["axes"].items()
-        return " ".join(f"{axis}={'none' if value is None else value}" for axis, value in axes)
+        return " ".join(f"{axis}={space.text(value)}" for axis, value in axes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Sweep:
     rows    : evaluated points, best first
     dropped : the others, in the order of the axes
     commands: script and arguments, by key of a point
+    replayed: makes the timeline of a point again, by its key, from the slices in its folder
     """
 
     recipe: str
@@ -88,6 +89,7 @@ class Sweep:
     rows: tuple[Row, ...]
     dropped: tuple[SweepPoint, ...]
     commands: Mapping[str, Sequence[str]]
+    replayed: Callable[[str], Timeline] | None = None
 
     def to_json(self) -> dict[str, object]:
         """What ``prism sweep --json`` prints; times in ns, memory in bytes."""
@@ -116,9 +118,15 @@ class Sweep:
         """One line per point, also of those that fell, with its command line."""
         return rendered("report.sweep:render_csv", self, str)
 
-    def to_html(self) -> str:
-        """A page for any browser: time against memory, the table, the first two side by side."""
-        return rendered("report.sweep:render_html", self, str)
+    def to_html(self, links: Mapping[str, str] | None = None) -> str:
+        """A page for any browser: time against memory, axes against both, the table, the first two
+        side by side.  ``links``: key of a point -> where the page of its timeline is."""
+        return rendered("report.sweep:render_html", self, str, links=links or {})
+
+    def timeline(self, name: str) -> Timeline:
+        """The timeline of a point that ``find`` finds."""
+        assert self.replayed is not None, "a sweep that prism.sweep made has it"
+        return self.replayed(str(self.find(name).result["key"]))
 
     def find(self, name: str) -> Row:
         """The row of a place in the order (``1``) or of axes (``tp=8 pp=4``); UsageError if none,
@@ -245,10 +253,14 @@ def _evaluated(
         for point in points
         if point.by or "by" in found[point.key]
     ]  # fmt: skip
-    commands = {p.key: p.layout.command() for p in left if p.layout is not None}
+    layouts = {p.key: p.layout for p in left if p.layout is not None}
+    commands = {key: layout.command() for key, layout in layouts.items()}
     rows = tuple(ranked(good, objective, price))
     nodes = read_machine(settings.machine)
-    return Sweep(job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands)
+    return Sweep(
+        job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands,
+        lambda key: timeline_of(layouts[key], settings),
+    )  # fmt: skip
 
 
 def _read(results: Path, point: SweepPoint) -> Figures:

@@ -352,7 +352,7 @@ def _on_host(found: Recorded, notes: list[str]) -> tuple[_Work, list[Call], int]
             span = one.inner
         elif apart[one.op]:
             other = apart[one.op].pop(0)
-            span = other.first.start, other.first.end
+            span = one.first.start, other.first.end  # its thread's delay is of the call
             one.fields |= {f"gloo/{k}": v for k, v in other.fields.items() if "/" not in k}
         else:
             lost += 1

@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +17,9 @@ import yaml
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
 from megatron_prism.core import recipe as recipes
+from megatron_prism.core.errors import UsageError
+from megatron_prism.sweep import evaluate
+from megatron_prism.sweep.space import SweepPoint
 
 TINY = ["model.num_layers=4", "model.hidden_size=64", "model.num_attention_heads=4",
         "model.seq_length=64", "model.vocab_size=256", "train.global_batch_size=384",
@@ -68,6 +74,52 @@ def test_the_page_holds_every_point_and_ends_no_script_early(first):
     assert any(row["front"] for row in data["rows"])
     for one in data["pair"]:
         assert sum(ns for _, ns in one["parts"]) == pytest.approx(one["ns"], rel=1e-6)
+
+
+def test_a_point_has_a_timeline_of_its_time(first):
+    assert first.timeline("1").iteration_ns == first.rows[0].result["iteration_ns"]
+    page = first.to_html({first.rows[0].result["key"]: "timelines/1.html"})
+    assert "timelines/1.html" in page
+
+
+def test_on_ray_a_dead_worker_s_family_fails_and_the_others_are_there(tmp_path, monkeypatch):
+    """A stand-in for Ray: a task runs when it is waited for, the second one's worker dies."""
+    points = [SweepPoint({"tp": size}, None) for size in (1, 2, 4)]
+    ended = []
+
+    class WorkerCrashedError(Exception):
+        pass
+
+    def get(task):
+        ended.append(task)
+        if len(ended) == 2:
+            raise WorkerCrashedError
+        task()
+
+    def remote(**wants):
+        assert wants["max_retries"] == 2
+        return lambda work: SimpleNamespace(remote=lambda *given: partial(work, *given))
+
+    ray = SimpleNamespace(
+        init=lambda address, **how: None, shutdown=lambda: None, remote=remote, get=get,
+        wait=lambda tasks: (tasks[:1], tasks[1:]),
+        exceptions=SimpleNamespace(WorkerCrashedError=WorkerCrashedError),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(evaluate, "evaluate", lambda point, settings: {"key": point.key})
+    told = []
+    evaluate.run([[point] for point in points], None, tmp_path / "out", address="auto",
+                 told=told.append)  # fmt: skip
+    found = [json.loads((tmp_path / "out" / f"{p.key}.json").read_text()) for p in points]
+    assert [one.get("by") for one in found] == [None, "failed", None]
+    assert told == [1, 2]
+
+
+def test_without_ray_an_address_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError) as error:
+        evaluate.run([[SweepPoint({"tp": 1}, None)]], None, tmp_path, address="auto")
+    assert "megatron_prism[sweep]" in (error.value.fix or "")
 
 
 def test_the_same_sweep_again_evaluates_nothing_and_says_the_same(recipe, folder, first):
