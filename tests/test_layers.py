@@ -54,6 +54,7 @@ PACKAGES = {
     "numba": ["replay/*"],
     "debugpy": ["emulate/debugger.py"],
     "ray": ["sweep/evaluate.py"],
+    "optuna": ["sweep/sweep.py"],
     "numpy": ["core/*", "graph/*", "replay/*", "memory/*", "predict/*", "hang/*", "report/*",
               "traces/*", "runtime/*", "emulate/*", "sweep/*", "cli/*"],
 }  # fmt: skip

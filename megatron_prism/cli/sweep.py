@@ -39,6 +39,7 @@ def sweep(args: argparse.Namespace) -> int:
     objective=time          or tokens_per_gpu, p95, cost (with price=, of a GPU for an hour)
     workers=2               local processes
     address=auto            a Ray cluster instead (auto, ray://HOST:10001), or local: Ray here
+    trials=200              of a space too large for that, only points that Optuna picks
 
     --slurm N writes an array job of N parts, which evaluate; --join ranks what they have found.
 
@@ -155,6 +156,7 @@ def _words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "price": arguments.number("price=2.5"),
         "part": arguments.name,
         "address": arguments.name,
+        "trials": arguments.count(1, 100_000, "trials=200"),
         "workers": arguments.count(1, os.cpu_count() or 1 << 10, "workers=2"),
     }
     mine = [word for word in words if word.partition("=")[0].lstrip("-") in keys]

@@ -45,7 +45,7 @@ AXES = {  # short name -> key of a recipe
     "recompute": "train.recompute_granularity",
     "dp": "",  # world_size = dp x tp x cp x pp
 }
-MOST = 20_000  # points that are enumerated; more are sampled
+MOST = 20_000  # points that are enumerated
 _WORDS = {"none": None, "null": None, "true": True, "false": False}
 _NODE = 8  # GPUs: tp beyond a node is nothing that auto tries
 Value = int | float | str | bool | None
@@ -145,7 +145,8 @@ def _axis(name: str, text: str, job: Job) -> str:
         return option
     known = {**{axis: axis for axis in AXES}, **recipes.RENAMED}
     known |= {key.rpartition(".")[2]: key for key in keys if not key.startswith("prism.")}
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    short = {"".join(part[0] for part in one.split("_")): one for one in known}  # mbs
+    close = difflib.get_close_matches(short.get(name, name), known, n=1, cutoff=0.5)
     if not close:
         raise UsageError(f"a sweep has no axis {name}", fix=f"its axes are {', '.join(AXES)}")
     meant = close[0]

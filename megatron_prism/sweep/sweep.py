@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = ["OBJECTIVES", "Row", "Sweep", "explain", "front", "ranked", "sweep", 
 
 MEGATRON, MEMORY = "Megatron's checks", "memory bound"
 _AT_ONCE = 64  # recipes of a request
+_ASKED = 8  # trials before Optuna hears of them
 OBJECTIVES = ("time", "tokens_per_gpu", "p95", "cost")
 
 # measured context, libraries and NCCL are of this machine
@@ -157,6 +159,7 @@ def sweep(
     workers: int | None = None,
     part: str = "",
     address: str = "",
+    trials: int = 0,
     told: Callable[[str], None] | None = None,
 ) -> Sweep:
     """Rank the layouts of a recipe's job; goes on with what is in ``out`` already.
@@ -174,6 +177,7 @@ def sweep(
         part: ``3/8``: evaluate that eighth alone (from 0), while other processes do the others;
             ``join``: evaluate nothing, and rank what is there.
         address: of a Ray cluster whose machines share ``out``; ``local`` starts one here.
+        trials: of as many points, which Optuna asks for one after the other; 0: of all.
         told: called with a line of text about what is being done.
 
     Raises:
@@ -185,10 +189,14 @@ def sweep(
     values = space.parse_axes(list(words), job)
     if not values:
         raise UsageError("a sweep needs axes", fix="tp=1,2,4,8 pp=auto")
-    if (size := space.sizes(values)) > space.MOST:
+    if (size := space.sizes(values)) > space.MOST and not trials:
         raise UsageError(
             f"{size:,} combinations are more than {space.MOST:,}",
-            fix="fewer values, or several sweeps into the same folder",
+            fix="fewer values, or trials=200: Optuna picks as many",
+        )
+    if trials and part:
+        raise UsageError(
+            "trials follow from one another: they have no parts", fix="drop one of both"
         )
     objective = objective or _natural(values)
     if objective not in OBJECTIVES:
@@ -204,7 +212,51 @@ def sweep(
     shares = _shares(part)
     execute = partial(run, workers=workers or 2, address=address)
     with claimed(folder, inside=True) if not part else contextlib.nullcontext():
-        return _evaluated(job, values, settings, objective, price, execute, shares, told)
+        evaluated = partial(
+            _evaluated, job.name, values, settings, objective, price, execute, shares, told
+        )
+        if trials:
+            return _searched(job, values, trials, objective, evaluated)
+        return evaluated(space.points(job, values))
+
+
+def _searched(
+    job: Job,
+    values: Mapping[str, Sequence[Value]],
+    trials: int,
+    objective: str,
+    evaluated: Callable[[list[SweepPoint]], Sweep],
+) -> Sweep:
+    """The sweep of the points that Optuna asks for; it hears of some before it asks for others.
+
+    The same trials in every run, since results are: what was interrupted goes on with them.
+    """
+    try:
+        optuna: Any = import_module("optuna")
+    except ImportError:
+        fix = "pip install megatron_prism[sweep], or a smaller space without trials="
+        raise UsageError(f"trials={trials} needs Optuna", fix=fix) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+    points: dict[str, SweepPoint] = {}
+    made = None
+    for start in range(0, trials, _ASKED):
+        asked = []
+        for _ in range(min(_ASKED, trials - start)):
+            trial = study.ask()
+            axes = {axis: trial.suggest_categorical(axis, all_) for axis, all_ in values.items()}
+            point = space.point_of(job, axes)
+            asked.append((trial, point.key))
+            points.setdefault(point.key, point)
+        made = evaluated(list(points.values()))
+        scores = {row.result["key"]: _score(row.result, objective) for row in made.rows}
+        for trial, key in asked:
+            if key in scores:
+                study.tell(trial, scores[key])
+            else:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    assert made is not None, "at least one trial"
+    return made
 
 
 def _shares(part: str) -> tuple[int, int]:
@@ -218,7 +270,7 @@ def _shares(part: str) -> tuple[int, int]:
 
 
 def _evaluated(
-    job: Job,
+    name: str,
     values: Mapping[str, Sequence[Value]],
     settings: SweepSettings,
     objective: str,
@@ -226,10 +278,10 @@ def _evaluated(
     execute: Callable[..., None],
     shares: tuple[int, int],
     told: Callable[[str], None],
+    points: list[SweepPoint],
 ) -> Sweep:
-    """Every point of the sweep, ranked; those of other shares if they are there."""
+    """The points, ranked; those of other shares if they are there."""
     folder, limit = settings.folder, settings.limit
-    points = space.points(job, values)
     told(f"{len(points)} points")
     points = _pruned(points, settings, told)
     results = folder / "results" / _run_name(settings)
@@ -258,7 +310,7 @@ def _evaluated(
     rows = tuple(ranked(good, objective, price))
     nodes = read_machine(settings.machine)
     return Sweep(
-        job.name, objective, nodes.name, limit, values, rows, tuple(dropped), commands,
+        name, objective, nodes.name, limit, values, rows, tuple(dropped), commands,
         lambda key: timeline_of(layouts[key], settings),
     )  # fmt: skip
 

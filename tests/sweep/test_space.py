@@ -27,6 +27,7 @@ def test_axes_have_short_names_megatrons_names_and_keys_of_a_recipe():
         ("micro_batch_sze=1", "--micro-batch-size"),
         ("context_paralel_size=2", "--context-parallel-size"),
         ("zzzz=1", "micro_batch_size"),
+        ("mbs=1", "--micro-batch-size"),
         ("tp", "tp=1,2,4"),
         ("tp=two", "tp=1,2,4"),
         ("recompute=some", "recompute=none,selective,full"),

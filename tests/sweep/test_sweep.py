@@ -115,6 +115,35 @@ def test_on_ray_a_dead_worker_s_family_fails_and_the_others_are_there(tmp_path, 
     assert told == [1, 2]
 
 
+def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, monkeypatch):
+    """A stand-in for Optuna that takes the last value of every axis, then the first, and so on."""
+    told = {}
+
+    class Study:
+        def ask(self):
+            number = len(told)
+            told[number] = None
+            pick = lambda axis, values: values[-1 + number % 2]
+            return SimpleNamespace(number=number, suggest_categorical=pick)
+
+        def tell(self, trial, score=None, state="scored"):
+            told[trial.number] = (score, state)
+
+    optuna = SimpleNamespace(
+        logging=SimpleNamespace(set_verbosity=lambda level: None, WARNING=0),
+        samplers=SimpleNamespace(TPESampler=lambda seed: None),
+        create_study=lambda sampler: Study(),
+        trial=SimpleNamespace(TrialState=SimpleNamespace(PRUNED="pruned")),
+    )
+    monkeypatch.setitem(sys.modules, "optuna", optuna)
+    axes = ["tp=1,3", "global_batch_size=192,384"]
+    made = prism.sweep(recipe, axes, folder, limit=8 << 30, objective="time", trials=3)
+    assert [row.name for row in made.rows] == ["tp=1 global_batch_size=192"]
+    assert [point.name for point in made.dropped] == ["tp=3 global_batch_size=384"]
+    time = made.rows[0].result["iteration_ns"]
+    assert list(told.values()) == [(None, "pruned"), (time, "scored"), (None, "pruned")]
+
+
 def test_without_ray_an_address_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError) as error:
