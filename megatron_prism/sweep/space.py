@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_prism.core import recipe as recipes
 from megatron_prism.core.errors import PrismError, UsageError
@@ -269,7 +268,7 @@ def _of_recipe(recipe: Recipe, axes: Mapping[str, Value]) -> SweepPoint:
     return SweepPoint(axes, RecipeLayout(made))
 
 
-def sizes(axes: Mapping[str, Sequence[Any]]) -> int:
+def sizes(axes: Mapping[str, Sequence[Value]]) -> int:
     """How many combinations there are."""
     total = 1
     for values in axes.values():

@@ -50,7 +50,7 @@ OBJECTIVES = ("time", "tokens_per_gpu", "p95", "cost")
 # measured context, libraries and NCCL are of this machine
 _DEVICES = {"h200": "h200"}
 Axes = Mapping[str, Sequence[Value] | str] | Sequence[str]
-Result = Mapping[str, Any]
+Result = Figures
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,9 @@ def test_optuna_picks_points_and_hears_of_them(recipe, folder, first, monkeypatc
         def ask(self):
             number = len(told)
             told[number] = None
-            pick = lambda axis, values: values[-1 + number % 2]
-            return SimpleNamespace(number=number, suggest_categorical=pick)
+            return SimpleNamespace(
+                number=number, suggest_categorical=lambda axis, values: values[-1 + number % 2]
+            )
 
         def tell(self, trial, score=None, state="scored"):
             told[trial.number] = (score, state)
