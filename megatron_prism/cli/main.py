@@ -67,8 +67,10 @@ def run(argv: Sequence[str]) -> int:
     """Run a training script as one rank of its large job; all other ranks are virtual.
 
     prism run [--prism-...] -- pretrain_gpt.py <the job's own arguments>
+    prism run [--prism-...] torchrun --nnodes 128 --nproc-per-node 8 pretrain_gpt.py <the same>
 
-    --prism-emulate is implied.  The same script started with python or torchrun and --prism-emulate
+    --prism-emulate is implied.  A launcher before the script is not started: torchrun's options say
+    how many ranks there are.  The same script started with python or torchrun and --prism-emulate
     among its arguments does the same.
     """
     if not argv or argv[0] in ("-h", "--help"):
@@ -370,12 +372,13 @@ def _dispatch(words: list[str]) -> int:
 
 def _parse_job(name: str, words: list[str]) -> argparse.Namespace:
     """As ``_parse``; ``job`` gets what is behind ``--``, ``ours`` flags of ``prism run``."""
-    from megatron_prism.emulate.options import split
+    from megatron_prism.emulate.options import script_line, split
 
     at = words.index("--") if "--" in words else len(words)
-    job, ours, rest = words[at + 1 :], list[list[str]](), words[:at]
+    ours, rest = list[list[str]](), words[:at]
+    launched, job = script_line(words[at:])
     if job:
-        flags, rest = split(rest)
+        flags, rest = split([*rest, *launched])
         ours = [found for _, found in flags]
     args = _parse(name, rest)
     args.job, args.ours = job, [word for found in ours for word in found]

@@ -43,18 +43,17 @@ TESTED = ("0.16.1", "0.19.0", "0.19.1", "0.19.2")  # megatron-core; tag core_v0.
 
 
 def run_script(argv: Sequence[str]) -> int:
-    """Run ``argv`` (``[--prism-… ] script.py arguments``) as a program; returns its exit status.
+    """Run ``argv`` (``[--prism-… ] [torchrun …] script.py arguments``) as a program; returns its
+    exit status.
 
     Flags before the script are ours; ``--prism-emulate`` is implied.
     """
-    words = enumerate(argv)
-    split = next((i + (a == "--") for i, a in words if a == "--" or a.endswith(".py")), len(argv))
-    if split == len(argv):
+    ours, job = flags.script_line(argv)
+    if not job:
         raise UsageError(
             "prism run needs a script", fix="prism run -- pretrain_gpt.py <the job's arguments>"
         )
-    ours = [a for a in argv[:split] if a != "--"]
-    script, rest = argv[split], list(argv[split + 1 :])
+    script, *rest = job
     if not Path(script).is_file():
         raise UsageError(f"there is no script {script}", fix="give the path of pretrain_gpt.py")
     emulate = [] if "--prism-emulate" in [*ours, *rest] else ["--prism-emulate"]

@@ -30,10 +30,14 @@ __all__ = [
     "add_flags",
     "from_command_line",
     "queues",
+    "script_line",
     "split",
     "without_engine",
 ]
 
+
+_LAUNCHER = re.compile(r"(torchrun|python[\d.]*)$")
+_NODES, _EACH = re.compile(r"--nnodes$"), re.compile(r"--nproc[-_]per[-_]node$")
 
 # Megatron's own arguments that fix the smallest world (training/arguments.py @0.16.1, 0.19.0)
 SIZES = {
@@ -668,3 +672,40 @@ def of_worker(options: Options) -> Options:
         options.world, 0, 1, (options.rank,), options.tier, "mirror", out=None, force=False,
         record=None, verbose=options.verbose,
     )  # fmt: skip
+
+
+def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the command line of a job at its script.
+
+    Args:
+        words: flags of ours, a launcher with its options (``torchrun --nnodes 128 …``, ``python``)
+            if there is one, the script and its arguments; ``--`` may stand before the launcher.
+
+    Returns:
+        (flags of ours, with the size of the world that the launcher would start unless they say it;
+        the script and its arguments, none if there is no script).
+    """
+    at = next(
+        (i for i, word in enumerate(words)
+         if word == "--" or word.endswith(".py") or _LAUNCHER.match(Path(word).name)),
+        len(words),
+    )  # fmt: skip
+    ours, rest = list(words[:at]), [*words[at:]]
+    rest = rest[1:] if rest[:1] == ["--"] else rest
+    if not rest or not _LAUNCHER.match(Path(rest[0]).name):
+        return ours, rest
+    script = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
+    nodes, each = (_launched(rest[:script], option) for option in (_NODES, _EACH))
+    if each and not any(word.partition("=")[0] == "--prism-world-size" for word in words):
+        ours += ["--prism-world-size", str((nodes or 1) * each)]
+    return ours, rest[script:]
+
+
+def _launched(words: Sequence[str], option: re.Pattern[str]) -> int:
+    """The number that torchrun is given, the larger one of a range, or 0."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if option.match(name):
+            number = (value if equals else following).rpartition(":")[2]
+            return int(number) if number.isdigit() else 0
+    return 0

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import orthogonal_rank_groups
 from megatron_prism.emulate import options
 from megatron_prism.emulate.patch import SPEEDS_UP, Patch, PatchContext
@@ -207,20 +208,48 @@ def _acting_as_rank_0(context: PatchContext) -> Iterator[None]:
 
 
 def _build_indices(module: ModuleType, context: PatchContext) -> None:
-    """Rank 0 builds the sample index, the others load it (gpt_dataset.py:442 @0.16.1)."""
+    """Rank 0 builds the sample index, the others load it (gpt_dataset.py:442 @0.16.1).
+
+    Of mock data it has the samples that are read until ``--exit-interval``: the index of a whole
+    training run may take more memory than a laptop has.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(builder: Any, *args: Any, **kwargs: Any) -> Any:
+            if builder.config.mock:
+                builder.sizes = _until_exit(builder.sizes)
             if context.leads and context.rank != 0 and not _helpers_present():
                 from megatron.core.datasets.utils import compile_helpers
 
                 compile_helpers()  # a script of one's own had rank 0 do it
             with _acting_as_rank_0(context):
-                return original(*args, **kwargs)
+                try:
+                    return original(builder, *args, **kwargs)
+                except Exception as error:
+                    if isinstance(error.__cause__ or error, MemoryError):
+                        samples = builder.sizes[0] or 0
+                        raise PrismError(
+                            f"the index of {samples:,} samples does not fit into memory here",
+                            fix="--exit-interval 5: mock data are made for five iterations only",
+                        ) from error
+                    raise
 
         return call
 
     context.replace(module.BlendedMegatronDatasetBuilder, "build", make)
+
+
+def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
+    """Samples for training, validation and tests, as many as are read until ``--exit-interval``."""
+    arguments = sys.modules.get("megatron.training.global_vars")  # not in a loop of one's own
+    settings = getattr(arguments, "_GLOBAL_ARGS", None)
+    last = getattr(settings, "exit_interval", None)
+    if settings is None or not last:
+        return list(sizes)
+    evaluations = 2 + last // (settings.eval_interval or last)
+    read = settings.global_batch_size * (last + 1) + getattr(settings, "consumed_train_samples", 0)
+    read = max(read, settings.global_batch_size * evaluations * (settings.eval_iters or 0))
+    return [size if size is None else min(size, read) for size in sizes]
 
 
 def _train_flags(module: ModuleType, context: PatchContext) -> None:
