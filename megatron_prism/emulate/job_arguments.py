@@ -21,7 +21,7 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
-__all__ = ["check_sizes", "matters", "of_namespace", "of_running_job", "text_of"]
+__all__ = ["check_files", "check_sizes", "matters", "of_namespace", "of_running_job", "text_of"]
 
 # What does not matter, by name; whatever is not here does.
 _NAMES = frozenset(
@@ -96,6 +96,31 @@ def check_sizes() -> None:
             option = f"--{name.replace('_', '-')}"
             said = f"{option} {getattr(args, name)} is more than anybody can wait for"
             raise UsageError(said, fix=f"{option} {most} or less")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """UsageError where the tokenizer or the data of a parsed stock job are not on this machine."""
+    hub = args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
+    named = [] if hub else ["tokenizer_model"]
+    for name in (*named, "vocab_file", "merge_file", "data_path"):
+        value = getattr(args, name, None) or ()
+        for word in [value] if isinstance(value, str) else value:
+            there = Path(word), Path(f"{word}.idx")
+            if (
+                "://" in word
+                or word.replace(".", "", 1).isdigit()
+                or any(p.exists() for p in there)
+            ):
+                continue  # weights of a blend are numbers
+            size = args.vocab_size or _VOCABULARIES.get(args.tokenizer_type, "N")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {word} is not on this machine",
+                fix="in place of its data and tokenizer: --mock-data --tokenizer-type NullTokenizer"
+                f" --vocab-size {size}",
+            )
+
+
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 
 
 def of_running_job() -> str:

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prism.core.errors import RecipeError, UsageError, WorldError
-from megatron_prism.emulate import launch, options
+from megatron_prism.emulate import job_arguments, launch, options
 from megatron_prism.emulate.options import FLAGS, TIERS, add_flags, from_command_line, with_tier
 from megatron_prism.emulate.session import Session
 
 SIZES = ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
+WORLD_OF_2 = "--prism-world-size 2"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 
 
@@ -31,6 +32,52 @@ def test_an_environment_that_cannot_be_is_refused():
     assert caught.value.fix
     with pytest.raises(UsageError, match="RANK=9 is none of WORLD_SIZE=2"):
         read(env=TORCHRUN | {"RANK": "9"})
+
+
+@pytest.mark.parametrize(
+    ("line", "ours", "job"),
+    [
+        ("--prism-tier meta -- a.py --lr 1", "--prism-tier meta", "a.py --lr 1"),
+        ("a.py x.py", "", "a.py x.py"),
+        ("torchrun --nnodes 4 --nproc-per-node=8 a.py -- b", "--prism-world-size 32", "a.py -- b"),
+        ("-- /bin/torchrun --nnodes=1:4 --nproc_per_node 8 a.py", "--prism-world-size 32", "a.py"),
+        ("--prism-world-size 9 torchrun --nproc-per-node 8 a.py", "--prism-world-size 9", "a.py"),
+        ("torchrun --nproc-per-node gpu a.py", "", "a.py"),
+        ("-- python3 -m torch.distributed.run --nproc-per-node 2 a.py", WORLD_OF_2, "a.py"),
+        ("python -u a.py", "", "a.py"),
+        ("--prism-tier meta", "--prism-tier meta", ""),
+        ("-- train.sh", "", "train.sh"),
+    ],
+)  # fmt: skip
+def test_a_launcher_says_how_many_ranks_there_are(line, ours, job):
+    assert options.script_line(line.split()) == (ours.split(), job.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "no"}, "--vocab-size 32000"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "no.json"}, "--vocab-size 50257"),
+        ({"data_path": ["0.3", "no/text_document"], "vocab_size": 7}, "--vocab-size 7"),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "owner/name"}, ""),
+        ({"data_path": ["0.5", "here", "s3://bucket/text"], "vocab_file": "here.idx"}, ""),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_data_that_lie_elsewhere_are_named_with_what_stands_in(
+    given, missing, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.idx").touch()
+    none = dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
+                          "data_path", "vocab_size"))  # fmt: skip
+    args = argparse.Namespace(**{**none, **given})
+    if not missing:
+        return job_arguments.check_files(args)
+    with pytest.raises(UsageError, match="no.* is not on this machine") as caught:
+        job_arguments.check_files(args)
+    assert f"--mock-data --tokenizer-type NullTokenizer {missing}" in caught.value.fix
+    return None
 
 
 # -- without the flag

@@ -1,6 +1,8 @@
 """A stock script's job, captured rank by rank in worker processes."""
 
 import io
+import sys
+import types
 
 import pytest
 from helpers.needs import TRAINING
@@ -11,6 +13,7 @@ from megatron_prism.cli.main import main
 from megatron_prism.core.errors import NotTrainedError, PrismError, UsageError
 from megatron_prism.core.slices import open_programs
 from megatron_prism.emulate import exit_status, options, script_job, workers
+from megatron_prism.emulate.patches import startup
 from megatron_prism.emulate.script_job import ScriptJob
 
 
@@ -119,3 +122,15 @@ def test_a_stock_job_is_captured_in_one_command_and_goes_on(tmp_path, capsys, mo
     assert main([*words, "--seq-length", "16"]) == 2  # all is there, and of another job
     assert "--seq-length" in capsys.readouterr().err
     assert (tmp_path / "d" / "slice-000000.prism").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("exit_interval", "sizes"),
+    [(None, [10**9, 10**6, None]), (3, [512, 512, None]), (100, [12928, 12928, None])],
+)
+def test_mock_data_last_until_the_job_ends(exit_interval, sizes, monkeypatch):
+    settings = types.SimpleNamespace(exit_interval=exit_interval, eval_interval=100, eval_iters=2,
+                                     global_batch_size=128, consumed_train_samples=0)  # fmt: skip
+    module = types.SimpleNamespace(_GLOBAL_ARGS=settings)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    assert startup._until_exit([10**9, 10**6, None]) == sizes

@@ -19,7 +19,7 @@ import torch
 
 from megatron_prism.core.errors import PrismError
 from megatron_prism.core.world import orthogonal_rank_groups
-from megatron_prism.emulate import options
+from megatron_prism.emulate import job_arguments, options
 from megatron_prism.emulate.patch import SPEEDS_UP, Patch, PatchContext
 
 __all__ = ["PATCHES"]
@@ -276,6 +276,20 @@ def _train_flags(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "build_train_valid_test_data_loaders", make)
 
 
+def _files_are_here(module: ModuleType, context: PatchContext) -> None:
+    """A cluster's tokenizer and data seldom lie on the machine that emulates its job."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            if not context.all_local(args.world_size):
+                job_arguments.check_files(args)
+            return original(args, *rest, **kwargs)
+
+        return call
+
+    context.replace(module, "set_global_variables", make, again=True)
+
+
 def _get_args() -> Any:
     from megatron.training.global_vars import get_args
 
@@ -317,6 +331,14 @@ PATCHES: tuple[Patch, ...] = (
             "create_group",
         ),
         purpose=SPEEDS_UP,
+    ),
+    Patch(
+        "files-are-here",
+        "megatron.training.global_vars",
+        "a missing tokenizer ended in a traceback",
+        "training/global_vars.py:85 @0.16.1; :116 @0.19.0",
+        _files_are_here,
+        targets=("set_global_variables",),
     ),
     Patch(
         "sizes-in-code",
