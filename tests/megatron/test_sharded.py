@@ -1,4 +1,4 @@
-"""Jobs whose parameters are sharded over the data-parallel ranks, on tier meta."""
+"""Jobs whose parameters are sharded over the data-parallel ranks."""
 
 import pytest
 from helpers import stock_jobs
@@ -19,7 +19,8 @@ SHARDS = {
 # the jobs of the other tests have the one queue that these refuse
 SCRIPT_OF_ONES_OWN = """
 import os, runpy
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+os.environ |= dict(CUDA_DEVICE_MAX_CONNECTIONS="8", NCCL_ALGO="Ring",
+                   NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 runpy.run_path({script!r}, run_name="__main__")
 """
 
@@ -28,9 +29,21 @@ def test_shards_are_gathered_and_gradients_scattered(tmp_path):
     script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT_OF_ONES_OWN.format(script=str(SCRIPT)))
     plain = [word for word in JOB if word != "--use-distributed-optimizer"]
-    found = stock_jobs.run(
-        [[*META, script, *plain, *COMMON, *more.split()] for more in SHARDS.values()]
+    last = "--prism-world-size 64 --prism-tier cpu --prism-ranks 63 --".split()
+    deterministic = [
+        *SHARDS["megatron"].split(),
+        "--deterministic-mode",
+        "--attention-dropout",
+        "0",
+    ]
+    *found, (status, said) = stock_jobs.run(
+        [
+            *([*META, script, *plain, *COMMON, *more.split()] for more in SHARDS.values()),
+            [*last, script, *plain, *COMMON, *deterministic],  # torch.empty is full of NaN
+        ]
     )
+    assert status == 0, said[-3000:]
+    assert "grad norm: nan" not in said
     for status, said in found:
         assert status == 0, said[-3000:]
         assert "3 optimizer steps applied of 3" in said

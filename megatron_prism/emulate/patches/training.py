@@ -198,6 +198,21 @@ def _unchecked_pieces(module: ModuleType, context: PatchContext) -> None:
     context.replace(module, "validate_uneven_dtensor", make)
 
 
+def _filled_shards(module: ModuleType, context: PatchContext) -> None:
+    """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
+    has it where parameters are, so it must be numbers."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, data: torch.Tensor) -> Any:
+            if not context.all_local():
+                data.zero_()
+            return original(self, data)
+
+        return call
+
+    context.replace(module.DataParallelBuffer, "init_data", make)
+
+
 def _own_random_state(module: ModuleType, context: PatchContext) -> None:
     """Ranks take over the random state of their group's first; a virtual one sends none."""
 
@@ -315,6 +330,14 @@ PATCHES: tuple[Patch, ...] = (
         "core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
         _own_random_state,
         targets=("_load_rng_state_dict",),
+    ),
+    Patch(
+        "filled-shards",
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+        "with --deterministic-mode the padding of the last rank's shard made every loss NaN",
+        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1281 @0.19.0",
+        _filled_shards,
+        targets=("DataParallelBuffer.init_data",),
     ),
     Patch(
         "unchecked-pieces",
