@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -214,8 +215,8 @@ def _build_indices(module: ModuleType, context: PatchContext) -> None:
     training run may take more memory than a laptop has.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(builder: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(builder: Any, *args: object, **kwargs: object) -> object:
             if builder.config.mock:
                 builder.sizes = _until_exit(builder.sizes)
             if context.leads and context.rank != 0 and not _helpers_present():
@@ -279,8 +280,8 @@ def _train_flags(module: ModuleType, context: PatchContext) -> None:
 def _files_are_here(module: ModuleType, context: PatchContext) -> None:
     """A cluster's tokenizer and data seldom lie on the machine that emulates its job."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(args: Namespace, *rest: object, **kwargs: object) -> object:
             if not context.all_local(args.world_size):
                 job_arguments.check_files(args)
             return original(args, *rest, **kwargs)

@@ -202,8 +202,8 @@ def _filled_shards(module: ModuleType, context: PatchContext) -> None:
     """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
     has it where parameters are, so it must be numbers."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, data: torch.Tensor) -> Any:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        def call(self: object, data: torch.Tensor) -> object:
             if not context.all_local():
                 data.zero_()
             return original(self, data)
