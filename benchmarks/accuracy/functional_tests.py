@@ -183,6 +183,9 @@ def command(
             return [], f"tokenizer {args['--tokenizer-type']} of unknown size"
         job += ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size",
                 str(vocabulary)]  # fmt: skip
+    if args.get("--ckpt-format") == "fsdp_dtensor" and args.get("--load"):
+        # nothing is there, and Megatron-FSDP makes the optimizer's states all the same
+        job += ["--load", str(data / "no checkpoint")]
     if "--train-samples" in args:
         first = str(args.get("--step-batch-size-schedule", "")).split(" ")[0].split(":")[-1]
         batch = int(args.get("--global-batch-size") or first or 8)

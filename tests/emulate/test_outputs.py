@@ -190,3 +190,38 @@ def test_samples_and_schedules_go_on_without_training(module, monkeypatch, capsy
     said = capsys.readouterr().err
     assert "iteration 6, behind 14 samples" in said
     assert "of iteration 2" in said
+
+
+class Adam:
+    """An optimizer of Megatron that makes its states when it is loaded."""
+
+    def __init__(self, stub=False):
+        self.is_stub_optimizer, self.states = stub, 0
+
+    def _init_optimizer_states_with_dummy_values(self):
+        self.states += 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "exists", "made"),
+    [
+        ({"load": "there", "ckpt_format": "torch_dist"}, True, 1),
+        ({"load": "nowhere", "ckpt_format": "torch_dist"}, False, 0),
+        ({"load": "nowhere", "ckpt_format": "fsdp_dtensor"}, False, 1),
+        ({"load": "there", "ckpt_format": "torch_dist", "no_load_optim": True}, True, 0),
+        ({"load": "there", "ckpt_format": "fsdp_dtensor", "finetune": True}, True, 0),
+    ],
+)
+def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_iteration(
+    monkeypatch, settings, exists, made
+):
+    found = {}
+    shapes = SimpleNamespace(meta=True, leads=False, iterations=None, is_real=lambda: False)
+    shapes.replace = lambda module, name, make: found.update({name: make(None)})
+    checkpointing = SimpleNamespace(checkpoint_exists=lambda place: exists)
+    monkeypatch.setattr(outputs, "_get_args", lambda: SimpleNamespace(**settings))
+    outputs._read_checkpoint(checkpointing, shapes)
+    one, stub = Adam(), Adam(stub=True)
+    chained = SimpleNamespace(chained_optimizers=[one, stub])
+    assert found["load_checkpoint"]("model", chained, "scheduler") == (0, 0)
+    assert (one.states, stub.states) == (made, 0)

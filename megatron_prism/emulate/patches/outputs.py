@@ -142,13 +142,16 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
         ) -> tuple[int, int]:
             job = _get_args()
             wanted = context.iterations if kwargs.get("load_arg", "load") == "load" else None
-            if not context.all_local():
+            if not context.is_real():
                 job.ckpt_fully_parallel_load = False
             if wanted is not None:
                 if not context.meta:
                     job.ckpt_step = _last_before(job.load, wanted[0], job.ckpt_step)
                 job.exit_interval = wanted[1]  # a multiple of it: training ends there
             if context.meta:
+                if _loads_optimizer(module, job):
+                    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+                        _make_states(part)
                 if context.leads:
                     sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
                 begun, operations = 0, 0
@@ -217,7 +220,7 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(self: object, *args: object, **kwargs: object) -> object:
             changes = ProcessChanges()
-            for one in () if context.all_local() else getattr(self, "chained_optimizers", (self,)):
+            for one in () if context.is_real() else getattr(self, "chained_optimizers", (self,)):
                 group = getattr(one, "data_parallel_group", None)
                 if group is not None and group.rank():
                     first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
@@ -236,6 +239,23 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     chain = module.__name__.endswith(".optimizer")
     owner = module.ChainedOptimizer if chain else module.DistributedOptimizer
     context.replace(owner, "load_parameter_state", make)
+
+
+def _loads_optimizer(module: ModuleType, args: Any) -> bool:
+    """Whether load_checkpoint builds the optimizer's state dict: of Megatron-FSDP even where there
+    is no checkpoint yet (training/checkpointing.py:2356 @0.19.0)."""
+    if getattr(args, "finetune", False) or getattr(args, "no_load_optim", False):
+        return False
+    if getattr(args, "ckpt_format", "") == "fsdp_dtensor":
+        return True
+    return getattr(args, "load", None) is not None and module.checkpoint_exists(args.load)
+
+
+def _make_states(optimizer: Any) -> None:
+    """A step with gradients of zeros, as before a distributed optimizer is loaded."""
+    make = getattr(optimizer, "_init_optimizer_states_with_dummy_values", None)
+    if make is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        make()
 
 
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
