@@ -8,10 +8,10 @@ TREE is a checkout of Megatron-LM (``git clone --branch core_v0.19.0
 https://github.com/NVIDIA/Megatron-LM``, outside of this repository); its tests are the files
 ``tests/functional_tests/test_cases/*/*/model_config.yaml``.  Each becomes a command line: the job's
 own arguments with mock data and a tokenizer of the same size, two iterations, no files, no
-evaluation.  The last rank, which writes Megatron's own figures, is emulated on tier meta, in a fork
-of this process, which has torch imported already.  Where the tree holds NVIDIA's figures for the
-test (golden values), the peak of allocated bytes is compared with theirs; with ``--time`` one rank
-of every pipeline stage is captured and the replay on that machine compared, too.
+evaluation.  The last rank, which writes Megatron's own figures, is emulated (``--tier meta``) in a
+fork of this process, which has torch imported already.  Where the tree holds NVIDIA's figures for
+the test (golden values), the peak of allocated bytes is compared with theirs; with ``--time`` one
+rank of every pipeline stage is captured and the replay on that machine compared, too.
 
 Rows are added to OUT.csv at once and tests that it has are skipped, so a run can be stopped and
 started again; remove a row to try its test again.  ``table`` prints what the files say, or writes
@@ -317,6 +317,7 @@ class Trial:
     limit: float
     samples: int | None
     machine: str | None
+    tier: str = "meta"
 
     def run(self, test: str) -> Result:
         """Emulate one test."""
@@ -343,7 +344,7 @@ class Trial:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.tree)}
         env |= {k: str(v) for k, v in own if v is not None and "$" not in str(v)}
         base = self.work / test.replace("/", "_")
-        flags = ["run", "--prism-world-size", str(size), "--prism-tier", "meta", "--prism-force"]
+        flags = ["run", "--prism-world-size", str(size), "--prism-tier", self.tier, "--prism-force"]
         start = time.monotonic()
         out, log = base.with_suffix(".out"), Path(f"{base}.log")
         words = [*flags, "--prism-ranks", str(size - 1), "--prism-out", str(out), *job]
@@ -354,7 +355,8 @@ class Trial:
             return result
         result.outcome = "works"
         (file,) = out.rglob("rank-*.json")
-        parts = json.loads(file.read_text())["memory"]["by_part"]
+        memory = json.loads(file.read_text())["memory"]
+        parts = memory["by_part"] or {"": memory["allocated_peak"]}  # a GPU's has no parts
         result.bytes = max(
             v or 0 for k, v in parts.items() if k not in ("evaluation", "checkpoint")
         )
@@ -419,7 +421,9 @@ def run(options: argparse.Namespace) -> None:
             sys.path.insert(0, str(tree))
             if forked(lambda: make_data(work / "data"), 120) != 0:
                 raise SystemExit("the tiny corpora could not be made; see above")
-        trial = Trial(tree, work, options.iters, options.limit, options.samples, options.time)
+        trial = Trial(
+            tree, work, options.iters, options.limit, options.samples, options.time, options.tier
+        )
         done = {result.test for result in read(out)}
         for file in sorted((tree / CASES).glob("*/*/model_config.yaml")):
             test = file.parent.relative_to(tree / CASES).as_posix()
@@ -508,6 +512,7 @@ def main() -> None:
     trial.add_argument("--limit", type=float, default=120, help="seconds for one process")
     trial.add_argument("--samples", type=int, help="of a batch, about")
     trial.add_argument("--time", metavar="MACHINE", help="compare iteration times, too: h100")
+    trial.add_argument("--tier", default="meta", choices=["meta", "cpu", "cuda"])
     trial.add_argument("--work", type=Path, help="keep logs and JSON files in this folder")
     trial.set_defaults(do=run)
     found = commands.add_parser("table", help="counts, reasons and worst errors as Markdown")
