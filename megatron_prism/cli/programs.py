@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["calibrate", "capture", "check", "classes", "diff", "show"]
 
+_PAYLOADS = "payload-*.bin"  # of a recording
 _AROUND = 6  # ops before and after what ``around=`` names
 
 
@@ -213,6 +214,10 @@ def diff(args: argparse.Namespace) -> int:
 
     keys: dict[str, arguments.Reader] = {"rank": str, "norm": arguments.number("norm=1e-3")}
     settings = arguments.read(args.settings, keys, "diff")
+    recorded = [path for path in (args.a, args.b) if any(Path(path).glob(_PAYLOADS))]
+    if len(recorded) == 1:
+        raise UsageError(f"{recorded[0]} has what calls delivered, the other has programs",
+                         fix="two recordings, or slices of both runs")  # fmt: skip
     (ranks, a), (others, b) = (_runs(path, settings.get("rank")) for path in (args.a, args.b))
     both = [rank for rank in ranks if rank in others]
     if not both:
@@ -238,7 +243,7 @@ def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], l
     from megatron_prism.graph.difference import rows_of
 
     folder = Path(path)
-    if recorded := sorted(folder.glob("payload-*.bin")):
+    if recorded := sorted(folder.glob(_PAYLOADS)):
         from megatron_prism.emulate import payloads
 
         ranks = [int(one.stem.rpartition("-")[2]) for one in recorded]

@@ -74,3 +74,5 @@ def test_the_exit_status_says_whether_runs_differ(tmp_path, capsys):
     value = json.loads(capsys.readouterr().out)
     assert value["differences"][0]["alike"] == 3
     assert main(["diff", a, b, "rank=7"]) == 2
+    (tmp_path / "payload-000000.bin").touch()
+    assert main(["diff", a, str(tmp_path)]) == 2
