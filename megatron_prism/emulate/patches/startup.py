@@ -282,7 +282,7 @@ def _files_are_here(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(args: Namespace, *rest: object, **kwargs: object) -> object:
-            if not context.all_local(args.world_size):
+            if not context.is_real(args.world_size):
                 job_arguments.check_files(args)
             return original(args, *rest, **kwargs)
 

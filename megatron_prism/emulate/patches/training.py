@@ -204,7 +204,7 @@ def _filled_shards(module: ModuleType, context: PatchContext) -> None:
 
     def make(original: Callable[..., object]) -> Callable[..., object]:
         def call(self: object, data: torch.Tensor) -> object:
-            if not context.all_local():
+            if not context.is_real():
                 data.zero_()
             return original(self, data)
 
