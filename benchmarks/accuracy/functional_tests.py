@@ -154,7 +154,7 @@ def command(
 ) -> tuple[list[str], str]:
     """(script and arguments, ""), or ([], why there are none)."""
     args = config.get("MODEL_ARGS") or {}
-    script = SCRIPTS.get(family)
+    script = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in args else SCRIPTS.get(family)
     if config.get("MODE") in ("inference", "rl"):
         return [], f"{config['MODE']} test"
     if script is None or not any(key.startswith("--") for key in args):

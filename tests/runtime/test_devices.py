@@ -79,6 +79,19 @@ for call in (lambda y: y.backward(), lambda y: torch.autograd.backward([y]),
              lambda y: torch.autograd.grad(y, leaf)):
     leaf = torch.ones(1, device="cuda", requires_grad=True)
     call(Ask.apply(leaf))
+
+class Recompute(torch.autograd.Function):  # of a function that returns its bias, too
+    @staticmethod
+    def forward(ctx, x): ctx.save_for_backward(x); return x * 2, bias
+    @staticmethod
+    def backward(ctx, *grads):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(): torch.autograd.backward((x * 2, bias), grads)
+        return x.grad
+bias = torch.nn.Parameter(torch.ones(1, device="cuda"))
+try: sum(Recompute.apply(torch.ones(1, device="cuda", requires_grad=True))).backward()
+except Exception as error: assert "starts itself without end" in str(error), error
+else: raise AssertionError
 """
 
 META = """

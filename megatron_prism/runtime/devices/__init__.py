@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_prism.core.errors import UsageError
+from megatron_prism.core.errors import UnsupportedError, UsageError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.devices import cuda_choices, kernels, state_space
 from megatron_prism.runtime.devices.live_bytes import LiveBytes, workspaces
@@ -41,6 +41,8 @@ class Tier:
     live: LiveBytes | None = None
     stand_in: tuple[str, ...] = ()
 
+
+NESTED = 20  # backward passes in backward passes; checkpoints in checkpoints are two or three
 
 _prepared: Tier | None = None
 
@@ -170,12 +172,27 @@ def _keep_history(tier: Tier, whole: bool) -> None:
 
 def _remap_backward(remap: Any, changes: ProcessChanges) -> None:
     """torch.autograd.backward turns a function mode off, but runs the job's own backward functions
-    (recomputation, all-to-alls), which ask for ``cuda`` tensors."""
-    engine = torch.autograd._engine_run_backward
+    (recomputation, all-to-alls), which ask for ``cuda`` tensors.
+
+    A recomputed function that returns a parameter makes the parameter its own output, and its
+    backward, which runs it again, starts itself without end.
+    """
+    engine, depth = torch.autograd._engine_run_backward, 0
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with remap:
-            return engine(*args, **kwargs)
+        nonlocal depth
+        if depth == NESTED:
+            raise UnsupportedError(
+                "a recomputed function returns a parameter (a layer its bias), so its backward "
+                "starts itself without end, here as on a GPU",
+                fix="--disable-bias-linear, or --recompute-modules without mlp",
+            )
+        depth += 1
+        try:
+            with remap:
+                return engine(*args, **kwargs)
+        finally:
+            depth -= 1
 
     changes.set(torch.autograd, "_engine_run_backward", run)
 
