@@ -264,6 +264,24 @@ def test_a_window_under_context_parallelism_is_refused(monkeypatch):
         module(*(leaf(6, 2, 4, 8) for _ in range(3)))
 
 
+def _clipped(query, key=None, **settings):
+    module = DotProductAttention(4, 8, num_gqa_groups=2, return_max_logit=True, **settings)
+    key = query[:, :, :2] if key is None else key
+    return module(query, key, key)
+
+
+def test_the_largest_logit_of_each_head_is_that_of_the_past():
+    query, key = torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8)
+    out, largest = _clipped(query, key)
+    for head in range(4):
+        seen = [float(query[i, b, head] @ key[j, b, head // 2]) / 8**0.5
+                for b in range(2) for i in range(6) for j in range(i + 1)]  # fmt: skip
+        assert float(largest[head]) == pytest.approx(max(seen), rel=1e-5)
+    assert out.shape == (6, 2, 32)
+    _, largest = _clipped(query.to("meta"), key.to("meta"))
+    assert (largest.shape, largest.dtype) == ((4,), torch.float32)
+
+
 def test_attention_of_packed_sequences():
     module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding_causal")
     q, k, v = (leaf(7, 2, 8) for _ in range(3))
@@ -500,7 +518,7 @@ def test_meta_shapes():
     [
         (lambda: Linear(8, 8, device="cpu", ub_overlap_ag=True), "userbuffers"),
         (lambda: fp8.autocast(fp8_recipe=fp8.CustomRecipe()).__enter__(), "CustomRecipe"),
-        (lambda: DotProductAttention(4, 8, return_max_logit=True), "qk-clip"),
+        (lambda: _clipped(torch.ones(2, 1, 4, 8), window_size=(1, 0)), "largest logit"),
         (lambda: absent_function("userbuffers", fix="leave it out")(), "userbuffers"),
         (lambda: Lazy("transformer_engine.pytorch.ops").Sequential(), "ops.Sequential"),
         (lambda: attention.DotProductAttention(4, 8, softmax_type="sparse"), "softmax_type"),

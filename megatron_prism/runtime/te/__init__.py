@@ -39,8 +39,7 @@ is shapes alone; a place that differs says so where it is.
 
 Refused with UnsupportedError: FP8 with values, attention in FP8, FP4, userbuffers, activation
 offloading, CUDA graphs, LayerNormMLP, TransformerLayer, the fused operations (te.pytorch.ops),
-attention biases, the largest logit (qk-clip), sliding windows and softmax offsets under context
-parallelism.
+attention biases, sliding windows and softmax offsets under context parallelism.
 """
 
 from __future__ import annotations

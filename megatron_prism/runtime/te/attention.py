@@ -279,11 +279,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__()
         if softmax_type not in _SOFTMAX:
             refuse(f"attention with softmax_type {softmax_type!r}")
-        if return_max_logit:
-            refuse(
-                "attention that returns the largest logit (qk-clip)",
-                fix="leave --qk-clip and --log-max-attention-logit out",
-            )
+        self.return_max_logit = return_max_logit
         self.window_size = (-1, -1) if window_size is None else tuple(window_size)
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.attention_dropout, self.get_rng_state_tracker = (
@@ -338,8 +334,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         checkpoint_core_attention: bool = False,
         inference_params: object = None,
         **rest: object,
-    ) -> torch.Tensor:
-        """[s, b, h·d] (``sbhd``), [b, s, h·d] (``bshd``) or [t, h·d] (``thd``)."""
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[s, b, h·d] (``sbhd``), [b, s, h·d] (``bshd``) or [t, h·d] (``thd``); with
+        ``return_max_logit`` the largest logit of each head beside it."""
         if core_attention_bias is not None or alibi_slopes is not None:
             refuse("attention with a bias")
         if inference_params is not None:
@@ -368,6 +365,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             window=self.window_size if windowed else (-1, -1),
         )
         qkv, tracker = (query_layer, key_layer, value_layer), self.get_rng_state_tracker
+        largest = _largest_logits(*qkv[:2], o, parallel) if self.return_max_logit else None
         forked = tracker().fork() if o.dropout and tracker is not None else nullcontext()
         sink = self.softmax_offset
         kind = backend(*qkv, o, parallel, sink is not None)
@@ -376,7 +374,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 query_layer, key_layer, value_layer = (t.contiguous() for t in qkv)
             qkv = (query_layer, key_layer, value_layer)
             cross = self.attention_type == "cross"
-            return unfused_attention(*qkv, attention_mask, o, sink, cross, forked)
+            out = unfused_attention(*qkv, attention_mask, o, sink, cross, forked)
+            return out if largest is None else (out, largest)
         turned = kind == "flash" and form == "sbhd"
         if turned:  # flash-attn knows bshd alone, so copies come and go (backends.py:860 @v2.17)
             query_layer, key_layer, value_layer = (t.transpose(0, 1).contiguous() for t in qkv)
@@ -389,7 +388,31 @@ class DotProductAttention(TransformerEngineBaseModule):
                 out = _Attention.apply(*qkv, attention_mask, o, sink)
         if turned:
             out = out.transpose(0, 1).contiguous()
-        return out.view(*out.shape[:-2], -1)
+        out = out.view(*out.shape[:-2], -1)
+        return out if largest is None else (out, largest)
+
+
+def _largest_logits(
+    query: torch.Tensor, key: torch.Tensor, o: SimpleNamespace, parallel: bool
+) -> torch.Tensor:
+    """float32 [heads]: what the kernels find beside their sums (``return_max_logit`` @v2.9).  Of
+    values the logits are made once more, so only small jobs should ask."""
+    heads = query.shape[-2]
+    if query.is_meta:
+        return torch.empty(heads, dtype=torch.float32, device=query.device)
+    if parallel or o.form == "thd" or o.window != (-1, -1):
+        refuse(
+            "the largest logit with context parallelism, packed sequences or a window",
+            fix="--prism-tier meta, or leave --qk-clip and --log-max-attention-logit out",
+        )
+    order = (1, 2, 0, 3) if o.form == "sbhd" else (0, 2, 1, 3)
+    with torch.no_grad():
+        q, k = query.permute(order).float(), key.permute(order).float()
+        logits = q @ k.repeat_interleave(heads // k.shape[1], 1).transpose(-1, -2) * o.scale
+        if "causal" in o.mask_type:
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1 + o.shift(q, k))
+            logits.masked_fill_(later, float("-inf"))
+        return logits.amax((0, 2, 3))
 
 
 # -- as two products with a softmax between them ---------------------------------------------------
