@@ -69,6 +69,10 @@ _LEFT_OUT: dict[str, tuple[dict[str, object], str]] = {
         {"tp_comm_overlap": False},
         "the same collectives run one after the other, and userbuffers take no memory",
     ),
+    "--use-cpu-initialization": (
+        {"use_cpu_initialization": False},
+        "weights are drawn where they stay, from the same distribution",
+    ),
     "--use-transformer-engine-op-fuser": (
         {"use_transformer_engine_op_fuser": False},
         "the layers are Transformer Engine's modules, which save the same",
