@@ -138,8 +138,19 @@ _DISTRIBUTIONS = {"yaml": "PyYAML", "transformer_engine": "transformer-engine[py
 
 
 def _missing_module(name: str) -> PrismError:
-    """megatron.training imports packages that megatron-core does not ask for (0.16.1: six, regex,
-    pydantic; 0.19 has an extra for them)."""
+    """The error of a script without the module ``name``.
+
+    megatron.training imports packages that megatron-core does not ask for (0.16.1: six, regex,
+    pydantic; 0.19 has an extra for them).
+    """
+    parent, _, child = name.partition(".")
+    if parent == "megatron" and "megatron.core" in sys.modules:  # megatron.energon, say
+        package = "megatron-" + child.partition(".")[0]
+        return PrismError(
+            f"the script imports {name}, which is not installed here",
+            fix=f"pip install {package}, or another checkout of Megatron-LM",
+        )
+    name = parent
     if name == "megatron":
         fix = "start the script in its checkout of Megatron-LM, or PYTHONPATH=CHECKOUT"
     else:
@@ -169,7 +180,7 @@ def _watch(changes: ProcessChanges) -> None:
             return
         original_hook(kind, value, trace)
         if isinstance(value, ModuleNotFoundError) and value.name:
-            report(_missing_module(value.name.partition(".")[0]))
+            report(_missing_module(value.name))
 
     def verdict() -> None:
         if os.getpid() != pid:
