@@ -258,7 +258,7 @@ class _Judge:
     # -- 5, 6: no source --------------------------------------------------------------------------
     def _ordered(self, odds: list[Mismatch], queued: bool = False) -> list[Culprit]:
         free = odds or not waits.is_complete_but_held(self.state)
-        odd, about, right = find_order_conflicts(self.state, queued) if free else ({}, None, False)
+        odd, about = find_order_conflicts(self.state, queued) if free else ({}, None)
         among = {r for o in odds for r in o.among}
         # of those who differ in one call, it says nothing that all of them are at odds with others
         if about is None or not odd or (among and (among <= odd.keys() or among.isdisjoint(odd))):
@@ -267,7 +267,7 @@ class _Judge:
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if doubt := waits.supporting_evidence(self.state, ranks, right):
+        if doubt := waits.supporting_evidence(self.state, ranks):
             self.doubt = True
             self.evidence.append(doubt)
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])

@@ -435,26 +435,14 @@ class Conflict:
 
 def find_order_conflicts(
     state: JobState, queued: bool = False
-) -> tuple[dict[int, int], Conflict | None, bool]:
+) -> tuple[dict[int, int], Conflict | None]:
     """Fewest ranks whose removal leaves siblings that issued their calls in one order.
 
-    queued : also by calls that only one of two issued yet, in front of one at which both stand, and
-    among ranks that rightly differ, as a last resort
-    (rank -> with how many siblings it is at odds, what about, whether these may be right); empty if
-    there are several choices, or it is more than a third of the siblings: then they have two
-    programs, and neither is odd.
+    queued : also by calls that only one of two issued yet, in front of one at which both stand
+    (rank -> with how many siblings it is at odds, what about); empty if there are several choices,
+    or it is more than a third of the siblings: then they have two programs, and neither is odd.
     """
     agreed = _Agreed(state)
-    odd, about = _odd(state, queued, agreed)
-    if about is not None or not (queued and agreed.differ):
-        return odd, about, False
-    return *_odd(state, queued, None), True
-
-
-def _odd(
-    state: JobState, queued: bool, agreed: _Agreed | None
-) -> tuple[dict[int, int], Conflict | None]:
-    """The same; ``agreed`` says which siblings are not compared."""
     odd: dict[int, int] = {}
     about: Conflict | None = None
     for ranks in state.siblings.values():
@@ -467,7 +455,7 @@ def _odd(
         at_odds: dict[int, set[int]] = defaultdict(set)
         for i, a in enumerate(heads[:64]):
             for b in heads[:i]:
-                if agreed is not None and agreed.otherwise(a, b):
+                if agreed.otherwise(a, b):
                     continue
                 what = _conflict(issued[a], issued[b])
                 if what is None and queued:
@@ -498,15 +486,13 @@ class _Agreed:
     the first ranks make: by calls that ended, in which all members agreed."""
 
     def __init__(self, state: JobState) -> None:
-        self.state, self.differ = state, False
+        self.state = state
         self._ended: dict[str, dict[int, str]] = {}
         self._order: dict[int, dict[_Key, int]] = {}
 
     def otherwise(self, one: int, other: int) -> bool:
         """Whether calls ended of which these made other ones, or the same in two orders."""
-        found = self._others(one, other) or self._turned(self.order(one), self.order(other))
-        self.differ |= found
-        return found
+        return self._others(one, other) or self._turned(self.order(one), self.order(other))
 
     def _others(self, one: int, other: int) -> bool:
         groups, of = self.state.groups, self.state.groups_of

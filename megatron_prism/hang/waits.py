@@ -235,10 +235,10 @@ def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]
             yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
-def supporting_evidence(state: JobState, ranks: Collection[int], right: bool) -> str:
-    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
-    calls that ended (``right``); "" if nothing does."""
-    if not right and not any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
+def supporting_evidence(state: JobState, ranks: Collection[int]) -> str:
+    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree; ""
+    if there are none."""
+    if not any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
         return ""
     return (f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
             "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
