@@ -170,6 +170,7 @@ POSITIVE = {
 }  # fmt: skip
 
 FRACTIONS = ("attention_dropout", "hidden_dropout", "rotary_percent")  # of model; 1.0 included
+NETWORK = re.compile(r"(?:rails|fat-tree(?::\d{1,3}(?:\.\d{1,3})?)?)?")  # of hardware
 # TransformerConfig's names of what a recipe says in a place of its own
 RENAMED = {
     "tensor_model_parallel_size": "parallel.tp",
@@ -269,6 +270,9 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in FRACTIONS:
         if not 0 <= getattr(m, name) <= 1:
             yield f"model.{name} is {getattr(m, name)}", "use a number from 0 to 1"
+    if not NETWORK.fullmatch(recipe.hardware.network):
+        yield (f"hardware.network: {recipe.hardware.network!r} is no network",
+               "use rails, or fat-tree:2")  # fmt: skip
     # training/initialize.py _set_random_seed: positive; numpy's are of 32 bits, stages add to it
     if not 1 <= t.seed < 1 << 31:
         yield f"train.seed is {t.seed}", f"use a number from 1 to {(1 << 31) - 1}"
@@ -530,9 +534,11 @@ class Prism:
 @dataclass
 class Hardware:
     """What the job is meant for: the GPU of a machine that prism replay knows (H200), whose times
-    its ops get; another one, for which prism replay asks; CPU or nothing: the default machine."""
+    its ops get; another one, for which prism replay asks; CPU or nothing: the default machine.
+    ``network``: between its nodes, as ``network=`` of prism replay, which has the last word."""
 
     name: str = ""
+    network: str = ""
 
 
 @dataclass

@@ -100,9 +100,11 @@ class Topology:
 
 
 def read_topology(text: str, machine: Machine) -> Topology:
-    """``rails`` or ``fat-tree:2``, on a machine.  UsageError for anything else."""
+    """``rails`` or ``fat-tree:2``, on a machine; ``fat-tree``: as oversubscribed as the machine's
+    file says.  UsageError for anything else."""
     kind, _, more = text.partition(":")
-    fix = "network=rails, network=fat-tree:2 (two NICs for one link above the leaf switches)"
+    fix = "network=rails, network=fat-tree:2 (two NICs for one link above the leaf switches), "
+    fix += "network=none"
     if not machine.network_rate:
         raise UsageError(
             f"{machine.name} has no network between nodes, so none can be reached over {text}",
@@ -111,7 +113,7 @@ def read_topology(text: str, machine: Machine) -> Topology:
     if kind == "rails" and not more:
         return Topology()
     try:
-        factor = float(more or "1")
+        factor = float(more or machine.oversubscription or "1")
     except ValueError:
         factor = math.nan
     if kind != "fat-tree" or not 1 <= factor <= _MOST_OVER:

@@ -50,6 +50,7 @@ from megatron_prism.replay.whatif import SlowNic, with_data_parallel, with_micro
 
 __all__ = ["PricedGraph", "WhatIf", "corrected_once", "price", "replay", "replay_with_overlap"]
 
+NO_NETWORK = "none"  # of WhatIf.network: links are not shared
 Factor = Fraction | float | str
 Pairs = Mapping[int | str, Factor] | Iterable[tuple[int | str, Factor]]
 MachineLike = str | os.PathLike[str] | Machine
@@ -72,7 +73,8 @@ class WhatIf:
             (a file of ``prism calibrate --host``); None: as in the slices.
         nccl: settings of NCCL that differ from the captured job's, ``NCCL_ALGO=Ring``.
         network: ``rails`` or ``fat-tree:2``: calls share the links of their ranks, and those above
-            leaf switches; None: nobody holds anybody up.
+            leaf switches; ``none``: nobody holds anybody up; None: as the recipe says
+            (hardware.network), else ``none``.
         buffered: bytes on their way to a peer that NCCL's buffers hold, so that sends do not wait
             for their receivers; -1: eight channels of NCCL_BUFFSIZE, 32 MiB if that is not set; 0:
             all wait.
@@ -160,6 +162,10 @@ def price(
         UsageError: the machine or the calibration is not that of the programs.
     """
     what_if = what_if or WhatIf()
+    if what_if.network is None:
+        settings = job_settings.values(programs.source.get("settings", ""))
+        meant = settings.get("hardware.network") or NO_NETWORK
+        what_if = dataclasses.replace(what_if, network=meant)
     own = _machine_of(programs) if machine is None else machine
     here = own if isinstance(own, Machine) else read_machine(own)
     moved = what_if.moved
@@ -191,8 +197,8 @@ def price(
             graph, prices, measured.overlap, measured.source, iterations, buffered
         )
         prices = settled.prices
-    if what_if.network is not None:
-        topology = read_topology(what_if.network, there)
+    if what_if.network not in (None, NO_NETWORK):
+        topology = read_topology(str(what_if.network), there)
         prices = whatif.oversubscribed(graph, prices, there, topology)
         links = ports(graph, there.gpus_per_node)
         settled = replay_network(graph, prices, iterations, links, None, buffered)
@@ -406,8 +412,8 @@ def _changed(programs: Programs, what_if: WhatIf, there: Machine) -> Programs:
     if what_if.buffered:
         what = "sends end without their receivers while NCCL's buffers hold them"
         programs = whatif.with_assumption(programs, what)
-    if what_if.network is not None:
-        topology = read_topology(what_if.network, there)
+    if what_if.network not in (None, NO_NETWORK):
+        topology = read_topology(str(what_if.network), there)
         programs = whatif.with_assumption(programs, f"calls share links: {topology}")
     if what_if.nccl:
         settings = str(parse(programs.source.get(NCCL_ENV, ""), *what_if.nccl))

@@ -93,6 +93,21 @@ function collectives(section) {
     table(["call", "group", "ranks", "calls", "bytes", "", "moves", "waits", "rate", "times are"], rows, [1, 5]));
 }
 
+function links(section) {
+  const rows = F.links.map((one) => {
+    const both = element("div", "share");
+    const shared = meter(one.shared, "var(--backward)"), alone = meter(one.busy - one.shared, "var(--forward)");
+    both.append(shared, alone);
+    const owner = F.classes.find((each) => each.index === one.owner);
+    return [`${one.network ? "NIC" : "NVLinks"} ${one.into ? "into" : "out of"}`, owner ? owner.name : `class ${one.owner}`, both,
+      percent(one.busy), percent(one.shared)];
+  });
+  section.append(element("h2", "", "Busy links"),
+    element("p", "quiet", "The part of the iteration in which a link of one rank of each class moves data, alone or for several calls at once, which slow each other."),
+    legend([["one call", "var(--forward)"], ["several calls", "var(--backward)"]]),
+    table(["link", "class", "", "busy", "shared"], rows, [1, 2]));
+}
+
 let memoryChart;
 function memory(section) {
   if (memoryChart) { memoryChart.draw(); return; }
@@ -117,7 +132,7 @@ function provenance(section) {
     element("h2", "", "Where the programs are from"),
     table(["", ""], about.length ? about : [["unknown", "the programs do not say"]], [1]),
     element("h2", "", "What is assumed"),
-    element("p", "", "The host issues ahead without limit except where Megatron waits for the device. Links are not contended. Kernels and calls do not slow each other. All ranks of a class are equally fast."),
+    element("p", "", `The host issues ahead without limit except where Megatron waits for the device. ${F.links.length ? "Calls share the links that are named under Links." : "Links are not contended (network=rails)."} Kernels and calls do not slow each other. All ranks of a class are equally fast.`),
     element("p", "quiet", `Figures are of iteration ${F.iterations} of ${F.iterations}. ${DATA.merged ? `In the diagram, spans below ${formatNs(DATA.merged)} are merged.` : "The diagram shows every span."}` +
       (DATA.missing ? ` ${DATA.missing} classes are not drawn: those least on the critical path.` : "")));
 }
@@ -164,7 +179,7 @@ at("legend").replaceWith(legend([...["forward", "backward", "weight", "optimizer
 diagram.onView(diagram.view);
 tabs([...(DATA.other ? [["compare", "Two replays", anew(comparison)]] : []),
   ["pipeline", "Pipeline", () => diagram.draw()], ["breakdown", "Breakdown", once(breakdown)], ["critical", "Critical path", once(critical)],
-  ["collectives", "Communication", once(collectives)], ["memory", "Memory", memory], ["provenance", "Provenance", once(provenance)],
+  ["collectives", "Communication", once(collectives)], ...(F.links.length ? [["links", "Links", once(links)]] : []), ["memory", "Memory", memory], ["provenance", "Provenance", once(provenance)],
   ["reading", "How to read this", null]], () => {
   const [, start, end] = /@(\d+)-(\d+)$/.exec(location.hash) || [];
   if (end && Number(end) > Number(start)) diagram.show(Number(start), Number(end));

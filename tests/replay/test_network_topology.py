@@ -7,6 +7,8 @@ import pytest
 
 import megatron_prism as prism
 from megatron_prism.cli import main as cli
+from megatron_prism.core import job_settings, recipe
+from megatron_prism.core.errors import RecipeError
 from megatron_prism.core.program_text import parse
 from megatron_prism.replay.costs.collectives import Shape, modelled
 from megatron_prism.replay.costs.machine import machine
@@ -72,6 +74,26 @@ def test_a_slow_rail_holds_up_the_groups_on_it():
     assert half.iteration_ns == pytest.approx(2 * iteration(ONE).iteration_ns, rel=0.01)
     times = {int(ns) for ns in half.prices.collective_ns}
     assert len(times) == 2  # the other seven rails are as quick as before
+
+
+def test_a_recipe_and_a_machine_name_their_network():
+    """The command line has the last word."""
+    programs = parse(WORLD.format(size=320, last=319) + ONE)
+    settings = job_settings.as_text({"hardware.network": "fat-tree"})
+    programs = dataclasses.replace(programs, source={**programs.source, "settings": settings})
+    here = dataclasses.replace(H200, oversubscription=4.0)
+
+    def ends(**what_if):
+        return prism.replay(programs, machine=here, what_if=prism.WhatIf(**what_if)).ends
+
+    assert ends() == ends(network="fat-tree:4")
+    assert ends(network="none") == iteration(ONE, 40).ends < ends()
+    again = prism.price(programs, machine=here, what_if=prism.WhatIf(network="none")).again()
+    assert again.timeline.ends == ends(network="none")
+    with pytest.raises(RecipeError, match="hardware.network: 'torus' is no network"):
+        recipe.load("llama3-70b_1024gpu_tp8pp4vp5_h200", ["hardware.network=torus"])
+    made = recipe.load("llama3-70b_1024gpu_tp8pp4vp5_h200", ["hardware.network=fat-tree:4"])
+    assert made.hardware.network == "fat-tree:4"
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,18 @@ def test_tabs_zoom_and_tips_work_and_labels_stay_text(make, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+def test_links_that_calls_share_are_drawn(tmp_path):
+    driver = """document.getElementById("tab-links").click();
+      document.body.dataset.said = document.querySelectorAll("#links table tr").length + " rows";"""
+    golden = Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2"
+    timeline = prism.replay(prism.load(golden), what_if=prism.WhatIf(network="rails"))
+    said, errors = in_browser(tmp_path, render(timeline), driver)
+    assert errors == []
+    assert said[1] == f"{1 + len(timeline.to_json()['links'])} rows"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_a_foreign_script_does_not_run(tmp_path):
     """Even if a label did become markup, the policy would hold it."""
     source = render(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)

@@ -63,6 +63,8 @@ class Machine:
                       nobody said
     host_index      : of its hosts (``prism calibrate --host``), times as long as the reference
                       host; 0 if nobody measured one
+    oversubscription : of ``network=fat-tree``: bandwidth below a leaf switch over that upwards; 0:
+                      nobody said
     leaf_nodes      : nodes below a leaf switch of the network; 0 if nobody said
     device_memory   : bytes that the driver says a GPU has (torch.cuda.mem_get_info's total); 0 if
                       nobody said
@@ -84,6 +86,7 @@ class Machine:
     ops: str = ""
     peak: RateOrNone = 0.0
     host_index: RateOrNone = 0.0
+    oversubscription: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     leaf_nodes: foreign.Natural = 0
     device_memory: foreign.Natural = 0
 

@@ -32,7 +32,8 @@ GIVEN = "given: times of segments in the programs, which do not say who measured
 NO_TIME = "unknown: segments that say neither how long they take nor what they compute"
 
 
-_OWN = 11  # the source of calls whose times the programs know
+# sources of calls: whose times the programs know, and modelled ones between nodes
+_OWN, _BETWEEN = 11, 12
 
 
 @dataclass(frozen=True)
@@ -99,18 +100,20 @@ def price_ops(
         f"measured: times of calls in the slices ({tier})"
         if tier
         else GIVEN.replace("segments", "calls"),
+        f"modelled: NCCL's alpha-beta between nodes on {machine.name}{with_nccl}"
+        f" ({machine.source})",
     )
     _check_fits(graph, machine)
     once = {p: compute_ns(graph.programs.programs[p], machine) for p in set(graph.classes.programs)}
     pairs = [once[program] for program in graph.classes.programs]
     hosts = {
-        p: host_ns(graph.programs.programs[p], calibration, len(sources) - 3)
+        p: host_ns(graph.programs.programs[p], calibration, _OWN - 2)
         for p in set(graph.classes.programs)
     }
     issued = [hosts[program] for program in graph.classes.programs]
     meetings, collective_source = _meetings(graph, machine, calibration, nccl)
     assert (MEASURED, ROOFLINE, OPS, MIXED, UNKNOWN) == (0, 1, 5, 6, 8)  # the order of ``sources``
-    assert len(sources) - 1 == _OWN
+    assert len(sources) - 1 == _BETWEEN
     return Prices(
         compute=tuple(ns for ns, _ in pairs),
         compute_source=tuple(source for _, source in pairs),
@@ -209,7 +212,7 @@ def _call(
                 return measured, 3
             then = modelled(name, shape, num_bytes, machine, calibration.nccl)
             return round(measured * ns / max(1, then)), 7
-    return ns, 4
+    return ns, _BETWEEN if shape.nodes > 1 else 4
 
 
 def _shape(
