@@ -4,12 +4,14 @@
 
 Every stored pair of a prediction and a real run counts: replays of slices that one GPU gave (all
 sittings of ``results/h200_x*``, good ones and bad ones), jobs of one GPU's slices against machines
-of other days (``ELSEWHERE``), and published jobs without any GPU.  The slices of those rows are not
-kept, so their graphs cannot be evaluated again: an iteration is ``predicted + max(device, host) -
-max(device, host)`` of the slowest rank, with the same ranges (``replay.interval``) on the device's
-and the host's time of its captures.  What is not stored is left out (calls, overlap), which makes
-these intervals narrower than the printed ones.  Where a sitting kept no host's time, the share of
-the prediction that other sittings of the same job have is taken (``host of``).
+of other days (``ELSEWHERE``), and jobs without any GPU: published ones, and those of
+``without_gpu``, whose slices are kept.  Those of the others are not, so their graphs cannot be
+evaluated again: an iteration is ``predicted + max(device, host) - max(device, host)`` of the
+slowest rank, with the same ranges (``replay.interval``) on the device's and the host's time of its
+captures.
+What is not stored is left out (calls, overlap), which makes these intervals narrower than the
+printed ones.  Where a sitting kept no host's time, the share of the prediction that other sittings
+of the same job have is taken (``host of``).
 
 Also prints what the ranges rest on: medians of the same real job in several sittings.
 Exit status 1 below 90 %.
@@ -27,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.accuracy import without_gpu
 from benchmarks.report import ROOT, Row, finish
 from megatron_prism.replay.interval import (
     CLOCKS,
@@ -99,6 +102,11 @@ class Pair:
         return combined(round(1e6 * self.predicted_ms), sources)
 
     @property
+    def error(self) -> float:
+        """Of the prediction."""
+        return self.predicted_ms / self.real_ms - 1
+
+    @property
     def holds(self) -> bool:
         found = self.interval()
         return found.low_ns <= 1e6 * self.real_ms <= found.high_ns
@@ -110,14 +118,14 @@ class Pair:
         return (found.high_ns - found.low_ns) / (1e6 * self.predicted_ms)
 
 
-def elsewhere(job: str, error: float, host: float = 0.0, kernels: float = 0.0) -> Pair:
+def elsewhere(job: str, error: float, host: float = 0.0) -> Pair:
     """A pair of which the error of the prediction is known, and the host's share of its path."""
-    return Pair(job, "elsewhere", 100.0, 100.0 / (1 + error), on_path=host, kernels=kernels)
+    return Pair(job, "elsewhere", 100.0, 100.0 / (1 + error), on_path=host)
 
 
 # Slices of one GPU against real jobs of other machines and days, none of which they had seen: six
 # of 4 x H200, three of NVIDIA's published 8 x H100; the path of jobs that wait for Python is all
-# host but where it is known.  Then two of them without any GPU.
+# host but where it is known
 ELSEWHERE = [
     elsewhere("pipeline, 4 x H200", -0.018),
     elsewhere("another pipeline, 4 x H200", -0.007),
@@ -128,8 +136,6 @@ ELSEWHERE = [
     elsewhere("7B pipeline, 8 x H100", 0.014),
     elsewhere("7B tp 4, 8 x H100, NCCL_ALGO=Ring", -0.107),
     elsewhere("MoE with MLA, 8 x H100", 0.125, host=0.61),
-    elsewhere("7B pipeline, 8 x H100, without a GPU", -0.13, kernels=1.0),
-    elsewhere("7B tp 4, 8 x H100, without a GPU", -0.24, kernels=1.0),
 ]
 
 
@@ -205,18 +211,19 @@ def main() -> None:
     print("the same real job, longest over shortest median of all sittings")
     for job, count, ratio, host in between_sittings(pairs):
         print(f"  {job:60.60} {count:2} x {ratio:5.2f}  {'waits for Python' if host else ''}")
-    everything = [*pairs, *ELSEWHERE, *published()]
+    shapes_alone: list[Pair | without_gpu.Found] = [*without_gpu.tests(), *without_gpu.one_gpu()]
+    everything = [*pairs, *ELSEWHERE, *published(), *shapes_alone]
     print("\nreal runs outside")
     for one in everything:
         if not one.holds:
-            low, high = (ns / 1e6 for ns in (one.interval().low_ns, one.interval().high_ns))
-            print(f"  {one.job:50.50} {one.where:14} {low:8.1f} to {high:8.1f}, {one.real_ms:8.1f}")
+            print(f"  {one.job:60.60} {one.where:14} {100 * one.error:+.1f} %")
     kinds = {
         "all": everything,
         "wait for Python": [o for o in everything if o.waits_for_python],
         "wait for their GPUs": [o for o in pairs if not o.waits_for_python],
         "elsewhere": ELSEWHERE,
-        "published": published(),
+        "published, without a GPU": published(),
+        "small, without a GPU": shapes_alone,
     }
     rows = []
     for name, each in kinds.items():

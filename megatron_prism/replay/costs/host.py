@@ -45,7 +45,7 @@ MODELLED_INDEX = 0.7
 MODELLED = "modelled: the host's time by its kernels"
 _BY_PYTHON = np.isin(PHASE_NAMES, ("forward", "backward", "weight"))
 _OF_TE = re.compile(
-    r"\b(?:gemm|grouped_gemm|norm|norm_backward|attention\w*)"
+    r"\b(?:gemm|grouped_gemm|norm|(?:layer_)?norm_backward|attention\w*)"
     r"\([^)]*\)\w*:\d+:\d+(?:\*(\d+))?"
 )
 # launched with the kernels whose output they fill; in the tests that TE_NS is from they ran, too

@@ -67,7 +67,7 @@ _ALIKE = {
     "index_put_": "index", "fill_empty": "zero_",
     **dict.fromkeys(("gather", "index", "permute", "unpermute", "sort_chunks"), "index_select"),
     "new_zeros": "zero_", "zeros": "new_zeros", "norm": "_fused_rms_norm",
-    "norm_backward": "_fused_rms_norm_backward",
+    "norm_backward": "_fused_rms_norm_backward", "layer_norm_backward": "add",
     "multi_tensor_l2norm": "linalg_vector_norm", "embedding": "index_select",
     "mul": "add", "add": "mul", "_softmax": "copy_",
 }  # fmt: skip
@@ -230,7 +230,8 @@ class OpTable:
         if kernel.flops:
             return None
         dtype, moved = _LIKE.get(kernel.dtype, kernel.dtype), kernel.bytes
-        names: tuple[str, ...] = (kernel.name, _ALIKE.get(kernel.name, ""))
+        plain, factor = _plain(kernel.name), self.options.get(kernel.name, 1.0)
+        names: tuple[str, ...] = (plain, _ALIKE.get(plain, ""))
         if kernel.name in _ARITHMETIC and _is_broadcast(kernel.shapes):
             names = ("mul broadcast", *names)
         if kernel.name == "adam" and f"adam {dtype}" not in self.kernels:
@@ -243,7 +244,7 @@ class OpTable:
             if moved > sizes[-1] * 1.01:
                 return None
             between = np.interp(math.log(max(1, moved)), np.log(sizes), np.log(ns))
-            return float(np.exp(between))
+            return factor * float(np.exp(between))
         return None
 
 

@@ -58,11 +58,11 @@ def _as_one_kernel(function: Callable[P, R]) -> Callable[P, R]:
         with kernels.meter.held() as held:
             out = function(*args, **kwargs)
             if len(held) > 1 and not any(flops for _, flops, _, _ in held):
+                drops = any(name == "native_dropout" for name, *_ in held)
                 held.clear()
-                results = out if isinstance(out, tuple | list) else (out,)
-                tensors = [t for t in (*args, *kwargs.values(), *results)
-                           if isinstance(t, torch.Tensor)]  # fmt: skip
-                kernels.fused(function.__name__, 0, *tensors)
+                values, _ = tree_flatten((args, kwargs, out))
+                tensors = [value for value in values if isinstance(value, torch.Tensor)]
+                kernels.fused(function.__name__ + "_dropout" * drops, 0, *tensors)
         return out
 
     @functools.wraps(function)

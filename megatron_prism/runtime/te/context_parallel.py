@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from megatron_prism.runtime.devices.kernels import fused
+from megatron_prism.runtime.devices.kernels import filled, fused
 from megatron_prism.runtime.te.common import (
     gather_along_first_dim,
     group_rank,
@@ -272,6 +272,8 @@ def announce_attention(
         name += "_dropout"
     if products > 2 and is_deterministic():
         name += "_deterministic"
+        if o.form != "thd":  # cuDNN keeps what softmax's gradient is, whole, for sums in one order
+            filled(2 * heads * q.shape[batch] * q.shape[sequence] * k.shape[sequence], q)
     fused(name, products * heads * pairs * (size + v.shape[-1]), q, k, v, out)
 
 

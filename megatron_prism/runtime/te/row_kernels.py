@@ -106,7 +106,7 @@ def norm_backward(
     mean, rstd = stats
     if x.is_meta:
         dbeta = None if norm.rms else weight.new_empty(weight.shape)
-        fused("norm_backward", 0, grad, x, x)
+        fused("norm_backward" if norm.rms else "layer_norm_backward", 0, grad, x, x)
         found = x.new_empty(x.shape), weight.new_empty(weight.shape), dbeta
         sums = (1 if norm.rms else 2) * _blocks(norm.rms, *x.shape) * x.shape[1]
         x.new_empty(sums, dtype=torch.float32)
