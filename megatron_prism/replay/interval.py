@@ -26,8 +26,8 @@ from megatron_prism.replay.dependencies import COMPUTE, HOST, LEAD, MEET, Dag
 from megatron_prism.replay.priced_graph import corrected_once
 from megatron_prism.replay.timeline import Timeline, durations_of
 
-__all__ = ["CLOCKS", "HOST_FACTOR", "RANGES", "Interval", "Range", "Uncertainty", "combined",
-           "interval"]  # fmt: skip
+__all__ = ["CLOCKS", "HOST_FACTOR", "HOST_KNOWN", "RANGES", "Interval", "Range", "Uncertainty",
+           "combined", "interval"]  # fmt: skip
 
 
 @dataclass(frozen=True)

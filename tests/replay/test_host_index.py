@@ -11,6 +11,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.program_text import parse
 from megatron_prism.core.slices import HOST_INDEX, SliceStore, assemble
 from megatron_prism.replay.costs.host import REFERENCE, HostIndex, indices_of, read_host_index
+from megatron_prism.replay.interval import HOST_KNOWN
 
 TWO = "prism-program 1\nworld size=2 pp=2\n"
 WAITS = "- compute ns=1ms host=10ms lead=1ms"
@@ -59,7 +60,7 @@ def test_a_replay_has_the_hosts_of_the_target(slices, tmp_path):
     quicker = prism.replay(programs, what_if=prism.WhatIf(host=0.6)).to_json()
     assert quicker["iteration_ns"] == 6_000_000
     (host,) = (one for one in quicker["uncertainties"] if one["what"] == "host")
-    assert host["high_ns"] == pytest.approx(0.15 * 6e6, rel=0.01)
+    assert host["high_ns"] == pytest.approx((HOST_KNOWN - 1) * 6e6, rel=0.01)
     assert "0.6 x as long on the target's host" in str(quicker["sources"])
 
 
