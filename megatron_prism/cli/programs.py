@@ -23,7 +23,7 @@ from megatron_prism.core.world import World, format_ranks
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
     from megatron_prism.core.program import Program, Programs
-    from megatron_prism.graph.difference import Row
+    from megatron_prism.graph.difference import ComparedOp
 
 __all__ = ["calibrate", "capture", "check", "classes", "diff", "show"]
 
@@ -236,7 +236,7 @@ def diff(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], list[Row]]]:
+def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], list[ComparedOp]]]:
     """(ranks that were recorded, or of them those that are ``selected``; the rows of a rank)."""
     from megatron_prism.core import program
     from megatron_prism.core.slices import WORLD, open_programs

@@ -37,7 +37,7 @@ from megatron_prism.core.errors import UsageError
 from megatron_prism.core.ops import CallLabel, label
 from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.debugger import Breakpoint
-from megatron_prism.graph.difference import Row
+from megatron_prism.graph.difference import ComparedOp
 from megatron_prism.hang.fault_plan import Fault, FaultMatcher
 from megatron_prism.runtime.control_values import check_arguments, check_header
 from megatron_prism.runtime.listeners import LabelledCalls
@@ -283,7 +283,7 @@ class _Recorded:
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
-def rows_of(folder: Path, rank: int) -> list[Row]:
+def rows_of(folder: Path, rank: int) -> list[ComparedOp]:
     """What the recording of ``rank`` has, call by call as it was delivered, for a comparison.
 
     Raises UsageError for a foreign file.
@@ -305,7 +305,7 @@ def rows_of(folder: Path, rank: int) -> list[Row]:
             "norm": f"{norm:.9g}",
             "values": f"{zlib.crc32(value.view(torch.uint8).numpy().tobytes()):08x}",
         }
-        found.append(Row(f"iteration {iteration}, {step}", call, fields))
+        found.append(ComparedOp(f"iteration {iteration}, {step}", call, fields))
     return found
 
 

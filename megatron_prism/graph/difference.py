@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program
 
-__all__ = ["Difference", "Row", "difference", "rows_of"]
+__all__ = ["FirstDifference", "ComparedOp", "difference", "rows_of"]
 
 _EVENTS = frozenset({"record", "wait", "host_wait", "mark"})
 _OF_CALLS = ("group", "dtype", "reduce", "num_in", "num_out", "peer", "root", "splits", "shape")
@@ -23,7 +23,7 @@ _OF_COMPUTING = ("flops",)
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedOp:
     """An op, or a tensor that a call delivered.
 
     step, name : ``2F0``; what it is, with its group
@@ -41,22 +41,22 @@ class Row:
         return " ".join(filter(None, (self.step, self.name, *shown, self.about)))
 
 
-def rows_of(program: Program) -> list[Row]:
+def rows_of(program: Program) -> list[ComparedOp]:
     """Calls and computing of ``program``, in order."""
     return [_row(op) for op in program if op.name not in _EVENTS]
 
 
-def _row(op: Op) -> Row:
+def _row(op: Op) -> ComparedOp:
     keys = _OF_COMPUTING if op.name == "compute" else _OF_CALLS
     fields = {key: getattr(op, key) for key in keys if key != "group"}
     usual = {"peer": 0, "splits": None}
     fields = {key: value for key, value in fields.items() if value != usual.get(key, object())}
     name = f"{op.name} of {op.group}" if op.group else op.name
-    return Row(op.label, name, fields, f"at {op.site}" if op.site else "")
+    return ComparedOp(op.label, name, fields, f"at {op.site}" if op.site else "")
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """Of one rank.
 
     counts : rows of A and of B
@@ -69,7 +69,7 @@ class Difference:
     rank: int
     counts: tuple[int, int]
     at: int
-    first: tuple[Row | None, Row | None]
+    first: tuple[ComparedOp | None, ComparedOp | None]
     differ: tuple[str, ...]
     only: tuple[tuple[str, int], ...]
 
@@ -102,8 +102,8 @@ class Difference:
 
 
 def difference(
-    rank: int, a: Sequence[Row], b: Sequence[Row], norm: float = 0.0
-) -> Difference | None:
+    rank: int, a: Sequence[ComparedOp], b: Sequence[ComparedOp], norm: float = 0.0
+) -> FirstDifference | None:
     """Where ``a`` and ``b`` differ first, None if nowhere.
 
     norm : a row that knows the ``norm`` of its values differs by more than this part of it; at 0 by
@@ -122,10 +122,10 @@ def difference(
     more = Counter(row.name.partition(" #")[0] for row in a)  # delivered tensors are numbered
     more.subtract(Counter(row.name.partition(" #")[0] for row in b))
     only = tuple((name, n) for name, n in sorted(more.items()) if n)
-    return Difference(rank, (len(a), len(b)), at, first, tuple(differ), only)
+    return FirstDifference(rank, (len(a), len(b)), at, first, tuple(differ), only)
 
 
-def _differ(a: Row, b: Row, norm: float) -> list[str]:
+def _differ(a: ComparedOp, b: ComparedOp, norm: float) -> list[str]:
     """step, name and fields in which two rows differ; lines of code are not."""
     found = [key for key in ("step", "name") if getattr(a, key) != getattr(b, key)]
     keys: Iterable[str] = dict.fromkeys([*a.fields, *b.fields])

@@ -8,7 +8,7 @@ from megatron_prism.cli.main import main
 from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs, save
 from megatron_prism.core.world import World
-from megatron_prism.graph.difference import Row, difference, rows_of
+from megatron_prism.graph.difference import ComparedOp, difference, rows_of
 
 TP = "TENSOR_MODEL_PARALLEL_GROUP"
 
@@ -59,7 +59,10 @@ def test_what_only_one_has_is_counted():
 
 @pytest.mark.parametrize(("norm", "differs"), [(0.0, True), (1e-3, False), (1e-6, True)])
 def test_values_are_compared_by_norm(norm, differs):
-    a, b = ([Row("1F", "all_reduce", {"norm": text, "values": text})] for text in ("1.0", "1.0001"))
+    a, b = (
+        [ComparedOp("1F", "all_reduce", {"norm": text, "values": text})]
+        for text in ("1.0", "1.0001")
+    )
     assert (difference(0, a, b, norm) is not None) is differs
 
 
