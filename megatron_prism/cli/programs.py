@@ -18,7 +18,6 @@ from megatron_prism.cli import arguments
 from megatron_prism.cli.output import check_outputs, console, given, print_table
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.core.world import World, format_ranks
 
 if TYPE_CHECKING:
     from megatron_prism.core.ops import Op
@@ -124,6 +123,7 @@ def show(args: argparse.Namespace) -> int:
 
 def _given_programs(args: argparse.Namespace, programs: Programs) -> bool:
     """``given`` a line for every program; ``peak_bytes`` is null where none was recorded."""
+    from megatron_prism.core.world import format_ranks
 
     rows: list[dict[str, object]] = [
         {
@@ -146,6 +146,7 @@ def _peak(program: Program) -> int | None:
 
 def _overview(programs: Programs) -> None:
     from megatron_prism.core.units import format_bytes
+    from megatron_prism.core.world import format_ranks
 
     out = console()
     out.print(str(programs.world))
@@ -210,6 +211,7 @@ def diff(args: argparse.Namespace) -> int:
     arithmetic between calls.  Lines of code are shown; they, events, times and memory are not
     compared.
     """
+    from megatron_prism.core.world import format_ranks
     from megatron_prism.graph.difference import difference
 
     keys: dict[str, arguments.Reader] = {"rank": str, "norm": arguments.number("norm=1e-3")}
@@ -240,6 +242,7 @@ def _runs(path: str, selected: str | None) -> tuple[list[int], Callable[[int], l
     """(ranks that were recorded, or of them those that are ``selected``; the rows of a rank)."""
     from megatron_prism.core import program
     from megatron_prism.core.slices import WORLD, open_programs
+    from megatron_prism.core.world import World
     from megatron_prism.graph.difference import rows_of
 
     folder = Path(path)
@@ -265,6 +268,7 @@ def classes(args: argparse.Namespace) -> int:
     prism classes DIR
     """
     from megatron_prism.core.slices import open_programs
+    from megatron_prism.core.world import format_ranks
     from megatron_prism.graph import world_graph as graph
 
     made = graph.build(open_programs(args.programs))

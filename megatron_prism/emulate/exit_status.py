@@ -144,7 +144,7 @@ def _missing_module(name: str) -> PrismError:
     pydantic; 0.19 has an extra for them).
     """
     parent, _, child = name.partition(".")
-    if parent == "megatron" and "megatron.core" in sys.modules:  # megatron.energon, say
+    if child and parent == "megatron" and "megatron.core" in sys.modules:  # megatron.energon, say
         package = "megatron-" + child.partition(".")[0]
         return PrismError(
             f"the script imports {name}, which is not installed here",

@@ -267,9 +267,9 @@ class _Judge:
             return []
         text = f"issues {about.text} otherwise than its siblings"
         self.evidence += [f"rank {r} {text} (at odds with {odd[r]})" for r in ranks]
-        if doubt := waits.supporting_evidence(self.state, ranks):
+        if doubts := waits.supporting_evidence(self.state, ranks):
             self.doubt = True
-            self.evidence.append(doubt)
+            self.evidence += doubts
         self.first = odds[0].entry if odds else about.entry(self.state, ranks[0])
         if self.first is not None:
             self.evidence.append(f"first: {call_text(self.first)}")

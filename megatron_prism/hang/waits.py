@@ -235,13 +235,23 @@ def missing_dump_lines(found: Mapping[int, Entry]) -> Iterator[tuple[Entry, str]
             yield entry, f"ranks {format_ranks(ranks)} left no dump, and {text} waits for them"
 
 
-def supporting_evidence(state: JobState, ranks: Collection[int]) -> str:
-    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree; ""
-    if there are none."""
-    if not any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
-        return ""
-    return (f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
-            "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
+def supporting_evidence(state: JobState, ranks: Collection[int]) -> list[str]:
+    """What speaks for ``ranks``, at odds with their siblings: whole groups of them that agree, or
+    others who wait in a call of theirs to which most members have not come."""
+    others = set[int]()
+    for head in (e for rank in ranks if (e := state.head(rank)) is not None and not e.pair):
+        members = state.groups[head.group].ranks
+        came = {r for r in members if r in state.dumps and state.arrived(r, head)}
+        if 2 * len(came) < len(members):
+            others |= {r for r in came if (h := state.head(r)) and h.launch == head.launch}
+    said = []
+    if others := others - set(ranks):
+        text = format_ranks(sorted(others))
+        said.append(f"to the call of these few came, but also {text}: perhaps they err alike")
+    if any(set(g.ranks) <= set(ranks) for g in state.groups.values()):
+        said.append(f"among ranks {format_ranks(sorted(ranks))} are all members of groups, which "
+                    "agree: perhaps they rightly make other calls than their siblings")  # fmt: skip
+    return said
 
 
 def ranks_without_message(state: JobState) -> Iterator[tuple[int, Entry]]:
