@@ -31,7 +31,7 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.core.program import Program
 from megatron_prism.core.slices import AGE, HOST_INDEX, PACED, PEERS, Origin, SliceStore
 from megatron_prism.core.world import World
-from megatron_prism.emulate import nvlink_keepalive
+from megatron_prism.emulate import job_arguments, nvlink_keepalive
 from megatron_prism.replay.costs.host import HostIndex
 from megatron_prism.replay.costs.nccl_settings import NCCL_ENV, recorded
 from megatron_prism.runtime.listeners import TrainingListener
@@ -69,8 +69,7 @@ def of_running_job() -> dict[str, str]:
     """``tokens_per_iteration`` and ``model_flops_per_iteration`` of the stock job in this process,
     as Megatron itself counts them; empty if none trains."""
     training = sys.modules.get("megatron.training.training")
-    known = sys.modules.get("megatron.training.global_vars")
-    if getattr(known, "_GLOBAL_ARGS", None) is None:
+    if job_arguments.parsed() is None:
         return {}
     calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
     if training is None or calculator is None:

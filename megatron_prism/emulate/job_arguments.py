@@ -21,7 +21,15 @@ from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.world import MOST_EXPERTS, MOST_LAYERS, MOST_MICROBATCHES
 
-__all__ = ["check_files", "check_sizes", "matters", "of_namespace", "of_running_job", "text_of"]
+__all__ = [
+    "check_files",
+    "check_sizes",
+    "matters",
+    "of_namespace",
+    "of_running_job",
+    "parsed",
+    "text_of",
+]
 
 # What does not matter, by name; whatever is not here does.
 _NAMES = frozenset(
@@ -76,10 +84,15 @@ def matters(name: str) -> bool:
     return not (name in _NAMES or name.startswith(_STARTS) or name.endswith(_ENDS))
 
 
+def parsed() -> Any:
+    """Megatron's arguments of the stock job in this process; None where it has none, as a recipe's
+    job and a program with its own training loop."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
 def check_sizes() -> None:
     """UsageError for a stock job, whose arguments Megatron has parsed, that would not end."""
-    known = sys.modules.get("megatron.training.global_vars")
-    if (args := getattr(known, "_GLOBAL_ARGS", None)) is None:
+    if (args := parsed()) is None:
         return
     ranks = args.world_size // (
         args.tensor_model_parallel_size
@@ -126,14 +139,12 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 def of_running_job() -> str:
     """The settings of the stock job in this process, whose arguments Megatron has validated; of a
     program that does not use Megatron's the words of its command line."""
-    known = sys.modules.get("megatron.training.global_vars")
-    if getattr(known, "_GLOBAL_ARGS", None) is None:
+    if (args := parsed()) is None:
         return job_settings.as_text(program_settings())
     from megatron.training.arguments import add_megatron_arguments
-    from megatron.training.global_vars import get_args
 
     parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
-    return of_namespace(vars(get_args()), parser, sys.argv[1:])
+    return of_namespace(vars(args), parser, sys.argv[1:])
 
 
 def of_namespace(

@@ -7,11 +7,11 @@ router's decisions meet a recording.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from megatron_prism.emulate import job_arguments
 from megatron_prism.emulate.patch import Patch, PatchContext, refused
 from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
 from megatron_prism.runtime.values import BalancedExpertCounts
@@ -21,11 +21,6 @@ __all__ = ["patches_for_recording"]
 
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0
-
-
-def _settings() -> Any:
-    """The script's arguments; None where it has none: a recipe's job, which has no such layers."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def _norm_of_heads(module: ModuleType, context: PatchContext) -> None:
@@ -38,7 +33,7 @@ def _norm_of_heads(module: ModuleType, context: PatchContext) -> None:
             found = original(self, group)
             if group != _MTP or context.is_real():
                 return found
-            args = _settings()
+            args = job_arguments.parsed()
             detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
             return bool(found or detached)
 

@@ -209,7 +209,7 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
 
 
 def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
-    """Read the optimizer's states of all, and take one's own, where the first rank of the
+    """Read the optimizer's states of all, and take the local rank's, where the first rank of the
     data-parallel group is virtual: it would read and scatter them (--ckpt-format torch)."""
 
     def take(

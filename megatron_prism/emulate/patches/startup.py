@@ -222,7 +222,7 @@ def _build_indices(module: ModuleType, context: PatchContext) -> None:
             if context.leads and context.rank != 0 and not _helpers_present():
                 from megatron.core.datasets.utils import compile_helpers
 
-                compile_helpers()  # a script of one's own had rank 0 do it
+                compile_helpers()  # other scripts had rank 0 do it
             with _acting_as_rank_0(context):
                 try:
                     return original(builder, *args, **kwargs)
@@ -242,8 +242,7 @@ def _build_indices(module: ModuleType, context: PatchContext) -> None:
 
 def _until_exit(sizes: Sequence[int | None]) -> list[int | None]:
     """Samples for training, validation and tests, as many as are read until ``--exit-interval``."""
-    arguments = sys.modules.get("megatron.training.global_vars")  # not in a loop of one's own
-    settings = getattr(arguments, "_GLOBAL_ARGS", None)
+    settings = job_arguments.parsed()
     last = getattr(settings, "exit_interval", None)
     if settings is None or not last:
         return list(sizes)
