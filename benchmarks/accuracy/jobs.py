@@ -61,12 +61,25 @@ JOBS8 = {
     "llama3_8b_tp4dp2": f"{TE} {LLAMA3_8B} --tensor-model-parallel-size 4 {SP} {OVERLAP}",
 }
 TWO = "--tensor-model-parallel-size 2"
+WIDE = """
+--num-layers 6 --num-query-groups 32 --seq-length 8192 --max-position-embeddings 8192
+--micro-batch-size 2 --global-batch-size 8
+"""
+WIDE_MOE = """
+--num-layers 4 --num-experts 8 --moe-ffn-hidden-size 8192 --seq-length 4096
+--max-position-embeddings 4096 --micro-batch-size 4 --global-batch-size 32
+"""
 MORE = {  # context parallelism and FP8: by name only, none of the nine jobs
     "te_cp2tp2": f"{TE} --context-parallel-size 2 {TWO} {SP}",
     "te_cp2tp2_fp8": f"{TE} --context-parallel-size 2 {TWO} {SP} --fp8-format hybrid",
     "te_cp2": f"{TE} --context-parallel-size 2",
     "te_cp2_fp8": f"{TE} --context-parallel-size 2 --fp8-format hybrid",
-}
+    # of two GPUs of 80 GB, twice side by side, and bound by them
+    **{f"te_cp2_{kind}": f"{TE} {WIDE} --context-parallel-size 2 --cp-comm-type {kind}"
+       for kind in ("p2p", "a2a", "all_gather")},
+    "te_tp2sp_dropout": f"{TE} {WIDE} {TWO} {SP} --attention-dropout 0.1 --hidden-dropout 0.1",
+    "te_moe_ep2_wide": f"{TE} {MOE.replace('parallel-size 4', 'parallel-size 2')} {WIDE_MOE}",
+}  # fmt: skip
 JOBS2 = {  # what two GPUs can say about the same effects
     "tp2": f"{LOCAL} {TWO}",
     "pp2": f"{LOCAL} {PP2}",

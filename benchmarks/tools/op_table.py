@@ -16,6 +16,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -60,11 +61,12 @@ class Bench:
 
     def _warm_up(self) -> None:
         """Heat the GPU as a job does, and find what an event pair adds to a short kernel."""
-        a = self.pool[: 1 << 26].view(8192, 8192)
+        rows = min(8192, math.isqrt(self.pool.numel()))
+        a, out = (one[: rows * rows].view(rows, rows) for one in (self.pool, self.out))
         end = time.monotonic() + (0.1 if self.dry else 4)
         while time.monotonic() < end:
             for _ in range(20):
-                torch.mm(a, a, out=self.out[: 1 << 26].view(8192, 8192))
+                torch.mm(a, a, out=out)
             torch.cuda.synchronize()
         x = self.pool[:1024]
         self.gap = self.cold(x.neg_) - self.hot(x.neg_)

@@ -23,6 +23,7 @@ import torch
 from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_prism.core.files import write_whole
 from megatron_prism.replay.costs.collectives import KINDS, METHOD, OVERLAP_METHOD
@@ -245,6 +246,9 @@ CPU_SIZES = SIZES[:11:2]
 SAMPLES, FEW_SAMPLES, LARGE = 64, 24, 1 << 26  # single calls; fewer of large ones
 _SMALL = 2.0**-110
 LOOKS = 3  # at the host, at least
+HELD_SIZES = tuple(1 << n for n in (16, 20, 23, 25, 26, 27))
+_MOST_HELD, _MOST_SENDS = 1 << 28, 64  # bytes of all sends of a row, and how many
+_BUSY_CYCLES, _BUSY_MS = 100_000_000, 20.0  # about 50 ms; sends that do not wait end before
 
 
 class _Bench:
@@ -298,27 +302,46 @@ def _calls(
     if bench.cuda:
         calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole, group=group)
         calls["all_to_all"] = lambda: dist.all_to_all_single(other, whole, group=group)
-    if n == 2:
-        calls |= _messages(bench.rank, group, whole, other)
+    there, back = (
+        dist.P2POp(dist.isend, whole, (bench.rank + 1) % n, group),
+        dist.P2POp(dist.irecv, other, (bench.rank - 1) % n, group),
+    )
+    if n == 2:  # one way, as pipelines do it
+        calls["send"] = lambda: _message([there] if bench.rank == 0 else [back])
+    calls["exchange"] = lambda: _message([there, back])  # round the ring of context parallelism
     return calls
 
 
-def _messages(rank: int, group: Group, whole: torch.Tensor, other: torch.Tensor) -> dict[str, Call]:
-    """One way (send) and both ways at once (exchange) between two ranks, as pipelines do it."""
-    peer = 1 - rank
-    there, back = (
-        dist.P2POp(dist.isend, whole, peer, group),
-        dist.P2POp(dist.irecv, other, peer, group),
-    )
+def _message(ops: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
-    def run(ops: list[dist.P2POp]) -> None:
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
 
-    return {
-        "send": lambda: run([there] if rank == 0 else [back]),
-        "exchange": lambda: run([there, back]),
-    }
+def _held(bench: _Bench) -> list[Row]:
+    """Rows {bytes, held}: of messages of so many bytes in a row, the bytes whose sends ended while
+    their receiver was busy; all ranks call this."""
+    rows = []
+    for size in HELD_SIZES:
+        message, _, _ = _tensors(bench, 1, size)
+        way, peer = (dist.isend, 1) if bench.rank == 0 else (dist.irecv, 0)
+        ops = [dist.P2POp(way, message, peer)]
+        count = min(_MOST_SENDS, _MOST_HELD // size)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        if bench.rank < 2:
+            _message(ops)  # connections are made now
+        dist.barrier()
+        torch.cuda.synchronize()
+        if bench.rank == 1:
+            torch.cuda._sleep(_BUSY_CYCLES)
+        marks[0].record()
+        for mark in marks[1:] if bench.rank < 2 else ():
+            _message(ops)
+            mark.record()
+        torch.cuda.synchronize()
+        if bench.rank == 0:
+            ended = sum(marks[0].elapsed_time(mark) < _BUSY_MS for mark in marks[1:])
+            rows.append({"bytes": size, "held": ended * size})
+    return rows
 
 
 def _collectives(bench: _Bench, then: Callable[[], None]) -> list[Row]:
@@ -375,6 +398,7 @@ def _calls_stage(bench: _Bench) -> Row:
         "collectives": rows,
         "overlap": [],
         "host": middle(hosts),
+        "held": _held(bench) if bench.cuda else [],
     }
 
 
@@ -418,11 +442,14 @@ def main() -> int:
 # factors came out as 1.0 from 64 MiB on, so nothing ran side by side (same day; the cause is
 # assumed).
 #
-# Computing is of two kinds: ``gemm``, products that fill the GPU, and ``memory``, additions that
-# take all of its memory's rate. On CPUs (gloo) both run throughout a phase, on the host's clock.
+# Computing is of three kinds: ``gemm``, products that fill the GPU, ``memory``, additions that take
+# all of its memory's rate, and ``attention``, the fused one that context parallelism has beside its
+# exchanges. On CPUs (gloo) both run throughout a phase, on the host's clock.
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 OVERLAP_SIZES, OVERLAP_CPU_SIZES = (1 << 24, 1 << 26, 1 << 28), (1 << 20,)  # bytes of the message
+# Transformer Engine's kernels first
+_FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CPU_PHASE_NS = 2e7
 ROUNDS, DROPPED, CPU_ROUNDS = 26, 2, 3
 _LONGER = 2.5  # computing lasts that much longer than a call, so that it covers a slow one
@@ -476,16 +503,28 @@ def overlaps(cuda: bool, size: int, calls: Callable[[int], Mapping[str, Call]]) 
 
 
 def _computing(cuda: bool) -> dict[str, Call]:
+    attend = torch.nn.functional.scaled_dot_product_attention
     if not cuda:
-        a, x = torch.randn(256, 256), torch.randn(1 << 20)
-        return {"gemm": lambda: torch.mm(a, a), "memory": lambda: torch.add(x, x)}
+        a, x, q = torch.randn(256, 256), torch.randn(1 << 20), torch.randn(1, 4, 256, 64)
+        return {
+            "gemm": lambda: torch.mm(a, a),
+            "memory": lambda: torch.add(x, x),
+            "attention": lambda: attend(q, q, q, is_causal=True),
+        }
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     out = torch.empty_like(a)
     x = torch.randn(1 << 27, device="cuda").bfloat16()
     y = torch.empty_like(x)
+    q = torch.randn(1, 32, 4096, 128, dtype=torch.bfloat16, device="cuda")  # batch, head, row
+
+    def attention() -> None:
+        with sdpa_kernel(_FUSED, set_priority=True):
+            attend(q, q, q, is_causal=True)
+
     return {
         "gemm": lambda: torch.mm(a, a, out=out),
         "memory": lambda: torch.add(x, 1.0, out=y),
+        "attention": attention,
     }
 
 

@@ -31,7 +31,7 @@ from megatron_prism.graph.world_graph import WorldGraph, build
 from megatron_prism.replay import whatif
 from megatron_prism.replay.costs import Prices, price_ops
 from megatron_prism.replay.costs.collectives import (
-    KINDS,
+    ATTENTION,
     Calibration,
     OverlapFactors,
     read_calibration,
@@ -233,6 +233,8 @@ def replay(
 # -- computing and calls that slow each other down -------------------------------------------------
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN_SHARE = 0.5  # of a segment: products
+_TOLD_APART = ("gemm", "memory")  # of KINDS: what slices tell apart
+_RING = "CONTEXT_PARALLEL_GROUP"  # its exchanges run beside attention
 
 
 def replay_with_overlap(
@@ -253,7 +255,8 @@ def replay_with_overlap(
     beside them: they lose no more.
 
     Messages take the factors that were measured of an exchange, else those of an all-to-all, which
-    NCCL runs with the same kernel (SendRecv).  Only calls that move data count, not those that wait
+    NCCL runs with the same kernel (SendRecv).  What runs beside calls of context-parallel ranks is
+    attention.  Only calls that move data count, not those that wait
     for a rank; several at once count each, and of several segments beside a call each counts in
     part.
     """
@@ -286,18 +289,19 @@ def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) 
     no call, or was not measured."""
     program = graph.program_list[index]
     sizes = np.maximum(program.bytes_in, program.bytes_out)
-    found = np.zeros((len(KINDS), 2, len(program)))
+    found = np.zeros((len(_TOLD_APART), 2, len(program)))
     messages = factors.get("exchange", factors.get("all_to_all"))
     if messages is not None:
         factors = {"send": messages, "recv": messages, **factors}
+    rings = [*(text.startswith(_RING) for text in program.strings), False]  # -1: in no group
+    ring = np.array(rings)[program.ops["group"]]
     for name, one in factors.items():
-        if name not in CODE:
-            continue
-        mine = np.flatnonzero(program.ops["name"] == CODE[name])
-        each, which = np.unique(sizes[mine], return_inverse=True)
-        for kind, rows in zip(KINDS, found, strict=True):
-            known = np.array([one.factors(size, kind) for size in each.tolist()]).reshape(-1, 2)
-            rows[:, mine] = 1 - 1 / known[which].T
+        called = program.ops["name"] == CODE[name] if name in CODE else np.zeros(len(ring), bool)
+        for kind, rows in zip(_TOLD_APART, found, strict=True):
+            for beside, mine in ((kind, called & ~ring), (ATTENTION, called & ring)):
+                each, which = np.unique(sizes[mine], return_inverse=True)
+                known = [one.factors(size, beside) for size in each.tolist()]
+                rows[:, mine] = 1 - 1 / np.array(known).reshape(-1, 2)[which].T
     return found
 
 

@@ -105,6 +105,26 @@ def test_products_and_other_kernels_lose_differently(products, computing_ms, cal
     assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "computing_ms", "call_ms"),
+    [
+        ([row(kind="attention", compute=2.0)], 1250, 500),
+        ([row(kind="attention", call=2.0)], 1000, 1000),
+        ([], 1000, 500),  # nobody measured attention: as beside products
+    ],
+)
+def test_beside_calls_of_context_parallel_ranks_runs_attention(rows, computing_ms, call_ms):
+    """The segment says that it is no products; additions would lose half."""
+    text = BESIDE.replace(GROUP, "CONTEXT_PARALLEL_GROUP").replace("size=2", "size=2 cp=2")
+    made = world_graph.build(parse(text.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
+    prices = costs.price_ops(made, machine("h200"))
+    prices = dataclasses.replace(prices, collective_ns=np.full(1, 500 * MS))
+    factors = read_overlap([row(), row(kind="memory", compute=2.0, call=2.0), *rows])
+    slower = priced_graph.replay_with_overlap(made, prices, factors, "x", 1).prices
+    assert slower.collective_ns[0] / MS == pytest.approx(call_ms, abs=1)
+    assert slower.compute[0].max() / MS == pytest.approx(computing_ms, abs=1)
+
+
 def test_computing_that_was_recorded_beside_calls_loses_no_more():
     made = world_graph.build(parse(BESIDE.replace(f"ns={1000 * MS}", f"ns={1000 * MS} products=0")))
     factors = read_overlap([row(), row(kind="memory", compute=2.0, call=2.0)])
@@ -234,7 +254,7 @@ def test_calls_measured_back_to_back_are_said_to_be(tmp_path):
         (row(call=float("nan")), "no JSON"),
         (row(compute=1e9), "compute: expected a float < 100.0"),
         (row(bytes=0), "bytes: expected an int >= 1"),
-        (row(kind="sleep"), "one of gemm, memory, not 'sleep'"),
+        (row(kind="sleep"), "one of gemm, memory, attention, not 'sleep'"),
         (row(kind=["gemm"]), "kind: expected a str"),
         ([row(), row(call=1.5)], "contradicts itself: all_reduce of 128 bytes beside gemm"),
         ({"method": OVERLAP_METHOD}, "is missing"),

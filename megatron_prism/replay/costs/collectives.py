@@ -26,8 +26,8 @@ from megatron_prism.core import foreign
 from megatron_prism.replay.costs.machine import Machine
 from megatron_prism.replay.costs.nccl_settings import NcclSettings, parse
 
-__all__ = ["Calibration", "KINDS", "METHOD", "OVERLAP_METHOD", "OverlapFactors", "Shape",
-           "modelled", "read_calibration", "read_overlap", "times"]  # fmt: skip
+__all__ = ["ATTENTION", "Calibration", "KINDS", "METHOD", "OVERLAP_METHOD", "OverlapFactors",
+           "Shape", "modelled", "read_calibration", "read_overlap", "times"]  # fmt: skip
 
 
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
@@ -193,7 +193,8 @@ def _log2(number: int) -> int:
     return number.bit_length() - 1
 
 
-KINDS = ("gemm", "memory")  # of computing: products, and additions
+ATTENTION = "attention"  # the fused one
+KINDS = ("gemm", "memory", ATTENTION)  # of computing: products, additions, attention
 OVERLAP_METHOD = 2  # of measuring; goes up when rows of before are not to be used any more
 
 _ROUNDS = 0.5  # of the rounds of the row that has most of them
@@ -205,7 +206,7 @@ class _OverlapRow(msgspec.Struct):
 
     op: str
     bytes: foreign.PositiveInt
-    kind: Literal["gemm", "memory"]
+    kind: Literal["gemm", "memory", "attention"]
     compute: _Factor
     call: _Factor
     rounds: float | None = None
@@ -223,7 +224,7 @@ class OverlapFactors:
 
     def factors(self, num_bytes: int, kind: str) -> tuple[float, float]:
         """(of computing, of the call), between two measured sizes by ratio, beyond them those of
-        the nearest; of a kind that was not measured those of the other."""
+        the nearest; of a kind that was not measured those of another (attention: of products)."""
         known = self.points.get(kind) or next(iter(self.points.values()))
         at = bisect.bisect_left(known, (num_bytes,))
         low, high = known[max(0, at - 1)], known[min(at, len(known) - 1)]
