@@ -88,7 +88,7 @@ def replay(args: argparse.Namespace) -> int:
         warn_without_times(programs)
         here = {**how, **{key: settings.pop(key) for key in _HOW if key in settings}}
         sizes = {key: settings.pop(key) for key in _SIZES if key in settings}
-        whatif.check_sizes(programs, sizes, settings.get("dp"))
+        whatif.check_sizes(programs, sizes, settings.get("dp"), settings.get("microbatches"))
         return replay_programs(programs, what_if=_what_if(**settings), **here)
 
     timeline = timeline_of(args.programs, settings)
@@ -181,6 +181,8 @@ def _sends(text: str) -> int:
     word, colon, size = text.partition(":")
     if word != "buffered":
         raise UnitError(f"sends are buffered, or not: {text}", fix="sends=buffered")
+    if colon and parse_bytes(size) < 1:
+        raise UnitError(f"buffers of {size}", fix="sends=buffered:8MiB")
     return parse_bytes(size) if colon else -1
 
 

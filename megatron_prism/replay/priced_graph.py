@@ -174,7 +174,8 @@ def price(
     if measured is not None and not isinstance(measured, Calibration):
         measured = read_calibration(measured)
     if measured is not None:
-        _check_calibration(measured.source, _name(own if moved is None else moved))
+        tier = programs.source.get("tier", "")
+        _check_calibration(measured.source, _name(own if moved is None else moved), tier)
     _check_machine(programs, machine)
     graph = build(_changed(programs, what_if, there))
     findings = graph.check()
@@ -527,8 +528,14 @@ def _check_machine(programs: Programs, machine: MachineLike | None) -> None:
         )
 
 
-def _check_calibration(source: str, machine: str) -> None:
-    """UsageError if the calls were measured on another machine than ``machine``."""
+def _check_calibration(source: str, machine: str, tier: str) -> None:
+    """UsageError if the calls were measured on another machine than ``machine``, or among processes
+    of a CPU for slices of GPUs."""
+    if " x CPU, " in source and tier in ("cuda", "meta"):
+        raise UsageError(
+            f"the calibration is of processes without GPUs, the slices are of {machine}: {source}",
+            fix=f"leave calibration= out, or prism calibrate on {machine}",
+        )
     there = named_in(source)
     if there and _is_another(machine, there):
         raise UsageError(

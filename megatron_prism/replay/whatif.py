@@ -520,10 +520,15 @@ SIZES = {  # of the model, with Megatron's flag
 _MODEL = ("tp", "cp", "pp")  # the ranks of one replica
 
 
-def check_sizes(programs: Programs, wanted: Mapping[str, int], dp: int | None = None) -> None:
+def check_sizes(
+    programs: Programs,
+    wanted: Mapping[str, int],
+    dp: int | None = None,
+    microbatches: int | None = None,
+) -> None:
     """UsageError unless ``wanted`` (of ``SIZES``) is what was captured, for ranks of other sizes
-    run other kernels: it says which slices would tell, as many as there are stages; ``dp``: of that
-    world, None: as captured."""
+    run other kernels: it says which slices would tell, as many as there are stages; ``dp`` and
+    ``microbatches``: of that world, None: as captured."""
     old = programs.world
     changed = {axis: size for axis, size in wanted.items() if size != getattr(old, axis)}
     if not changed:
@@ -536,17 +541,21 @@ def check_sizes(programs: Programs, wanted: Mapping[str, int], dp: int | None = 
     new = World(size, order=old.order, **sizes)  # type: ignore[arg-type]
     ranks = format_ranks(int(new.matching(pp=stage)[0]) for stage in range(new.pp))
     asked = " ".join(f"{axis}={size}" for axis, size in changed.items())
+    some = f"rank {ranks}" if new.pp == 1 else f"ranks {ranks}, one a stage"
+    batch = f"N ({microbatches} microbatches)"
     if "recipe" in programs.source:
         words = " ".join(f"parallel.{axis}={size}" for axis, size in changed.items())
         words += f" parallel.world_size={new.size}"
+        words += f" train.global_batch_size={batch}" if microbatches else ""
         fix = f"prism capture {programs.source['recipe']} -o DIR {words}"
     else:
         words = " ".join(f"{SIZES[axis]} {size}" for axis, size in changed.items())
-        fix = f"the job with {words} --prism-world-size {new.size} --prism-capture DIR, for each"
-        fix += f" --prism-ranks of {ranks}"
+        words += f" --global-batch-size {batch}" if microbatches else ""
+        fix = f"the job with {words} --prism-world-size {new.size} --prism-capture DIR"
+        fix += f" --prism-ranks {ranks}" if new.pp == 1 else f", for each --prism-ranks of {ranks}"
     raise UsageError(
         f"{asked}: ranks of another size run other kernels, which slices of {old} do not have; "
-        f"{new} needs slices of ranks {ranks}, one a stage",
+        f"{new} needs slices of {some}",
         fix=f"{fix}; then prism replay DIR",
     )
 

@@ -305,6 +305,18 @@ def test_pacing_and_predict_rest_on_the_prices_of_that_replay(told, tmp_path):
         assert one.iteration_ns == pytest.approx(1250 * MS, rel=1e-3)
 
 
+def test_calls_of_processes_without_gpus_are_none_of_slices_of_gpus(tmp_path):
+    file = tmp_path / "c.json"
+    call = {"op": "all_reduce", "ranks": 2, "bytes": 128, "ns": 500 * MS}
+    file.write_text(json.dumps({"source": "2 x CPU, gloo, torch 2", "collectives": [call]}))
+    world = parse(BESIDE)
+    assert price(world, machine="h200", calibration=file).timeline.iteration_ns == 1000 * MS
+    for tier in ("meta", "cuda"):
+        slices = dataclasses.replace(world, source={"tier": tier})
+        with pytest.raises(UsageError, match="processes without GPUs"):
+            price(slices, machine="h200", calibration=file)
+
+
 def test_a_clock_that_drifts_is_no_factor():
     """Every round is 10 % slower than the one before: phases of the same round are compared."""
     calibrate_rank = pytest.importorskip("megatron_prism.emulate.calibrate_rank")

@@ -286,6 +286,10 @@ def test_factors_that_nobody_means_are_refused(factor):
         ),
         (["pp=4", "dp=4"], ["32 ranks", "0-24:8", "parallel.pp=4"]),
         (["vpp=2"], ["8 ranks", "0,4,", "parallel.vpp=2"]),
+        (
+            ["pp=1", "dp=4", "microbatches=8"],
+            ["slices of rank 0", "world_size=8 train.global_batch_size=N (8 microbatches)"],
+        ),
     ],
 )
 def test_sizes_that_were_not_captured_say_which_slices_they_need(words, needs, capsys):

@@ -133,7 +133,7 @@ class NcclSettings:
 
 _LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS")
 _MOST = ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS")
-_WHOLE = (*_LEAST, *_MOST, "NCCL_BUFFSIZE")
+_WHOLE = (*_LEAST, *_MOST, "NCCL_BUFFSIZE", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def recorded(environment: Mapping[str, str] = os.environ) -> str:
