@@ -563,6 +563,47 @@ for _te in (False, True):
         )
 
 
+# -- attention alone, whose backward takes a workspace ---------------------------------------------
+def _attention(
+    sequence: int = SEQUENCE,
+    groups: int = HEADS,
+    sizes: tuple[int, int] = (128, 128),
+    mask: str = "causal",
+    dropout: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "fused",
+) -> Step:
+    """Transformer Engine's attention; ``sizes`` of a head's queries and values."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    attention_backend(backend)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(not deterministic))
+    module = DotProductAttention(HEADS, sizes, groups, dropout, attn_mask_type=mask)
+    q = leaf(sequence, BATCH, HEADS, sizes[0])
+    k, v = (leaf(sequence, BATCH, groups, size) for size in sizes)
+    return on(module, q, k, v)
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "": {},
+    ", no mask": {"mask": "no_mask"},
+    ", dropout 0.1": {"dropout": 0.1},
+    ", groups of heads": {"groups": 2},
+    ", one group": {"groups": 1},
+    ", heads of 64": {"sizes": (64, 64)},
+    ", heads of 72": {"sizes": (72, 72)},
+    ", heads of 256": {"sizes": (256, 256)},
+    ", latent": {"sizes": (192, 128)},
+    ", 1040 places": {"sequence": 1040},
+    ", 4096 places": {"sequence": 4096},
+}
+for _name, _options in ATTENTION.items():
+    for _fixed in (False, True):
+        row(f"TE attention{_name}{', deterministic' * _fixed}", "te")(
+            lambda o=_options, fixed=_fixed: _attention(deterministic=fixed, **o)
+        )
+
+
 # -- measuring -------------------------------------------------------------------------------------
 def _pass(step: Step) -> dict[str, int]:
     """Bytes of one forward and one backward."""

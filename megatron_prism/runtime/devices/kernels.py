@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime.recorder.shapes_meter import fills
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
@@ -29,7 +28,6 @@ __all__ = [
     "add_module",
     "add_modules",
     "batches_per_block",
-    "filled",
     "fused",
     "masked_softmax",
     "masked_softmax_backward",
@@ -46,12 +44,6 @@ def fused(name: str, flops: int, *tensors: torch.Tensor | None) -> None:
         there = [t for t in tensors if t is not None]
         traffic = sum(t.numel() * t.element_size() for t in there)
         meter.add(name, int(flops), traffic, there)
-
-
-def filled(num_bytes: int, like: torch.Tensor) -> None:
-    """Deterministic algorithms fill a workspace of ``num_bytes`` that no tensor stands for."""
-    if meter is not None and fills():
-        meter.add("fill_empty", 0, 2 * num_bytes, [like])
 
 
 _MASKED = -10000.0  # as the kernels have it

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-__all__ = ["Meter", "fills"]
+__all__ = ["Meter"]
 
 # allocate, or only look: no kernel is launched
 _FREE = frozenset(
@@ -118,7 +118,7 @@ class Meter:
         name = self._names.get(packet)
         if name is None:
             name = self._names[packet] = str(packet).removeprefix("aten.")
-        if name in _FREE and not (name in _ALLOCATE and fills()):
+        if name in _FREE and not (name in _ALLOCATE and _fills()):
             return
         tensors = [a for a in _flat(args) if isinstance(a, torch.Tensor) and a.is_meta]
         outs = [a for a in _flat((out,)) if isinstance(a, torch.Tensor) and a.is_meta]
@@ -154,7 +154,7 @@ class Meter:
         work.calls[f"{name}({shapes}){dtype}:{flops}:{traffic}"] += 1
 
 
-def fills() -> bool:
+def _fills() -> bool:
     """Whether memory is filled as it is allocated (aten/src/ATen/native/cuda/TensorFactories.cu,
     empty_cuda @v2.11)."""
     filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -211,13 +211,14 @@ class _Attention(torch.autograd.Function):
         sink = last if ctx.sinks else None
         grad = grad.contiguous()
         if q.is_meta:
-            announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
             of_sink = sink.new_empty(sink.shape) if sink is not None and ctx.learned else None
             if ctx.packed:
                 *rows, heads, size = q.shape
-                dqkv = q.new_empty(*rows, heads, 3 * size)
-                return (*dqkv.split(size, dim=-1), None, None, of_sink)
-            return (*(t.new_empty(t.shape) for t in (q, k, v)), None, None, of_sink)
+                found = q.new_empty(*rows, heads, 3 * size).split(size, dim=-1)
+            else:
+                found = tuple(t.new_empty(t.shape) for t in (q, k, v))
+            announce_attention("attention_backward", 5, q, k, v, grad, ctx.o)
+            return (*found, None, None, of_sink)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         leaf = sink if sink is None else sink.detach().requires_grad_()
         state = torch.get_rng_state()
@@ -368,7 +369,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         largest = _largest_logits(*qkv[:2], o, parallel) if self.return_max_logit else None
         forked = tracker().fork() if o.dropout and tracker is not None else nullcontext()
         sink = self.softmax_offset
-        kind = backend(*qkv, o, parallel, sink is not None)
+        kind = o.kernel = backend(*qkv, o, parallel, sink is not None)
         if form != "thd" and kind == "unfused":
             if not _packed(qkv):
                 query_layer, key_layer, value_layer = (t.contiguous() for t in qkv)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from megatron_prism.runtime.devices.kernels import filled, fused
+from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.common import (
     gather_along_first_dim,
     group_rank,
@@ -270,11 +270,45 @@ def announce_attention(
         pairs = min(pairs, queries * width)
     if getattr(o, "dropout", 0):
         name += "_dropout"
-    if products > 2 and is_deterministic():
-        name += "_deterministic"
-        if o.form != "thd":  # cuDNN keeps what softmax's gradient is, whole, for sums in one order
-            filled(2 * heads * q.shape[batch] * q.shape[sequence] * k.shape[sequence], q)
+    if products > 2:
+        name += "_deterministic" * is_deterministic()
+        q.new_empty(_workspace(q, k, v, o), dtype=torch.uint8)
     fused(name, products * heads * pairs * (size + v.shape[-1]), q, k, v, out)
+
+
+_PROCESSORS = 132  # of a Hopper GPU
+
+
+def _workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: SimpleNamespace) -> int:
+    """Bytes that one backward takes from torch's allocator while it runs.
+
+    cuDNN on Hopper: the gradient of q in fp32, or where sums have one order that of the softmax,
+    whole and in tiles; and one number a row (cudnn-frontend, scaled_dot_product_flash_attention.h,
+    get_fe_workspace_size_node @1.32).  flash-attn: the first, once for so many blocks of processors
+    where sums have one order (csrc/flash_attn/flash_api.cpp, mha_bwd @2.8); rows in tiles of 128.
+    Gradients of k and v are there for every head of q first.
+    """
+    heads, size = q.shape[-2:]
+    if o.form == "thd":  # how long the sequences are, nobody knows
+        batch, rows, columns = 1, q.shape[0], k.shape[0]
+    else:
+        sequence, batch = o.form.index("s"), q.shape[o.form.index("b")]
+        rows, columns = q.shape[sequence], k.shape[sequence]
+    whole, flash = batch * heads, getattr(o, "kernel", "") == "flash"
+    fixed = is_deterministic() and o.form != "thd"
+    if flash:
+        rows, size = _up(rows, 128), _up(size, 32 if size <= 128 else 64)
+    copies = -(-_PROCESSORS // whole) if flash and fixed else 1
+    taken = 4 * whole * rows * (copies * size + 1)
+    if fixed and not flash:
+        taken = 2 * whole * _up(rows, 64) * _up(columns, 128) + 4 * whole * rows
+    if k.shape[-2] != heads:
+        taken += q.element_size() * whole * columns * (k.shape[-1] + v.shape[-1])
+    return taken
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def is_deterministic() -> bool:
