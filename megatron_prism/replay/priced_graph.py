@@ -193,10 +193,9 @@ def price(
         graph = hosted
         prices = _prices(graph, here, there, measured, what_if)
     settled, buffered = None, _buffered(graph, what_if)
-    if measured is not None and measured.overlap:
-        settled = replay_with_overlap(
-            graph, prices, measured.overlap, measured.source, iterations, buffered
-        )
+    if (measured is not None and measured.overlap) or _on_streams(graph):
+        factors, who = (measured.overlap, measured.source) if measured is not None else ({}, "")
+        settled = replay_with_overlap(graph, prices, factors, who, iterations, buffered)
         prices = settled.prices
     if what_if.network not in (None, NO_NETWORK):
         topology = read_topology(str(what_if.network), there)
@@ -234,6 +233,7 @@ def replay(
 # -- computing and calls that slow each other down -------------------------------------------------
 PASSES, SETTLED = 50, 1e-4  # of the iteration and of all calls; a few passes, as a rule
 _UNKNOWN_SHARE = 0.5  # of a segment: products
+_CALLS = "calls and computing overlap"
 _TOLD_APART = ("gemm", "memory")  # of KINDS: what slices tell apart
 _RING = "CONTEXT_PARALLEL_GROUP"  # its exchanges run beside attention
 
@@ -255,13 +255,16 @@ def replay_with_overlap(
     how much of it is products.  Segments that were recorded among paced ranks had the job's calls
     beside them: they lose no more.
 
+    Segments of several streams share their GPU: while another one computes, each gets half as far.
+
     Messages take the factors that were measured of an exchange, else those of an all-to-all, which
     NCCL runs with the same kernel (SendRecv).  What runs beside calls of context-parallel ranks is
     attention.  Only calls that move data count, not those that wait
     for a rank; several at once count each, and of several segments beside a call each counts in
     part.
     """
-    if not factors:
+    streams = _on_streams(graph)
+    if not factors and not streams:
         return build_timeline(graph, prices, iterations, buffered)
     costs = [_lost(graph, index, factors) for index in range(len(graph.classes))]
     if graph.programs.source.get(PEERS) == PACED:
@@ -269,7 +272,7 @@ def replay_with_overlap(
             lost[:, 0] = 0
     found = build_timeline(graph, prices, iterations, buffered)
     for _ in range(PASSES):
-        now = _corrected(found, prices, costs, source)
+        now = _corrected(found, prices, costs, source, streams)
         times = evaluate(found.dag, durations_of(found.dag, now))
         before, found = found, Timeline(graph, now, found.dag, *times, iterations)
         moved = np.abs(now.collective_ns - before.prices.collective_ns).sum()
@@ -282,7 +285,18 @@ def replay_with_overlap(
 def corrected_once(found: Timeline, factors: Mapping[str, OverlapFactors], source: str) -> Prices:
     """Prices with what the overlaps of ``found`` would cost, as they are now."""
     costs = [_lost(found.graph, index, factors) for index in range(len(found.graph.classes))]
-    return _corrected(found, found.prices, costs, source)
+    return _corrected(found, found.prices, costs, source, frozenset())
+
+
+def _on_streams(graph: WorldGraph) -> frozenset[int]:
+    """Classes that compute on several streams, of segments that were timed one by one."""
+    if graph.programs.source.get("from") == "traces":
+        return frozenset()  # what ran beside a segment is in its time
+    return frozenset(
+        index
+        for index, program in enumerate(graph.program_list)
+        if len(np.unique(program.ops["stream"][program.ops["name"] == CODE["compute"]])) > 1
+    )
 
 
 def _lost(graph: WorldGraph, index: int, factors: Mapping[str, OverlapFactors]) -> np.ndarray:
@@ -314,9 +328,12 @@ def _parts(program: Program, segments: np.ndarray) -> np.ndarray:
     return np.stack([part, 1 - part])
 
 
-def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source: str) -> Prices:
-    """``prices``, and what the overlaps of ``found`` cost."""
-    sources = list(prices.sources)
+def _corrected(
+    found: Timeline, prices: Prices, costs: list[np.ndarray], source: str, streams: frozenset[int]
+) -> Prices:
+    """``prices``, and what the overlaps of ``found`` cost; ``streams``: classes whose segments may
+    share a GPU."""
+    sources, who = list(prices.sources), f"overlap: {source}; "
     meetings = prices.collective_ns.copy()
     compute, compute_source = [], []
     for index, (program, lost) in enumerate(zip(found.graph.program_list, costs, strict=True)):
@@ -333,8 +350,14 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
             slower += of_call * _covered(segments, calls, part, shared=True)
         late = np.zeros(len(program), dtype=np.int64)
         late[segments["op"]] = np.rint(more)
+        said = _said(prices.compute_source[index], late > 0, _CALLS, who, sources)
+        if index in streams:
+            shared = np.zeros(len(program), dtype=np.int64)
+            shared[segments["op"]] = np.rint(_shared(segments))
+            said = _said(said, shared > 0, "streams share the GPU", "", sources)
+            late += shared
         compute.append(prices.compute[index] + late)
-        compute_source.append(_said(prices.compute_source[index], late > 0, source, sources))
+        compute_source.append(said)
         met = found.graph.matched_calls.of[index][calls["op"]]
         took = calls["end"] - calls["start"]
         within = _covered(segments, calls, ones, shared=True) >= took - 1
@@ -349,7 +372,7 @@ def _corrected(found: Timeline, prices: Prices, costs: list[np.ndarray], source:
         compute_source=tuple(compute_source),
         collective_ns=meetings,
         collective_source=_said(
-            prices.collective_source, meetings > prices.collective_ns, source, sources
+            prices.collective_source, meetings > prices.collective_ns, _CALLS, who, sources
         ),
         sources=tuple(sources),
     )
@@ -373,12 +396,26 @@ def _covered(
     return np.asarray(end - begin)
 
 
-def _said(source: np.ndarray, chosen: np.ndarray, who: str, sources: list[str]) -> np.ndarray:
-    """Sources in which the chosen entries say that an overlap slowed them; extends ``sources``."""
+def _shared(segments: np.ndarray) -> np.ndarray:
+    """float64 [segments]: ns that each takes longer because other streams of its rank compute."""
+    more = np.zeros(len(segments))
+    for lane in np.unique(segments["lane"]).tolist():
+        mine = segments["lane"] == lane
+        others = segments[~mine]
+        more[mine] = _covered(others, segments[mine], np.full(len(others), 0.5))
+    return more
+
+
+def _said(
+    source: np.ndarray, chosen: np.ndarray, where: str, who: str, sources: list[str]
+) -> np.ndarray:
+    """Sources in which the chosen entries say where they are slower; extends ``sources``."""
     found = source.copy()
     for code in np.unique(source[chosen]).tolist():
         what, _, more = sources[code].partition(" (")
-        text = f"{what}, slower where calls and computing overlap (overlap: {who}; {more or ')'}"
+        text = f"{what}, slower where {where}"
+        if who or more:
+            text += f" ({who}{more or ')'}"
         if text not in sources:
             sources.append(text)
         found[chosen & (source == code)] = sources.index(text)
