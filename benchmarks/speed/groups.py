@@ -27,10 +27,10 @@ from megatron_prism.emulate.patches import startup
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 
-size, with_seams = int(sys.argv[1]), sys.argv[2] == "1"
+size, with_patches = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8
 world = session.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
-if with_seams:
+if with_patches:
     context = patch.PatchContext(None, None, meta=False, local_ranks=(rank,), rank=rank)
     wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
     patch.apply(tuple(wanted), context)
@@ -63,10 +63,10 @@ print(json.dumps(result))
 """
 
 
-def measure(size: int, with_seams: bool) -> dict[str, float]:
+def measure(size: int, with_patches: bool) -> dict[str, float]:
     """Figures of one fresh process."""
     child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(size), str(int(with_seams))],
+        [sys.executable, "-W", "ignore", "-c", CHILD, str(size), str(int(with_patches))],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -83,14 +83,14 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for size in (1_024, 8_192, 65_536):
-        runs = [measure(size, with_seams=True) for _ in range(args.rounds)]
+        runs = [measure(size, with_patches=True) for _ in range(args.rounds)]
         seconds = min(run["seconds"] for run in runs)
         rows.append(Row(f"{size:,} ranks: time", seconds, "s", BOUNDS.get(size)))
         for key, name in (("megabytes", "memory kept"), ("peak_megabytes", "memory, peak")):
             most = min(run[key] for run in runs)
             rows.append(Row(f"{size:,} ranks: {name}", most, "MB", MEMORY))
         if args.compare:
-            plain = measure(size, with_seams=False)
+            plain = measure(size, with_patches=False)
             rows.append(Row(f"{size:,} ranks without our patches: time", plain["seconds"], "s"))
             rows.append(
                 Row(f"{size:,} ranks without our patches: peak", plain["peak_megabytes"], "MB")

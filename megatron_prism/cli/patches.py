@@ -21,7 +21,7 @@ def patches(args: argparse.Namespace) -> int:
     speeds up.  Exit status 1 if a target is missing that a job does not start without.
     """
     from megatron_prism.emulate import patch
-    from megatron_prism.emulate.patches import without_cuda
+    from megatron_prism.emulate.patches import PATCHES
 
     roots = None if args.megatron is None else [args.megatron]
     release = megatron_release(roots)
@@ -31,7 +31,7 @@ def patches(args: argparse.Namespace) -> int:
             f"there is no megatron.core in {where}" if roots else "megatron-core is not installed",
             fix="--megatron CHECKOUT, the folder that holds megatron/core",
         )
-    found = patch.statuses(without_cuda.every_patch(), roots)
+    found = patch.statuses(PATCHES, roots)
     missing = [one for one in found if one.fatal]
     rows = [
         {"patch": one.patch.name, "purpose": one.patch.purpose, "state": one.state,

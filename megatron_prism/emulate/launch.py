@@ -167,7 +167,7 @@ def attach(options: flags.Options, session: Session) -> Any:
     folder that exists.
     """
     from megatron_prism.emulate import monitor, patch, summary
-    from megatron_prism.emulate.patches import moe, without_cuda
+    from megatron_prism.emulate.patches import patches_for
 
     if not options.verbose:
         _quieten(session)
@@ -180,11 +180,10 @@ def attach(options: flags.Options, session: Session) -> Any:
         rank=run.options.rank,
         changes=session.changes,
         iterations=run.options.iterations,
+        recording=run.recording,
     )
     monitor.host(context.start, run.options, run.monitor, session.changes)
-    patch.apply(without_cuda.patches_for(run.tier.name), context)
-    if run.recording is not None:
-        patch.apply(moe.patches_for_recording(run.recording), context)
+    patch.apply(patches_for(run.tier.name), context)
     report = summary.Reporter(run)
     run.monitor.listen(*run.training, report)
     if not exit_status.is_worker():

@@ -30,16 +30,22 @@ from megatron_prism.core.megatron_source import (
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks
 from megatron_prism.emulate.monitor import TrainingMonitor
+from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
 from megatron_prism.runtime.world import VirtualWorld
 
 __all__ = [
     "ENABLES",
+    "META",
+    "NO_CUDA",
     "PROTECTS",
     "SPEEDS_UP",
     "STATES",
+    "VALUES",
+    "Original",
     "PatchContext",
     "Patch",
     "apply",
+    "patch",
     "refused",
     "statuses",
 ]
@@ -48,15 +54,20 @@ PROTECTS = "protects"  # files of the real job: checkpoints, curves, logs
 ENABLES = "enables"  # without it a job does not run, or is wrong
 SPEEDS_UP = "speeds up"  # or makes a log easier to read
 STATES = FOUND, MISSING, NOT_NEEDED = "found", "missing", "not needed"
-Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+TIERS = ("cuda", "cpu", "meta")
+NO_CUDA = ("cpu", "meta")
+META = ("meta",)
+VALUES = ("cuda", "cpu")  # where tensors have values
+Original = Callable[..., Any]  # a function of Megatron
+Apply = Callable[[ModuleType, "PatchContext"], None]
 _RANGE = re.compile(r"(>=|<)(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A change of one module.
+    """A change of one module; ``patch`` declares it.
 
-    name    : of the patch, unique
+    name    : of the patch; the same in two modules if it is the same change
     module  : whose names are replaced
     reason  : why
     source  : the lines that it was read at, ``file:line @release``
@@ -65,16 +76,18 @@ class Patch:
               by the releases that have it: ``_NCCLEPManager.__init__ >=0.19``
     purpose : PROTECTS, ENABLES or SPEEDS_UP
     releases : that have the module (``<0.19``); "": all
+    tiers    : that need it
     """
 
     name: str
     module: str
     reason: str
     source: str
-    apply: Callable[[ModuleType, PatchContext], None]
-    targets: tuple[str, ...] = ()
+    apply: Apply
+    targets: tuple[str, ...]
     purpose: str = ENABLES
     releases: str = ""
+    tiers: tuple[str, ...] = TIERS
 
     def paths(self, release: Release | None) -> tuple[str, ...]:
         """The targets that ``release`` should have; of an unknown release (None) all."""
@@ -84,6 +97,28 @@ class Patch:
             if within(release, releases):
                 found.append(path)
         return tuple(found)
+
+
+def patch(
+    into: list[Patch],
+    module: str,
+    *targets: str,
+    reason: str,
+    source: str,
+    purpose: str = ENABLES,
+    releases: str = "",
+    tiers: tuple[str, ...] = TIERS,
+) -> Callable[[Apply], Apply]:
+    """Append the decorated function to ``into``: a patch of ``module`` with the function's name."""
+
+    def declare(function: Apply) -> Apply:
+        name = function.__name__.strip("_").replace("_", "-")
+        into.append(
+            Patch(name, module, reason, source, function, targets, purpose, releases, tiers)
+        )
+        return function
+
+    return declare
 
 
 @dataclass(frozen=True)
@@ -107,6 +142,8 @@ class PatchContext:
 
     changes    : what was replaced, so that it can be undone
     iterations : the first and the last that are wanted of a job with a checkpoint, or None
+    recording  : keeps values that steer the program, or gives them back
+    local_flash : Megatron's local attention takes memory as a fused one would (of recipes)
     """
 
     start: Callable[[], VirtualWorld]
@@ -116,6 +153,8 @@ class PatchContext:
     rank: int
     changes: ProcessChanges = field(default_factory=ProcessChanges)
     iterations: tuple[int, int] | None = None
+    recording: ValueRecorder | ValueReplayer | None = None
+    local_flash: bool = False
     _applying: Patch | None = None
 
     @property
@@ -129,32 +168,42 @@ class PatchContext:
         size = world_size or torch.distributed.get_world_size()
         return len(self.local_ranks) == size and not self.meta
 
-    def replace(self, owner: object, name: str, make: Make, again: bool = False) -> None:
-        """Replace the function ``owner.name`` by ``make(original)``.
+    def replace(self, module: ModuleType, call: Callable[..., Any], *paths: str) -> None:
+        """Replace functions of ``module`` by ``call``, whose first argument is the original.
 
-        A name that is replaced already is left alone (one function reachable through two modules),
-        unless ``again`` says that this is another change of the same function.  So is one that this
-        release lacks, which only a target with a range of releases may be.
+        paths : targets of the patch that is applied; all of them if none is given
+
+        One function that is reachable through two modules is replaced once by each patch.
         """
-        self._declared(owner, name)
-        original = getattr(owner, name, None)
-        if original is None or (getattr(original, "__prism__", False) and not again):
-            return
-        replacement = functools.wraps(original)(make(original))
-        replacement.__prism__ = True  # type: ignore[attr-defined]
-        self.changes.set(owner, name, replacement)
-
-    def set(self, owner: object, name: str, value: object) -> None:
-        """Set ``owner.name``, which is declared, to a stand-in."""
-        self._declared(owner, name)
-        self.changes.set(owner, name, value)
-
-    def _declared(self, owner: object, name: str) -> None:
-        """A patch replaces what it declares: else nobody would notice where that is missing."""
         patch = self._applying
-        path = f"{owner.__name__}.{name}" if isinstance(owner, type) else name
-        if patch is not None and path not in patch.paths(None):
-            raise AssertionError(f"patch {patch.name} replaces {path} and does not declare it")
+        assert patch is not None
+        for path in paths or patch.paths(None):
+            owner, name = self._place(module, path)
+            original = getattr(owner, name, None)
+            changed_by: frozenset[str] = getattr(original, "__prism__", frozenset())
+            if original is None or patch.name in changed_by:
+                continue
+            replacement = _calling(call, original)
+            vars(replacement)["__prism__"] = changed_by | {patch.name}
+            self.changes.set(owner, name, replacement)
+
+    def set(self, module: ModuleType, path: str, value: object) -> None:
+        """Set a target to a stand-in."""
+        owner, name = self._place(module, path)
+        if hasattr(owner, name):
+            self.changes.set(owner, name, value)
+
+    def _place(self, module: ModuleType, path: str) -> tuple[object, str]:
+        """The owner of a target and its name there; the owner None where this release lacks it.
+
+        A patch replaces what it declares: else nobody would notice where that is missing.
+        """
+        patch = self._applying
+        if patch is None or path not in patch.paths(None):
+            name = "nobody" if patch is None else patch.name
+            raise AssertionError(f"patch {name} replaces {path} and does not declare it")
+        owner, _, name = path.rpartition(".")
+        return (getattr(module, owner, None) if owner else module), name
 
     @contextlib.contextmanager
     def applying(self, patch: Patch) -> Iterator[None]:
@@ -166,16 +215,21 @@ class PatchContext:
             self._applying = before
 
 
-def refused(what: str, fix: str) -> Make:
+def _calling(call: Callable[..., Any], original: Original) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
+    return replacement
+
+
+def refused(what: str, fix: str) -> Callable[..., Any]:
     """For ``replace``: a function that cannot run here says so by name."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(what, fix=fix)
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(what, fix=fix)
 
-        return call
-
-    return make
+    return call
 
 
 def within(release: Release | None, ranges: str) -> bool:

@@ -538,7 +538,7 @@ def run_of(recipe: Recipe, rank: int, tier: Tier) -> Run:
 def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
     """Apply the patches and bring the virtual world up, before Megatron is imported."""
     from megatron_prism.emulate import launch, patch
-    from megatron_prism.emulate.patches import without_cuda
+    from megatron_prism.emulate.patches import patches_for
 
     meta, rank = run.tier.name == "meta", run.options.rank
     context = patch.PatchContext(
@@ -548,11 +548,9 @@ def start_world(run: Run, recipe: Recipe, session: Session) -> VirtualWorld:
         local_ranks=(rank,),
         rank=rank,
         changes=session.changes,
+        local_flash=recipe.prism.transformer_impl == "local_flash",
     )
-    chosen = without_cuda.patches_for(run.tier.name)
-    if meta and recipe.prism.transformer_impl == "local_flash":
-        chosen += (without_cuda.FUSED_ATTENTION,)
-    patch.apply(chosen, context)
+    patch.apply(patches_for(run.tier.name), context)
     return context.start()
 
 

@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 from helpers import patching
 
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.patches.pipeline import _label_combined
 
 
 def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
@@ -27,7 +26,8 @@ def test_combined_steps_are_the_forwards_microbatches(monkeypatch):
         return (object() if f_model else None), 0, None
 
     module.combined_forward_backward_step = combined_forward_backward_step
-    _label_combined(module, dataclasses.replace(patching.context(), monitor=monitor))
+    context = dataclasses.replace(patching.context(), monitor=monitor)
+    patching.apply("label-combined", module, context)
 
     def step(forward, backward, chunk=None):
         given = [None, None, forward, 4, None, [], backward is not None or None, None, backward]

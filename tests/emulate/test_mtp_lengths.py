@@ -78,7 +78,6 @@ def test_what_comes_is_what_the_peer_sends(layout, microbatches):
 
 def test_a_flag_without_a_layout_makes_nothing_longer():
     """--mtp-standalone alone: Megatron asks for shapes, and they are those of one sequence."""
-    from megatron_prism.emulate.patches import pipeline
 
     class Communicator:
         config = SimpleNamespace(
@@ -99,7 +98,7 @@ def test_a_flag_without_a_layout_makes_nothing_longer():
     context = patching.context()
     settings = {"seq_length": 32, "micro_batch_size": 3}
     context.monitor = SimpleNamespace(schedule_settings=lambda: settings)
-    pipeline._label_receives(SimpleNamespace(P2PCommunicator=Communicator), context)
+    patching.apply("label-receives", SimpleNamespace(P2PCommunicator=Communicator), context)
     assert Communicator()._communicate_shapes(None, None, True, True) == ([16, 3, 8], [16, 3, 8])
 
 
@@ -111,7 +110,6 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     import torch
 
     from megatron_prism.emulate.patch import PatchContext
-    from megatron_prism.emulate.patches import moe
 
     class Optimizer:
         def has_grad_norm_group(self, group):
@@ -123,7 +121,7 @@ def test_a_stage_without_mtp_layers_knows_of_their_norm(local, heads, answer, mo
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", known)
     context = PatchContext(lambda: None, None, False, local, local[0])
     module = SimpleNamespace(MegatronOptimizer=Optimizer, __name__=Optimizer.__module__)
-    moe._norm_of_heads(module, context)
+    patching.apply("norm-of-mtp-heads", module, context)
     assert Optimizer().has_grad_norm_group("mtp") is answer
     known._GLOBAL_ARGS = None
     assert Optimizer().has_grad_norm_group("mtp") is False  # a recipe's job

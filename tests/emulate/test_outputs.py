@@ -4,16 +4,17 @@ Megatron's modules are stand-ins that have the one function; whether these are M
 for ``tests/megatron/test_copied_command_lines.py``.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import patching
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.patch import PatchContext
 from megatron_prism.emulate.patches import outputs
-from megatron_prism.emulate.patches import training as seams_training
 
 EMULATED, REAL = (1,), (0, 1, 2, 3)
 
@@ -45,12 +46,12 @@ def test_a_job_is_real_when_no_rank_is_virtual_and_values_are_there(module):
 def test_gradients_are_not_saved_and_that_is_said_once(module, capsys):
     names, calls = module
     emulated, real = names("save_grads"), names("save_grads")
-    outputs._no_gradients(emulated, context(EMULATED))
+    patching.apply("no-gradients", emulated, context(EMULATED))
     for iteration in (1, 2):
         assert emulated.save_grads("real", {}, iteration, "wgrads") is None
     assert calls == []
     assert capsys.readouterr().err.count("gradients are not written") == 1
-    outputs._no_gradients(real, context(REAL))
+    patching.apply("no-gradients", real, context(REAL))
     real.save_grads("own", {}, 1, "dgrads")
     assert calls == [("save_grads", "own", {}, 1, "dgrads")]
     assert capsys.readouterr().err == ""
@@ -65,9 +66,9 @@ def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
 ):
     names, calls = module
     settings = SimpleNamespace(profile=True, use_pytorch_profiler=profiler)
-    monkeypatch.setattr(outputs, "_get_args", lambda: settings)
+    monkeypatch.setattr(outputs, "megatron_args", lambda: settings)
     training = names("train")
-    outputs._no_traces(training, context(local))
+    patching.apply("no-traces", training, context(local))
     training.train("model")
     assert calls == [("train", "model")]
     assert settings.profile is left
@@ -79,7 +80,7 @@ def test_pytorchs_profiler_is_off_where_ranks_are_virtual(
 def test_an_iteration_that_megatron_skips_is_counted(module):
     names, calls = module
     training, here = names("dummy_train_step"), context(EMULATED)
-    seams_training._prove(training, here)
+    patching.apply("monitor", training, here)
     training.dummy_train_step("data")
     assert calls == [("dummy_train_step", "data")]
     assert here.monitor.skipped == 1
@@ -97,7 +98,7 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
     """A trace of routing begins by emptying the file of its rank."""
     names, calls = module
     variables = names("set_global_variables")
-    outputs._no_others(variables, context(local))
+    patching.apply("no-others", variables, context(local))
     args = SimpleNamespace(world_size=4, save="own", **PLACES)
     variables.set_global_variables(args)
     assert calls == [("set_global_variables", args)]
@@ -116,7 +117,7 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
 def test_gpus_are_not_sniffed_where_there_are_none(module, capsys):
     names, calls = module
     test = names("run_gpu_sniff_test")
-    outputs._no_sniffing(test, context(EMULATED))
+    patching.apply("no-sniffing", test, context(EMULATED))
     for _ in range(2):
         test.run_gpu_sniff_test("before training")
     assert calls == []
@@ -144,7 +145,7 @@ def test_a_rank_takes_its_own_states_where_the_first_of_its_group_is_virtual(mod
         __name__="megatron.core.optimizer.distrib_optimizer",
         DistributedOptimizer=DistributedOptimizer,
     )
-    outputs._own_optimizer_states(place, context(EMULATED))
+    patching.apply("own-optimizer-states", place, context(EMULATED))
     optimizer = DistributedOptimizer()
     assert optimizer.load_parameter_state("file") == ("file", [2.0, 3.0])
     assert torch.distributed.scatter is scatter
@@ -176,13 +177,13 @@ def test_samples_and_schedules_go_on_without_training(module, monkeypatch, capsy
                         lambda n, **_: state.update(size=2 if n < 6 else 4))  # fmt: skip
     monkeypatch.setattr(calculator, "get_current_global_batch_size", lambda: state["size"])
     job = SimpleNamespace(load="", ckpt_step=None, consumed_train_samples=4)
-    monkeypatch.setattr(outputs, "_get_args", lambda: job)
+    monkeypatch.setattr(outputs, "megatron_args", lambda: job)
     monkeypatch.setattr(outputs, "_last_before", lambda *args: 2)
     steps = []
     scheduler = SimpleNamespace(step=lambda increment: steps.append(increment))
     place = SimpleNamespace(load_checkpoint=lambda *args: (2, 7))
     wanted = PatchContext(lambda: None, TrainingMonitor(), False, (1,), 1, iterations=(6, 9))
-    outputs._read_checkpoint(place, wanted)
+    patching.apply("read-checkpoint", place, wanted)
     assert place.load_checkpoint([], None, scheduler) == (5, 7)
     assert (job.ckpt_step, job.exit_interval, job.ckpt_fully_parallel_load) == (2, 9, False)
     assert steps == [2, 4, 4]
@@ -217,9 +218,9 @@ def test_on_shapes_an_optimizer_that_is_loaded_has_states_before_the_first_itera
 ):
     found = {}
     shapes = SimpleNamespace(meta=True, leads=False, iterations=None, is_real=lambda: False)
-    shapes.replace = lambda module, name, make: found.update({name: make(None)})
+    shapes.replace = lambda module, call: found.update(load_checkpoint=partial(call, None))
     checkpointing = SimpleNamespace(checkpoint_exists=lambda place: exists)
-    monkeypatch.setattr(outputs, "_get_args", lambda: SimpleNamespace(**settings))
+    monkeypatch.setattr(outputs, "megatron_args", lambda: SimpleNamespace(**settings))
     outputs._read_checkpoint(checkpointing, shapes)
     one, stub = Adam(), Adam(stub=True)
     chained = SimpleNamespace(chained_optimizers=[one, stub])

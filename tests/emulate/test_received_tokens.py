@@ -118,7 +118,7 @@ def test_the_last_rank_of_a_ring_sends_nothing_unwritten(monkeypatch, place, vir
 
     module = SimpleNamespace(AttnFuncWithCPAndKVP2P=Attention)
     monkeypatch.setattr(pipeline, "values_of", lambda group: Values() if virtual else None)
-    pipeline._whole_ring(module, patching.context())
+    patching.apply("whole-ring", module, patching.context())
     monkeypatch.setattr(torch, "empty", dirty)
     x = torch.ones(4, requires_grad=True)
     Attention.apply(x, _Group(place)).sum().backward()
@@ -179,15 +179,15 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 here = tiers.prepare(sys.argv[1], ProcessChanges())
 from megatron.core.tensor_parallel import data
-from megatron_prism.emulate.patches import pipeline
-from megatron_prism.emulate.patch import PatchContext
+from megatron_prism.emulate import patch
+from megatron_prism.emulate.patches import PATCHES
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
 local = int(sys.argv[2])
 session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
 group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
-context = PatchContext(lambda: None, None, here.name == "meta", (local,), local)
-pipeline._own_broadcasts(data, context)
+context = patch.PatchContext(lambda: None, None, here.name == "meta", (local,), local)
+patch.apply([one for one in PATCHES if one.name == "own-broadcasts"], context)
 batch = {"image": torch.rand(2, 3, 4), "mask": torch.ones(2, 5)}
 found = data.broadcast_data(["image", "mask"], batch, torch.float32, tp_group=group)
 assert [tuple(t.shape) for t in found.values()] == [(2, 3, 4), (2, 5)]
@@ -217,7 +217,7 @@ def test_images_whose_places_are_values_are_refused_on_shapes(meta):
         pass
 
     module = SimpleNamespace(LLaVAModel=LLaVAModel)
-    pipeline._images_have_places(module, patching.context(meta))
+    patching.apply("images-have-places", module, patching.context(meta))
     if not meta:
         LLaVAModel()
         return

@@ -231,11 +231,11 @@ def test_what_the_releases_do_differently():
         assert set(waits) == {0}
 
 
-SEAMED = (p2p_communication, megatron_schedules, pipeline_utils)
+PATCHED = (p2p_communication, megatron_schedules, pipeline_utils)
 
 
 def state():
-    return [dict(vars(module)) for module in SEAMED]
+    return [dict(vars(module)) for module in PATCHED]
 
 
 def test_everything_is_put_back(monkeypatch):

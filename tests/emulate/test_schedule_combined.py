@@ -194,14 +194,14 @@ def test_forward_only_overlaps_nothing():
     assert schedules(4, 2, 8, forward_only=True, ep_overlap=True).programs == plain.programs
 
 
-SEAMED = (model_chunk_schedule_plan, gpt_model, combined_1f1b, megatron_schedules, pipeline_utils)
+PATCHED = (model_chunk_schedule_plan, gpt_model, combined_1f1b, megatron_schedules, pipeline_utils)
 
 
 def test_everything_is_put_back(monkeypatch):
-    before = [dict(vars(module)) for module in SEAMED]
+    before = [dict(vars(module)) for module in PATCHED]
     record(CASES[0])
-    assert [dict(vars(module)) for module in SEAMED] == before
+    assert [dict(vars(module)) for module in PATCHED] == before
     monkeypatch.setattr(Tape, "own_grad_sync", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         record({**CASES[0], "align_grad_reduce": False})
-    assert [dict(vars(module)) for module in SEAMED] == before
+    assert [dict(vars(module)) for module in PATCHED] == before

@@ -45,17 +45,15 @@ def prepare(tier, local_flash=True):
 
     from megatron_prism.core.process_changes import ProcessChanges
     from megatron_prism.emulate import monitor, patch
-    from megatron_prism.emulate.patches import without_cuda
+    from megatron_prism.emulate.patches import patches_for
     from megatron_prism.runtime import devices as tiers
 
     installed = tiers.prepare(tier, ProcessChanges())
     shape = tier == "meta"
     one = monitor.TrainingMonitor(installed.live, shapes_only=shape)
-    shared = patch.PatchContext(start=None, monitor=one, meta=shape, local_ranks=(0,), rank=0)
+    shared = patch.PatchContext(None, one, shape, (0,), rank=0, local_flash=local_flash)
     # fast-groups remembers which ranks are local; these worlds are small enough without
-    chosen = tuple(s for s in without_cuda.patches_for(tier) if s.name != "fast-groups")
-    if tier == "meta" and local_flash:
-        chosen += (without_cuda.FUSED_ATTENTION,)
+    chosen = [one for one in patches_for(tier) if one.name != "fast-groups"]
     patch.apply(chosen, shared)
     for name in MODULES:
         importlib.import_module(name)

@@ -11,8 +11,8 @@ import torch
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
-from megatron_prism.emulate.patches import pipeline as seams_pipeline
-from megatron_prism.emulate.patches import training as seams_training
+from megatron_prism.emulate.patches.pipeline import PATCHES as pipeline_patches
+from megatron_prism.emulate.patches.training import PATCHES as training_patches
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.runtime import world as session
 from megatron_prism.runtime.values import Values
@@ -20,7 +20,7 @@ from megatron_prism.runtime.values import rms
 here = tiers.prepare("cpu", ProcessChanges())
 world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
-patch.apply(seams_pipeline.PATCHES + seams_training.PATCHES, context)
+patch.apply(pipeline_patches + training_patches, context)
 session.start(world)
 
 from megatron.core import parallel_state

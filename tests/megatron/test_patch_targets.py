@@ -14,13 +14,13 @@ from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.emulate import import_hooks, patch
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.emulate.patches import without_cuda
+from megatron_prism.emulate.patches import PATCHES
 
 pytestmark = pytest.mark.megatron
 pytest.importorskip("megatron.core")
 
 RELEASE = megatron_source.parse_release(megatron_source.megatron_release())
-FOUND = [one for one in patch.statuses(without_cuda.every_patch()) if one.state == patch.FOUND]
+FOUND = [one for one in patch.statuses(PATCHES) if one.state == patch.FOUND]
 
 
 def context():
@@ -37,9 +37,8 @@ def test_this_release_has_every_target(capsys):
 
 
 def test_every_patch_says_what_it_replaces():
-    every = without_cuda.every_patch()
-    assert len({(one.name, one.module) for one in every}) == len(every)
-    for one in every:
+    assert len({(one.name, one.module) for one in PATCHES}) == len(PATCHES)
+    for one in PATCHES:
         assert one.targets, one.name
         assert one.purpose in (patch.PROTECTS, patch.ENABLES, patch.SPEEDS_UP)
         assert one.reason
@@ -126,7 +125,7 @@ def test_a_module_that_moved_is_missing(tmp_path):
     (tmp_path / "megatron" / "core" / "package_info.py").write_text(info)
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("")
     assert megatron_source.megatron_release([str(tmp_path)]) == "0.21.3rc0"
-    found = patch.statuses(without_cuda.every_patch(), [str(tmp_path)])
+    found = patch.statuses(PATCHES, [str(tmp_path)])
     core = [one for one in found if one.patch.module.startswith("megatron.core.")]
     assert {one.state for one in core} == {patch.MISSING, patch.NOT_NEEDED}
     training = [one for one in found if one.patch.module.startswith("megatron.training.")]
@@ -139,10 +138,15 @@ def test_a_patch_replaces_only_what_it_declares():
     here = dataclasses.replace(context(), changes=changes)
     one = patch.Patch("planted", "nowhere", "why", "", lambda m, c: None, targets=("declared",))
     with here.applying(one):
-        here.replace(module, "declared", lambda original: lambda: 10 * original())
+        for _ in range(2):  # as if it were reachable through two modules
+            here.replace(module, lambda original: 10 * original())
         with pytest.raises(AssertionError, match="replaces other and does not declare it"):
-            here.replace(module, "other", lambda original: original)
+            here.replace(module, lambda original: original, "other")
     assert module.declared() == 10
+    two = dataclasses.replace(one, name="another")
+    with here.applying(two):
+        here.replace(module, lambda original: 1 + original())
+    assert module.declared() == 11
     changes.undo()
     assert module.declared() == 1
 
@@ -150,7 +154,7 @@ def test_a_patch_replaces_only_what_it_declares():
 def test_finding_out_takes_no_time():
     import time
 
-    patch.statuses(without_cuda.every_patch())
+    patch.statuses(PATCHES)
     begin = time.process_time()
-    patch.statuses(without_cuda.every_patch())
+    patch.statuses(PATCHES)
     assert time.process_time() - begin < 0.3

@@ -111,8 +111,6 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import training as seams_training
-    from megatron_prism.emulate.patches import without_cuda
 
     class JITFunction:
         __name__ = "rotate"
@@ -120,11 +118,11 @@ def test_kernels_without_a_stand_in_and_restarts_are_refused(monkeypatch):
         def run(self):
             return 1
 
-    without_cuda._no_triton(SimpleNamespace(JITFunction=JITFunction), patching.context())
+    patching.apply("no-triton", SimpleNamespace(JITFunction=JITFunction), patching.context())
     with pytest.raises(UnsupportedError, match="triton kernel rotate needs a GPU"):
         JITFunction().run()
     module = SimpleNamespace(maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None))
-    seams_training._no_restarts(module, patching.context())
+    patching.apply("no-restarts", module, patching.context())
     assert module.maybe_wrap_for_inprocess_restart(3) == (3, None)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--inprocess-restart"])
     with pytest.raises(UnsupportedError, match="virtual ranks have none"):
@@ -136,8 +134,6 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import training as seams_training
-    from megatron_prism.emulate.patches import without_cuda
 
     class HybridDeviceOptimizer:
         pass
@@ -149,8 +145,8 @@ def test_a_refusal_ends_with_what_to_type_however_deep_it_was():
             raise type(e)(f"{e} when instantiating {module.__name__}") from e
 
     module = SimpleNamespace(HybridDeviceOptimizer=HybridDeviceOptimizer, build_module=build_module)
-    without_cuda._no_offloaded_optimizer(module, patching.context())
-    seams_training._own_words(module, patching.context())
+    patching.apply("no-offloaded-optimizer", module, patching.context())
+    patching.apply("own-words", module, patching.context())
     with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload") as caught:
         module.build_module(list, lambda: module.build_module(set, HybridDeviceOptimizer))
     assert caught.value.fix.endswith("--prism-tier cuda")
@@ -161,7 +157,6 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
     from types import SimpleNamespace
 
     from megatron_prism.core.errors import UnsupportedError
-    from megatron_prism.emulate.patches import without_cuda
 
     class Config:
         def __init__(self, **fields):
@@ -173,7 +168,7 @@ def test_low_precision_is_refused_when_the_configuration_is_made():
             self.checked = True
 
     context = patching.context()
-    without_cuda._no_low_precision(SimpleNamespace(TransformerConfig=Config), context)
+    patching.apply("no-low-precision", SimpleNamespace(TransformerConfig=Config), context)
     assert Config().checked  # Megatron's own checks still run
     assert Config(fp8_param=True).checked  # says nothing without --fp8-format
     with pytest.raises(UnsupportedError, match="FP8 without a GPU is shapes") as caught:

@@ -1,1 +1,24 @@
-"""What an emulated job changes in Megatron, by subject."""
+"""What an emulated job changes in Megatron, by subject.
+
+startup.py       groups, arguments, the data set's helper and index, the log
+training.py      the training loop, optimizers, FSDP, vocabulary-parallel layers
+pipeline.py      what is received from other ranks: scale, shape, tokens; labels of phases
+moe.py           dispatchers, routing, multi-token prediction
+outputs.py       checkpoints, curves, traces and other files of the real job
+without_cuda.py  kernels, CUDA graphs, offloading and number formats where there is no GPU
+"""
+
+from __future__ import annotations
+
+from megatron_prism.emulate.patch import Patch
+from megatron_prism.emulate.patches import moe, outputs, pipeline, startup, training, without_cuda
+
+__all__ = ["PATCHES", "patches_for"]
+
+_BY_SUBJECT = (startup, pipeline, training, outputs, moe, without_cuda)
+PATCHES: list[Patch] = [one for module in _BY_SUBJECT for one in module.PATCHES]
+
+
+def patches_for(tier: str) -> list[Patch]:
+    """Every patch that a run on ``tier`` needs."""
+    return [one for one in PATCHES if tier in one.tiers]

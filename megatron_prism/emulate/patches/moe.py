@@ -7,155 +7,298 @@ router's decisions meet a recording.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from megatron_prism.emulate import job_arguments
-from megatron_prism.emulate.patch import Patch, PatchContext, refused
-from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
+from megatron_prism.emulate.patch import (
+    META,
+    NO_CUDA,
+    VALUES,
+    Original,
+    Patch,
+    PatchContext,
+    patch,
+    refused,
+)
+from megatron_prism.runtime.devices import cuda, fused_dispatch, stand_ins
+from megatron_prism.runtime.te.moe import counts
 from megatron_prism.runtime.values import BalancedExpertCounts
 from megatron_prism.runtime.world import values_of
 
-__all__ = ["patches_for_recording"]
+__all__ = ["PATCHES"]
 
+PATCHES: list[Patch] = []
 
 _MTP = "mtp"  # optimizer.py:150 @0.19.0
 
 
-def _norm_of_heads(module: ModuleType, context: PatchContext) -> None:
+@patch(
+    PATCHES,
+    "megatron.core.optimizer.optimizer",
+    "MegatronOptimizer.has_grad_norm_group",
+    reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
+    source="core/optimizer/optimizer.py:294 @0.19.0",
+    releases=">=0.19",
+)
+@patch(
+    PATCHES,
+    "megatron.core.optimizer.layer_wise_optimizer",
+    "LayerWiseDistributedOptimizer.has_grad_norm_group",
+    reason="whether some rank has detached MTP heads is asked of ranks that mirror this one",
+    source="core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
+    releases=">=0.19",
+)
+def _norm_of_mtp_heads(module: ModuleType, context: PatchContext) -> None:
     """With ``--mtp-detach-heads`` MTP layers have a gradient norm of their own, which all ranks add
     up if one of them has such layers.  Ranks ask each other that; mirrored ones would all be like
     this one, and a stage without MTP layers would leave a call out that the others make."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, group: str) -> bool:
-            found = original(self, group)
-            if group != _MTP or context.is_real():
-                return found
-            args = job_arguments.parsed()
-            detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
-            return bool(found or detached)
+    def call(original: Original, self: Any, group: str) -> bool:
+        found = original(self, group)
+        if group != _MTP or context.is_real():
+            return found
+        args = job_arguments.parsed()
+        detached = getattr(args, "mtp_detach_heads", False) and args.mtp_num_layers
+        return bool(found or detached)
 
-        return call
-
-    for name in ("MegatronOptimizer", "LayerWiseDistributedOptimizer"):
-        owner = getattr(module, name, None)
-        if owner is not None and owner.__module__ == module.__name__:
-            context.replace(owner, "has_grad_norm_group", make)
+    context.replace(module, call)
 
 
-_MTP_HEADS: tuple[Patch, ...] = tuple(
-    Patch(
-        f"norm-of-mtp-heads{where}",
-        f"megatron.core.optimizer{where}",
-        "whether some rank has detached MTP heads is asked of ranks that mirror this one",
-        cited,
-        _norm_of_heads,
-        targets=(f"{owner}.has_grad_norm_group",),
-        releases=">=0.19",
-    )
-    for where, owner, cited in (
-        (".optimizer", "MegatronOptimizer", "core/optimizer/optimizer.py:294 @0.19.0"),
-        (
-            ".layer_wise_optimizer",
-            "LayerWiseDistributedOptimizer",
-            "core/optimizer/layer_wise_optimizer.py:815 @0.19.0",
-        ),
-    )  # fmt: skip
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.token_dispatcher",
+    "_DeepepManager.__init__",
+    "_HybridEPManager.__init__",
+    "_NCCLEPManager.__init__ >=0.19",
+    reason="DeepEP, HybridEP and NCCL EP know nothing of process groups",
+    source="core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :1216, :1462 @0.19.0",
 )
-
-
 def _no_flex(module: ModuleType, context: PatchContext) -> None:
     """Their kernels write into the memory of the other ranks, which are not there; on shapes
     nothing is written, and DeepEP and HybridEP have stand-ins."""
     names = {} if context.meta else {"_DeepepManager": "DeepEP", "_HybridEPManager": "HybridEP"}
     for owner, name in {**names, "_NCCLEPManager": "NCCL EP"}.items():
-        make = refused(
+        call = refused(
             f"--moe-token-dispatcher-type flex talks to the other ranks through {name}, "
             "and virtual ranks have no memory that it could write to",
             "use --moe-token-dispatcher-type alltoall: tokens, experts and layers are the same",
         )
-        if hasattr(module, owner):
-            context.replace(getattr(module, owner), "__init__", make)
+        context.replace(module, call, f"{owner}.__init__")
 
 
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.token_dispatcher",
+    "MoEAlltoAllTokenDispatcher.preprocess",
+    "MoEAllGatherTokenDispatcher.token_dispatch",
+    reason="mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
+    source="core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
+    tiers=VALUES,
+)
 def _balanced_peers(module: ModuleType, context: PatchContext) -> None:
     """Counts and routing maps of virtual ranks are ours, seen from where they are."""
-    if context.meta:
+
+    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+        values = values_of(self.tp_ep_group)
+        if values is None:
+            return original(self, *args, **kwargs)
+        ways = self.tp_ep_group.size() // self.ep_size
+        blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
+        with values.of_parts(blocks):
+            return original(self, *args, **kwargs)
+
+    context.replace(module, call)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.router",
+    "TopKRouter.routing",
+    reason="how many tokens an expert gets depends on what real peers computed",
+    source="core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
+)
+def _recorded_routing(module: ModuleType, context: PatchContext) -> None:
+    """Keep, or give back, what every MoE layer's router decides."""
+    if (recording := context.recording) is None:
         return
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            values = values_of(self.tp_ep_group)
-            if values is None:
-                return original(self, *args, **kwargs)
-            ways = self.tp_ep_group.size() // self.ep_size
-            blocks = BalancedExpertCounts(self.config.num_moe_experts, self.num_local_experts, ways)
-            with values.of_parts(blocks):
-                return original(self, *args, **kwargs)
+    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        # probabilities of experts that only the recording chose stay 0: sizes are what
+        # a recording is for
+        routed = recording.route(self.layer_number or 0, result[1])
+        return (result[0], routed, *result[2:])
 
-        return call
-
-    for owner, name in (
-        ("MoEAlltoAllTokenDispatcher", "preprocess"),
-        ("MoEAllGatherTokenDispatcher", "token_dispatch"),
-    ):
-        context.replace(getattr(module, owner), name, make)
+    context.replace(module, call)
 
 
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "no-flex",
-        "megatron.core.transformer.moe.token_dispatcher",
-        "DeepEP, HybridEP and NCCL EP know nothing of process groups",
-        "core/transformer/moe/token_dispatcher.py:942, :1091 @0.16.1; :993, :1216, :1462 @0.19.0",
-        _no_flex,
-        targets=(
-            "_DeepepManager.__init__",
-            "_HybridEPManager.__init__",
-            "_NCCLEPManager.__init__ >=0.19",
-        ),
-    ),
-    Patch(
-        "balanced-peers",
-        "megatron.core.transformer.moe.token_dispatcher",
-        "mirrored routing gives a rank more tokens, or fewer, than all ranks together route",
-        "core/transformer/moe/token_dispatcher.py:256, :469 @0.16.1; :278, :495 @0.19.0",
-        _balanced_peers,
-        targets=(
-            "MoEAlltoAllTokenDispatcher.preprocess",
-            "MoEAllGatherTokenDispatcher.token_dispatch",
-        ),
-    ),
-    *_MTP_HEADS,
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.moe_utils",
+    "HAVE_TE",
+    reason="without Transformer Engine the router raises NameError",
+    source="core/transformer/moe/moe_utils.py (te_general_gemm) @0.16.1",
+    tiers=NO_CUDA,
 )
+def _name_without_te(module: ModuleType, context: PatchContext) -> None:
+    """0.16.1 tests a name that it only binds if Transformer Engine imports."""
+    if not hasattr(module, "te_general_gemm"):
+        # not a target: a name that is made here, since nothing else binds it
+        context.changes.set(module, "te_general_gemm", None)
 
 
-def patches_for_recording(recording: ValueRecorder | ValueReplayer | None) -> tuple[Patch, ...]:
-    """The patch that keeps, or gives back, what every MoE layer's router decides."""
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.token_dispatcher",
+    "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+    reason="token counts steer shapes, and shapes have no data",
+    source="core/transformer/moe/token_dispatcher.py:871 @0.16.1",
+    tiers=META,
+)
+def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
+    """Shapes have no routing: every expert gets its even share, and the host knows it at once.
 
-    def routing(module: ModuleType, context: PatchContext) -> None:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                result = original(self, *args, **kwargs)
-                # probabilities of experts that only the recording chose stay 0: sizes are what
-                # a recording is for
-                assert recording is not None
-                routed = recording.route(self.layer_number or 0, result[1])
-                return (result[0], routed, *result[2:])
+    The one point where the dispatcher needs data is its copy of the splits to the host
+    (core/transformer/moe/token_dispatcher.py, _maybe_dtoh_and_synchronize).
+    """
 
-            return call
+    def call(original: Original, self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if self.drop_and_pad or point != self.cuda_dtoh_point:
+            return tokens_per_expert
+        if cuda.watcher is not None:  # the copy to the host that this stands in for
+            cuda.watcher.host_waited("token counts")
+        splits = stand_ins.balanced_splits(
+            total=int(self.num_out_tokens)
+            if not torch.is_tensor(self.num_out_tokens)
+            else self.routing_map.shape[0] * self.config.moe_router_topk,
+            num_experts=self.num_experts,
+            local=self.local_expert_indices,
+            ep_size=self.ep_size,
+            tp_size=self.tp_size,
+        )
+        counts["made_up"] = True
+        self.num_out_tokens = splits.total
+        self.input_splits = splits.sent
+        self.output_splits = splits.received
+        self.output_splits_tp = splits.received_tp
+        self.num_global_tokens_per_local_expert = splits.table
+        return splits.per_local_expert
 
-        context.replace(module.TopKRouter, "routing", make)
+    context.replace(module, call)
 
-    return (
-        Patch(
-            "recorded-routing",
-            "megatron.core.transformer.moe.router",
-            "how many tokens an expert gets depends on what real peers computed",
-            "core/transformer/moe/router.py:545 @0.16.1; :741 @0.19.0",
-            routing,
-            targets=("TopKRouter.routing",),
-        ),
-    )
+
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.token_dispatcher",
+    "MoEAllGatherTokenDispatcher.dispatch_postprocess",
+    reason="the same where all tokens are gathered",
+    source="core/transformer/moe/token_dispatcher.py:299 @0.16.1; :321 @0.19.0",
+    tiers=META,
+)
+def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
+    """As ``_balanced_splits`` where every rank gathers all tokens and keeps those of its experts
+    (core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher.dispatch_postprocess).
+    """
+
+    def call(original: Original, self: Any, hidden_states: Any, probs: Any) -> Any:
+        self.hidden_shape_before_permute = hidden_states.shape
+        local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        self.local_map = self.routing_map[:, local].contiguous()
+        chosen = probs[:, local].contiguous()
+        self.local_map.sum(dim=0).long()  # the counts that the host would read
+        if cuda.watcher is not None:
+            cuda.watcher.host_waited("token counts")
+        splits = stand_ins.balanced_splits(
+            total=self.routing_map.shape[0] * self.config.moe_router_topk,
+            num_experts=self.config.num_moe_experts,
+            local=self.local_expert_indices,
+            ep_size=1,
+            tp_size=1,
+        )
+        counts["made_up"] = True
+        total = int(splits.per_local_expert.sum())
+        permuted, _, self.reversed_local_input_permutation_mapping, *_ = module.permute(
+            hidden_states,
+            self.local_map,
+            num_out_tokens=total,
+            fused=self.config.moe_permute_fusion,
+        )
+        self.local_probs = stand_ins.masked_select(
+            chosen.T.contiguous(), self.local_map.T.contiguous(), total
+        )
+        self.routing_map = None
+        return permuted, splits.per_local_expert, self.local_probs
+
+    context.replace(module, call)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.fused_a2a",
+    "fused_dispatch",
+    "fused_combine",
+    "set_deepep_num_sms",
+    "hybrid_ep_dispatch",
+    "hybrid_ep_combine",
+    reason="DeepEP and HybridEP write into the memory of other GPUs",
+    source="core/transformer/moe/fused_a2a.py:200, :480 @0.19.0",
+    tiers=META,
+)
+def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
+    for name in ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine"):
+        context.set(module, name, getattr(fused_dispatch, name))
+    context.set(module, "set_deepep_num_sms", lambda number: None)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.token_dispatcher",
+    "_HybridEPManager.setup_metadata",
+    "_DeepepManager.setup_metadata",
+    "_DeepepManager._indices_to_multihot",
+    "fused_indices_to_multihot",
+    reason="how many tokens arrive is a value",
+    source="core/transformer/moe/token_dispatcher.py:993, :1216 @0.19.0",
+    tiers=META,
+)
+def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
+    """HybridEP's call does not say how many experts a token goes to; DeepEP's map of experts is
+    filled where its values say."""
+
+    def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
+        ways = self.num_experts // self.config.num_moe_experts
+        fused_dispatch.set_copies(self.config.moe_router_topk * ways)
+        counts["made_up"] = True
+        return original(self, *args, **kwargs)
+
+    def multihot(
+        original: Original, self: Any, indices: torch.Tensor, probs: torch.Tensor
+    ) -> object:
+        return fused_dispatch.indices_to_multihot(indices, probs, self.num_local_experts)
+
+    managers = ("_HybridEPManager", "_DeepepManager")
+    context.replace(module, metadata, *(f"{owner}.setup_metadata" for owner in managers))
+    context.replace(module, multihot, "_DeepepManager._indices_to_multihot")
+    context.set(module, "fused_indices_to_multihot", fused_dispatch.indices_to_multihot)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.transformer.moe.moe_utils",
+    "permute",
+    reason="masked_select has no meta kernel",
+    source="core/transformer/moe/moe_utils.py",
+    tiers=META,
+)
+def _static_permute(module: ModuleType, context: PatchContext) -> None:
+    """The unfused permutation selects by mask, which has no shape; its size is known beforehand."""
+
+    def call(original: Original, tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tokens.is_meta:
+            return original(tokens, routing_map, *args, **kwargs)
+        return stand_ins.permute_shapes(original, tokens, routing_map, *args, **kwargs)
+
+    context.replace(module, call)

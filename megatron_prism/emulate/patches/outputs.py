@@ -1,6 +1,6 @@
 """Patches that keep an emulated job from writing to, or reading from, the real job's places.
 
-Same form as ``startup``.  A copied command line names the folders of the real job's checkpoints and
+A copied command line names the folders of the real job's checkpoints and
 curves; an emulated job has no business there.  With all ranks local and values the job is real, and
 writes.
 """
@@ -20,12 +20,22 @@ import torch
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.emulate.patch import PROTECTS, Patch, PatchContext
-from megatron_prism.emulate.patches.startup import _get_args
+from megatron_prism.emulate.patch import PROTECTS, Original, Patch, PatchContext, patch
+from megatron_prism.emulate.patches.startup import megatron_args
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "weigh"]
+
+PATCHES: list[Patch] = []
 
 
+@patch(
+    PATCHES,
+    "megatron.training.checkpointing",
+    "save_checkpoint",
+    reason="--save names the real job's folder, and virtual ranks have no shards to put there",
+    source="training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """Of an emulated job they are meaningless, and ``--save`` names the real job's own folder.
 
@@ -33,29 +43,33 @@ def _no_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """
     told: list[int] = []
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(iteration: Any, *args: Any, **kwargs: Any) -> Any:
-            gathered = bool(getattr(_get_args(), "overlap_param_gather", False))
-            context.monitor.outside_step(gathered, begun=True)
-            if context.is_real():
-                with context.monitor.part("checkpoint"):
-                    return original(iteration, *args, **kwargs)
-            if not told and context.leads:
-                why = "those of an emulated job are meaningless"
-                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
-            told.append(iteration)
-            monitor = context.monitor
-            watched = monitor.hears_calls
-            if context.meta and not watched and _get_args().ckpt_format == "torch_dist":
-                save = partial(original, iteration, *args, **kwargs)
-                weigh(module, monitor, save)
-            return None
+    def call(original: Original, iteration: Any, *args: Any, **kwargs: Any) -> Any:
+        gathered = bool(getattr(megatron_args(), "overlap_param_gather", False))
+        context.monitor.outside_step(gathered, begun=True)
+        if context.is_real():
+            with context.monitor.part("checkpoint"):
+                return original(iteration, *args, **kwargs)
+        if not told and context.leads:
+            why = "those of an emulated job are meaningless"
+            sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+        told.append(iteration)
+        watched = context.monitor.hears_calls
+        if context.meta and not watched and megatron_args().ckpt_format == "torch_dist":
+            weigh(module, context.monitor, partial(original, iteration, *args, **kwargs))
+        return None
 
-        return call
-
-    context.replace(module, "save_checkpoint", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.dist_checkpointing.serialization",
+    "save",
+    "load",
+    reason="a program without Megatron's pretrain would write among the real job's shards",
+    source="core/dist_checkpointing/serialization.py:349 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
     """The same where a program calls megatron.core itself.  What it has not saved, or shapes could
     not hold, it "loads" as the model has it."""
@@ -68,66 +82,70 @@ def _no_own_checkpoints(module: ModuleType, context: PatchContext) -> None:
             return None
         return inspect.signature(original).bind(*args, **kwargs).arguments
 
-    def save(original: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            asked = given(original, args, kwargs)
-            if asked is None:
-                return original(*args, **kwargs)
-            context.monitor.outside_step(gathered=False, begun=True)
-            if not unsaved and context.leads:
-                why = "those of an emulated job are meaningless"
-                sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
-            unsaved.add(str(asked["checkpoint_dir"]))
-            return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
+    def save(original: Original, *args: object, **kwargs: object) -> object:
+        asked = given(original, args, kwargs)
+        if asked is None:
+            return original(*args, **kwargs)
+        context.monitor.outside_step(gathered=False, begun=True)
+        if not unsaved and context.leads:
+            why = "those of an emulated job are meaningless"
+            sys.stderr.write(f"prism: checkpoints are not written: {why}\n")
+        unsaved.add(str(asked["checkpoint_dir"]))
+        return module.AsyncRequest(None, (), []) if asked.get("async_sharded_save") else None
 
-        return call
+    def load(original: Original, *args: object, **kwargs: object) -> object:
+        asked = given(original, args, kwargs)
+        if asked is None or not (context.meta or str(asked["checkpoint_dir"]) in unsaved):
+            return original(*args, **kwargs)
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
-    def load(original: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            asked = given(original, args, kwargs)
-            if asked is None or not (context.meta or str(asked["checkpoint_dir"]) in unsaved):
-                return original(*args, **kwargs)
-            from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+        held = dict_list_map_outplace(
+            lambda one: getattr(one, "data", getattr(one, "obj", one)),
+            asked["sharded_state_dict"],
+        )
+        returns = "return" in str(asked.get("strict", "")).lower()
+        return (held, set(), set()) if returns else held
 
-            held = dict_list_map_outplace(
-                lambda one: getattr(one, "data", getattr(one, "obj", one)),
-                asked["sharded_state_dict"],
-            )
-            returns = "return" in str(asked.get("strict", "")).lower()
-            return (held, set(), set()) if returns else held
-
-        return call
-
-    context.replace(module, "save", save)
-    context.replace(module, "load", load)
+    context.replace(module, save, "save")
+    context.replace(module, load, "load")
 
 
-def _only_real(
-    context: PatchContext, instead: str = ""
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``_wrap``: nothing happens unless the job is real; ``instead`` is said of it once."""
+def _only_real(context: PatchContext, instead: str = "") -> Callable[..., Any]:
+    """For ``replace``: nothing happens unless the job is real; ``instead`` is said of it once."""
     told: list[str] = []
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if context.is_real():
-                return original(*args, **kwargs)
-            if instead and not told and context.leads:
-                sys.stderr.write(f"prism: {instead}\n")
-                told.append(instead)
-            return None
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        if context.is_real():
+            return original(*args, **kwargs)
+        if instead and not told and context.leads:
+            sys.stderr.write(f"prism: {instead}\n")
+            told.append(instead)
+        return None
 
-        return call
-
-    return make
+    return call
 
 
+@patch(
+    PATCHES,
+    "megatron.training.checkpointing",
+    "save_grads",
+    reason="gradients that are saved go to the real job's folder, too",
+    source="training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_gradients(module: ModuleType, context: PatchContext) -> None:
     """``--save-wgrads-interval`` and ``--save-dgrads-interval`` write to folders in ``--save``."""
     said = "gradients are not written: --save names the real job's folder"
-    context.replace(module, "save_grads", _only_real(context, said))
+    context.replace(module, _only_real(context, said))
 
 
+@patch(
+    PATCHES,
+    "megatron.training.checkpointing",
+    "load_checkpoint",
+    reason="shapes made --load look for iteration 0; an iteration in the midst of a job",
+    source="training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
+)
 def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
     """Begin where the wanted iteration does; read what a rank alone can.
 
@@ -136,35 +154,37 @@ def _read_checkpoint(module: ModuleType, context: PatchContext) -> None:
     would get the others' part from virtual ones.
     """
 
-    def make(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-        def call(
-            model: object, optimizer: object, scheduler: object, *args: object, **kwargs: object
-        ) -> tuple[int, int]:
-            job = _get_args()
-            wanted = context.iterations if kwargs.get("load_arg", "load") == "load" else None
-            if not context.is_real():
-                job.ckpt_fully_parallel_load = False
-            if wanted is not None:
-                if not context.meta:
-                    job.ckpt_step = _last_before(job.load, wanted[0], job.ckpt_step)
-                job.exit_interval = wanted[1]  # a multiple of it: training ends there
-            if context.meta:
-                if _loads_optimizer(module, job):
-                    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-                        _make_states(part)
-                if context.leads:
-                    sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
-                begun, operations = 0, 0
-            else:
-                begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
-            if wanted is not None:
-                _go_on(job, scheduler, begun, wanted[0] - 1)
-                begun = wanted[0] - 1
-            return begun, operations
+    def call(
+        original: Original,
+        model: object,
+        optimizer: object,
+        scheduler: object,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[int, int]:
+        job = megatron_args()
+        wanted = context.iterations if kwargs.get("load_arg", "load") == "load" else None
+        if not context.is_real():
+            job.ckpt_fully_parallel_load = False
+        if wanted is not None:
+            if not context.meta:
+                job.ckpt_step = _last_before(job.load, wanted[0], job.ckpt_step)
+            job.exit_interval = wanted[1]  # a multiple of it: training ends there
+        if context.meta:
+            if _loads_optimizer(module, job):
+                for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+                    _make_states(part)
+            if context.leads:
+                sys.stderr.write("prism: checkpoints are not read: shapes have no values\n")
+            begun, operations = 0, 0
+        else:
+            begun, operations = original(model, optimizer, scheduler, *args, **kwargs)
+        if wanted is not None:
+            _go_on(job, scheduler, begun, wanted[0] - 1)
+            begun = wanted[0] - 1
+        return begun, operations
 
-        return call
-
-    context.replace(module, "load_checkpoint", make)
+    context.replace(module, call)
 
 
 def _last_before(folder: str, iteration: int, chosen: int | None) -> int:
@@ -208,6 +228,20 @@ def _go_on(job: Any, scheduler: Any, begun: int, end: int) -> None:
     )
 
 
+@patch(
+    PATCHES,
+    "megatron.core.optimizer.distrib_optimizer",
+    "DistributedOptimizer.load_parameter_state",
+    reason="ranks but the first of a data-parallel group loaded zeros for a legacy optimizer state",
+    source="core/optimizer/distrib_optimizer.py:2253 @0.16.1; :2542 @0.19.0",
+)
+@patch(
+    PATCHES,
+    "megatron.core.optimizer.optimizer",
+    "ChainedOptimizer.load_parameter_state",
+    reason="the same where experts have an optimizer of their own",
+    source="core/optimizer/optimizer.py:1367 @0.16.1; :1967 @0.19.0",
+)
 def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     """Read the optimizer's states of all, and take the local rank's, where the first rank of the
     data-parallel group is virtual: it would read and scatter them (--ckpt-format torch)."""
@@ -217,28 +251,23 @@ def _own_optimizer_states(module: ModuleType, context: PatchContext) -> None:
     ) -> None:
         own.copy_(parts[group.mine])
 
-    def make(original: Callable[..., object]) -> Callable[..., object]:
-        def call(self: object, *args: object, **kwargs: object) -> object:
-            changes = ProcessChanges()
-            for one in () if context.is_real() else getattr(self, "chained_optimizers", (self,)):
-                group = getattr(one, "data_parallel_group", None)
-                if group is not None and group.rank():
-                    first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
-                    changes.set(one, "data_parallel_group", first)
-                    changes.set(one, "data_parallel_group_gloo", first)
-            if len(changes):
-                changes.set(torch.distributed, "scatter", take)
-                changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                changes.undo()
+    def call(original: Original, self: object, *args: object, **kwargs: object) -> object:
+        changes = ProcessChanges()
+        for one in () if context.is_real() else getattr(self, "chained_optimizers", (self,)):
+            group = getattr(one, "data_parallel_group", None)
+            if group is not None and group.rank():
+                first = SimpleNamespace(rank=lambda: 0, size=group.size, mine=group.rank())
+                changes.set(one, "data_parallel_group", first)
+                changes.set(one, "data_parallel_group_gloo", first)
+        if len(changes):
+            changes.set(torch.distributed, "scatter", take)
+            changes.set(torch.distributed, "get_process_group_ranks", lambda group: [0])
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            changes.undo()
 
-        return call
-
-    chain = module.__name__.endswith(".optimizer")
-    owner = module.ChainedOptimizer if chain else module.DistributedOptimizer
-    context.replace(owner, "load_parameter_state", make)
+    context.replace(module, call)
 
 
 def _loads_optimizer(module: ModuleType, args: Any) -> bool:
@@ -258,9 +287,16 @@ def _make_states(optimizer: Any) -> None:
         make()
 
 
+@patch(
+    PATCHES,
+    "megatron.core.dist_checkpointing.validation",
+    "validate_sharding_integrity",
+    reason="an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
+    source="core/dist_checkpointing/validation.py:363 @0.19.0",
+)
 def _unchecked_shards(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 looks whether the shards of all ranks make up whole tensors; mirrored ones do not."""
-    context.replace(module, "validate_sharding_integrity", _only_real(context))
+    context.replace(module, _only_real(context))
 
 
 # who would write -> the option that asks for it
@@ -271,27 +307,31 @@ _WRITERS = {
 }
 
 
+@patch(
+    PATCHES,
+    "megatron.training.global_vars",
+    "_set_tensorboard_writer",
+    "_set_wandb_writer",
+    "_set_one_logger",
+    reason="an emulated last rank would write its losses among the real job's",
+    source="training/global_vars.py:170 @0.16.1; :210 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_writers(module: ModuleType, context: PatchContext) -> None:
     """Megatron makes them on the last rank, and lives without them on all others."""
     told: list[str] = []
 
-    def make(option: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(args: Any) -> Any:
-                if context.is_real(args.world_size):
-                    return original(args)
-                if option and getattr(args, option, None) and context.leads and not told:
-                    why = "TensorBoard, W&B and progress.txt are the real job's"
-                    sys.stderr.write(f"prism: {why}: nothing of an emulated job is written there\n")
-                    told.append(option)
-                return None
-
-            return call
-
-        return replace
+    def call(option: str, original: Original, args: Any) -> Any:
+        if context.is_real(args.world_size):
+            return original(args)
+        if option and getattr(args, option, None) and context.leads and not told:
+            why = "TensorBoard, W&B and progress.txt are the real job's"
+            sys.stderr.write(f"prism: {why}: nothing of an emulated job is written there\n")
+            told.append(option)
+        return None
 
     for name, option in _WRITERS.items():
-        context.replace(module, name, make(option))
+        context.replace(module, partial(call, option), name)
 
 
 # where else it writes, under its rank's name or one for all -> the flag
@@ -304,205 +344,114 @@ _OTHERS = {
 }
 
 
+@patch(
+    PATCHES,
+    "megatron.training.global_vars",
+    "set_global_variables",
+    reason="routing, logits, parameter groups, snapshots: the real job's files",
+    source="training/training.py:3566, :2092, :2137 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_others(module: ModuleType, context: PatchContext) -> None:
     """They begin by emptying the real job's file of that rank, or end by replacing it."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            asked = [name for name in _OTHERS if getattr(args, name, None)]
-            if asked and not context.is_real(args.world_size):
-                for name in asked:
-                    setattr(args, name, None)
-                if context.leads:
-                    flags = ", ".join(_OTHERS[name] for name in asked)
-                    why = "it would write among the real job's files"
-                    sys.stderr.write(f"prism: {flags} is off: {why}\n")
-            return original(args, *rest, **kwargs)
+    def call(original: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        asked = [name for name in _OTHERS if getattr(args, name, None)]
+        if asked and not context.is_real(args.world_size):
+            for name in asked:
+                setattr(args, name, None)
+            if context.leads:
+                flags = ", ".join(_OTHERS[name] for name in asked)
+                why = "it would write among the real job's files"
+                sys.stderr.write(f"prism: {flags} is off: {why}\n")
+        return original(args, *rest, **kwargs)
 
-        return call
-
-    context.replace(module, "set_global_variables", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.training.gpu_sniff_test",
+    "run_gpu_sniff_test",
+    reason="it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
+    source="training/gpu_sniff_test.py:144 @0.19.0",
+    releases=">=0.19",
+)
 def _no_sniffing(module: ModuleType, context: PatchContext) -> None:
     """``--gpu-sniff-test-interval`` measures GPUs and links; virtual ranks have neither."""
     said = "--gpu-sniff-test-interval measures nothing: virtual ranks have no GPUs"
-    context.replace(module, "run_gpu_sniff_test", _only_real(context, said))
+    context.replace(module, _only_real(context, said))
 
 
+@patch(
+    PATCHES,
+    "megatron.training.utils",
+    "append_to_progress_log",
+    reason="--log-progress appends to a file of the real job",
+    source="training/utils.py:451 @0.16.1",
+    purpose=PROTECTS,
+    releases="<0.19",
+)
+@patch(
+    PATCHES,
+    "megatron.training.utils.log_utils",
+    "append_to_progress_log",
+    reason="the same in its new home",
+    source="training/utils/log_utils.py:114 @0.19.0",
+    purpose=PROTECTS,
+    releases=">=0.19",
+)
 def _no_progress(module: ModuleType, context: PatchContext) -> None:
     """Rank 0 appends to a file in ``--save``; its barrier stays."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, barrier: bool = True, **kwargs: Any) -> Any:
-            if context.is_real():
-                return original(*args, barrier=barrier, **kwargs)
-            if barrier:
-                torch.distributed.barrier()
-            return None
+    def call(original: Original, *args: Any, barrier: bool = True, **kwargs: Any) -> Any:
+        if context.is_real():
+            return original(*args, barrier=barrier, **kwargs)
+        if barrier:
+            torch.distributed.barrier()
+        return None
 
-        return call
-
-    context.replace(module, "append_to_progress_log", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.training.training",
+    "compute_throughputs_and_append_to_progress_log",
+    reason="it reads the progress file, which a virtual rank 0 has not begun",
+    source="training/training.py:2114 @0.16.1; :2954 @0.19.0",
+)
 def _no_throughputs(module: ModuleType, context: PatchContext) -> None:
     """At a checkpoint it reads the file back, which only rank 0's host need have."""
-    context.replace(module, "compute_throughputs_and_append_to_progress_log", _only_real(context))
+    context.replace(module, _only_real(context))
 
 
+@patch(
+    PATCHES,
+    "megatron.training.training",
+    "train",
+    reason="--use-pytorch-profiler writes among the real job's traces",
+    source="training/training.py:2638 @0.16.1; :3668 @0.19.0",
+    purpose=PROTECTS,
+)
 def _no_traces(module: ModuleType, context: PatchContext) -> None:
     """Its handler writes to ``--tensorboard-dir`` (0.16) or beside it (0.19) under this rank's
     name.  ``--profile`` goes with it: without a profiler it would start the one of CUDA."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            settings = _get_args()
-            asked = settings.profile and settings.use_pytorch_profiler
-            if asked and not context.is_real():
-                settings.profile = False
-                if context.leads:
-                    sys.stderr.write(
-                        "prism: --use-pytorch-profiler is off: it would write among the real "
-                        "job's traces\n"
-                        "  fix: leave it out; --profile alone works under nsys\n"
-                    )
-            return original(*args, **kwargs)
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        settings = megatron_args()
+        asked = settings.profile and settings.use_pytorch_profiler
+        if asked and not context.is_real():
+            settings.profile = False
+            if context.leads:
+                sys.stderr.write(
+                    "prism: --use-pytorch-profiler is off: it would write among the real "
+                    "job's traces\n"
+                    "  fix: leave it out; --profile alone works under nsys\n"
+                )
+        return original(*args, **kwargs)
 
-        return call
-
-    context.replace(module, "train", make)
-
-
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "no-checkpoints",
-        "megatron.training.checkpointing",
-        "--save names the real job's folder, and virtual ranks have no shards to put there",
-        "training/checkpointing.py:471 @0.16.1; :552 @0.19.0",
-        _no_checkpoints,
-        targets=("save_checkpoint",),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "no-own-checkpoints",
-        "megatron.core.dist_checkpointing.serialization",
-        "a program without Megatron's pretrain would write among the real job's shards",
-        "core/dist_checkpointing/serialization.py:349 @0.19.0",
-        _no_own_checkpoints,
-        targets=("save", "load"),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "no-gradients",
-        "megatron.training.checkpointing",
-        "gradients that are saved go to the real job's folder, too",
-        "training/checkpointing.py:437 @0.16.1; :516 @0.19.0",
-        _no_gradients,
-        targets=("save_grads",),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "read-checkpoint",
-        "megatron.training.checkpointing",
-        "on shapes --load looked for the folder of iteration 0; an iteration in the midst of a job",
-        "training/checkpointing.py:1479 @0.16.1; :2066 @0.19.0",
-        _read_checkpoint,
-        targets=("load_checkpoint",),
-    ),
-    Patch(
-        "own-optimizer-states",
-        "megatron.core.optimizer.distrib_optimizer",
-        "ranks but the first of a data-parallel group loaded zeros for a legacy optimizer state",
-        "core/optimizer/distrib_optimizer.py:2253 @0.16.1; :2542 @0.19.0",
-        _own_optimizer_states,
-        targets=("DistributedOptimizer.load_parameter_state",),
-    ),
-    Patch(
-        "own-optimizer-states-of-several",
-        "megatron.core.optimizer.optimizer",
-        "the same where experts have an optimizer of their own",
-        "core/optimizer/optimizer.py:1367 @0.16.1; :1967 @0.19.0",
-        _own_optimizer_states,
-        targets=("ChainedOptimizer.load_parameter_state",),
-    ),
-    Patch(
-        "unchecked-shards",
-        "megatron.core.dist_checkpointing.validation",
-        "an emulated rank 0 could not --load: shards of virtual ranks seemed missing",
-        "core/dist_checkpointing/validation.py:363 @0.19.0",
-        _unchecked_shards,
-        targets=("validate_sharding_integrity",),
-    ),
-    Patch(
-        "no-writers",
-        "megatron.training.global_vars",
-        "an emulated last rank would write its losses among the real job's",
-        "training/global_vars.py:170 @0.16.1; :210 @0.19.0",
-        _no_writers,
-        targets=(
-            "_set_tensorboard_writer",
-            "_set_wandb_writer",
-            "_set_one_logger",
-        ),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "no-others",
-        "megatron.training.global_vars",
-        "traces of routing, logits, maps of parameter groups, snapshots are the real job's files",
-        "training/training.py:3566, :2092, :2137 @0.19.0",
-        _no_others,
-        targets=("set_global_variables",),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "no-sniffing",
-        "megatron.training.gpu_sniff_test",
-        "it divides by times that are 0 without a GPU, and asks virtual ranks for theirs",
-        "training/gpu_sniff_test.py:144 @0.19.0",
-        _no_sniffing,
-        targets=("run_gpu_sniff_test",),
-        releases=">=0.19",
-    ),
-    Patch(
-        "no-progress",
-        "megatron.training.utils",
-        "--log-progress appends to a file of the real job",
-        "training/utils.py:451 @0.16.1",
-        _no_progress,
-        targets=("append_to_progress_log",),
-        purpose=PROTECTS,
-        releases="<0.19",
-    ),
-    Patch(
-        "no-progress-0.19",
-        "megatron.training.utils.log_utils",
-        "the same in its new home",
-        "training/utils/log_utils.py:114 @0.19.0",
-        _no_progress,
-        targets=("append_to_progress_log",),
-        purpose=PROTECTS,
-        releases=">=0.19",
-    ),
-    Patch(
-        "no-throughputs",
-        "megatron.training.training",
-        "it reads the progress file, which a virtual rank 0 has not begun",
-        "training/training.py:2114 @0.16.1; :2954 @0.19.0",
-        _no_throughputs,
-        targets=("compute_throughputs_and_append_to_progress_log",),
-    ),
-    Patch(
-        "no-traces",
-        "megatron.training.training",
-        "--use-pytorch-profiler writes among the real job's traces",
-        "training/training.py:2638 @0.16.1; :3668 @0.19.0",
-        _no_traces,
-        targets=("train",),
-        purpose=PROTECTS,
-    ),
-)
+    context.replace(module, call)
 
 
 class _Complete(Exception):

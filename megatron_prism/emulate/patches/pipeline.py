@@ -1,7 +1,5 @@
-"""Patches of pipeline communication: scales and shapes of what is received, and labels.
-
-Same form as ``startup``: each answers what only an absent rank could answer.
-"""
+"""Patches of communication between ranks: what is received, by its scale, shape and tokens; labels
+of phases and microbatches."""
 
 from __future__ import annotations
 
@@ -15,10 +13,12 @@ from typing import Any
 
 import torch
 
-from megatron_prism.emulate.patch import Patch, PatchContext, refused
+from megatron_prism.emulate.patch import META, VALUES, Original, Patch, PatchContext, patch, refused
 from megatron_prism.runtime.world import current, values_of
 
-__all__ = ["tokens_of"]
+__all__ = ["PATCHES", "mtp_lengths", "tokens_of"]
+
+PATCHES: list[Patch] = []
 
 
 def tokens_of(labels: torch.Tensor, length: int, place: int, parts: int) -> torch.Tensor | None:
@@ -59,24 +59,43 @@ def _tell(model: Any, labels: torch.Tensor) -> None:
     world.aside(fill)  # the real job has it from another rank
 
 
+@patch(
+    PATCHES,
+    "megatron.core.models.gpt.gpt_model",
+    "GPTModel.forward",
+    "GPTModel.build_schedule_plan",
+    reason="nothing but a direction shared by all tokens can be learned from noise",
+    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    tiers=VALUES,
+)
+@patch(
+    PATCHES,
+    "megatron.core.models.hybrid.hybrid_model",
+    "HybridModel.forward",
+    reason="nothing but a direction shared by all tokens can be learned from noise",
+    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    releases=">=0.19",
+    tiers=VALUES,
+)
+@patch(
+    PATCHES,
+    "megatron.core.models.mamba.mamba_model",
+    "MambaModel.forward",
+    reason="nothing but a direction shared by all tokens can be learned from noise",
+    source="core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
+    releases="<0.19",
+    tiers=VALUES,
+)
 def _received_tokens(module: ModuleType, context: PatchContext) -> None:
     """A stage with labels learns from vectors of tokens; from noise it could not."""
-    if context.meta:
-        return
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
-            if labels is not None:
-                _tell(self, labels)
-            return original(self, *args, **kwargs)
+    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels", args[4] if len(args) > 4 else None)
+        if labels is not None:
+            _tell(self, labels)
+        return original(self, *args, **kwargs)
 
-        return call
-
-    for model in filter(None, map(vars(module).get, ("GPTModel", "HybridModel", "MambaModel"))):
-        context.replace(model, "forward", make)
-        if "build_schedule_plan" in vars(model):  # --overlap-moe-expert-parallel-comm
-            context.replace(model, "build_schedule_plan", make)
+    context.replace(module, call)
 
 
 class _Zeroed:
@@ -104,261 +123,209 @@ class _Zeroed:
         return made.zero_() if pair else made
 
 
+@patch(
+    PATCHES,
+    "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
+    "AttnFuncWithCPAndKVP2P.backward",
+    reason="the real neighbour overwrites the half that stays unwritten; a mirrored one adds it up",
+    source="transformer_engine/pytorch/.../context_parallel.py:3030 @2.20.2",
+    tiers=VALUES,
+)
 def _whole_ring(module: ModuleType, context: PatchContext) -> None:
     """Where gradients of keys and values go round, the last rank writes half of what it sends."""
-    if context.meta:
-        return
     zeroed = _Zeroed()
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            group = ctx.cp_group
-            if values_of(group) is None or group.rank() + 1 < group.size():
-                return original(ctx, *gradients)
-            with zeroed:  # keys and values, and behind them their gradients
-                return original(ctx, *gradients)
+    def call(original: Original, ctx: Any, *gradients: Any) -> Any:
+        group = ctx.cp_group
+        if values_of(group) is None or group.rank() + 1 < group.size():
+            return original(ctx, *gradients)
+        with zeroed:  # keys and values, and behind them their gradients
+            return original(ctx, *gradients)
 
-        return backward
-
-    if (attention := getattr(module, "AttnFuncWithCPAndKVP2P", None)) is not None:
-        context.set(attention, "backward", staticmethod(make(attention.backward)))
+    backward = staticmethod(partial(call, module.AttnFuncWithCPAndKVP2P.backward))
+    context.set(module, "AttnFuncWithCPAndKVP2P.backward", backward)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.tensor_parallel.data",
+    "broadcast_data",
+    reason="a virtual source sends no sizes, shapes have none: batches had no dimensions",
+    source="core/tensor_parallel/data.py:64 @0.16.1 and @0.19.0",
+)
 def _own_broadcasts(module: ModuleType, context: PatchContext) -> None:
     """Scripts other than GPT's send a batch and its sizes by ``broadcast_data``.  A rank that reads
     the batch itself, because its source is virtual, has both; on shapes the sizes could not be read
     back.  The calls stay, and so does the one buffer that all tensors are views of."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(keys: Any, data: Any, datatype: Any, tp_group: Any = None) -> Any:
-            group = module.get_tensor_model_parallel_group_if_none(tp_group)
-            source = torch.distributed.get_process_group_ranks(group)[0]
-            if not data or source in context.local_ranks and not context.meta:
-                return original(keys, data, datatype, tp_group=tp_group)
-            module._check_data_types(keys, data, datatype)
-            sizes = torch.zeros(len(keys) * module._MAX_DATA_DIM, dtype=torch.long, device="cuda")
-            torch.distributed.broadcast(sizes, source, group=group)
-            flat = torch.cat([data[key].cuda().contiguous().view(-1) for key in keys], dim=0)
-            torch.distributed.broadcast(flat, source, group=group)
-            parts = flat.split([data[key].numel() for key in keys])
-            return {key: part.view(data[key].shape) for key, part in zip(keys, parts, strict=True)}
+    def call(original: Original, keys: Any, data: Any, datatype: Any, tp_group: Any = None) -> Any:
+        group = module.get_tensor_model_parallel_group_if_none(tp_group)
+        source = torch.distributed.get_process_group_ranks(group)[0]
+        if not data or source in context.local_ranks and not context.meta:
+            return original(keys, data, datatype, tp_group=tp_group)
+        module._check_data_types(keys, data, datatype)
+        sizes = torch.zeros(len(keys) * module._MAX_DATA_DIM, dtype=torch.long, device="cuda")
+        torch.distributed.broadcast(sizes, source, group=group)
+        flat = torch.cat([data[key].cuda().contiguous().view(-1) for key in keys], dim=0)
+        torch.distributed.broadcast(flat, source, group=group)
+        parts = flat.split([data[key].numel() for key in keys])
+        return {key: part.view(data[key].shape) for key, part in zip(keys, parts, strict=True)}
 
-        return call
-
-    context.replace(module, "broadcast_data", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.models.multimodal.llava_model",
+    "LLaVAModel.__init__",
+    reason="lengths of sequences are values, and shapes have none",
+    source="core/models/multimodal/llava_model.py:482 @0.19.0",
+    tiers=META,
+)
 def _images_have_places(module: ModuleType, context: PatchContext) -> None:
     """LLaVA's sequences are as long as the values of its tokens say: refused before it is built."""
-    if context.meta:
-        what = "LLaVA puts images where the tokens say, and tier meta has no values"
-        context.replace(module.LLaVAModel, "__init__", refused(what, "use --prism-tier cpu"))
+    what = "LLaVA puts images where the tokens say, and tier meta has no values"
+    context.replace(module, refused(what, "use --prism-tier cpu"))
 
 
-_RECEIVED: tuple[Patch, ...] = (
-    Patch(
-        "images-have-places",
-        "megatron.core.models.multimodal.llava_model",
-        "lengths of sequences are values, and shapes have none",
-        "core/models/multimodal/llava_model.py:482 @0.19.0",
-        _images_have_places,
-        targets=("LLaVAModel.__init__",),
-    ),
-    Patch(
-        "own-broadcasts",
-        "megatron.core.tensor_parallel.data",
-        "a virtual source sends no sizes, and shapes have none to read: batches had no dimensions",
-        "core/tensor_parallel/data.py:64 @0.16.1 and @0.19.0",
-        _own_broadcasts,
-        targets=("broadcast_data",),
-    ),
-    *(
-        Patch(
-            f"received-tokens{where}",
-            module,
-            "nothing but a direction shared by all tokens can be learned from noise",
-            "core/pipeline_parallel/schedules.py:415 @0.16.1; :501 @0.19.0 (set_input_tensor)",
-            _received_tokens,
-            targets=targets,
-            releases=releases,
-        )
-        for where, module, targets, releases in (
-            (
-                "",
-                "megatron.core.models.gpt.gpt_model",
-                ("GPTModel.forward", "GPTModel.build_schedule_plan"),
-                "",
-            ),
-            (
-                "-hybrid",
-                "megatron.core.models.hybrid.hybrid_model",
-                ("HybridModel.forward",),
-                ">=0.19",
-            ),
-            ("-mamba", "megatron.core.models.mamba.mamba_model", ("MambaModel.forward",), "<0.19"),
-        )  # fmt: skip
-    ),
-    Patch(
-        "whole-ring",
-        "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
-        "the real neighbour overwrites the half that stays unwritten; a mirrored one adds it up",
-        "transformer_engine/pytorch/.../context_parallel.py:3030 @2.20.2",
-        _whole_ring,
-        targets=("AttnFuncWithCPAndKVP2P.backward",),
-    ),
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
 )
 
 
+@patch(
+    PATCHES,
+    "megatron.core.pipeline_parallel.schedules",
+    "forward_step",
+    "backward_step",
+    *_SCHEDULES,
+    reason="the summary says in which phase and microbatch a peak occurred",
+    source="core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
+)
 def _label_phases(module: ModuleType, context: PatchContext) -> None:
     """Tell the monitor (and through it the memory tracker) which microbatch runs."""
     monitor = context.monitor
 
-    def forward(original: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(original)
+    names = inspect.signature(module.forward_step)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            labels = monitor.forward_labels(kwargs.get("vp_stage"))
-            with monitor.step(labels):
-                if monitor.repeats is None:
-                    result = original(*args, **kwargs)
-                else:
-                    given = names.bind(*args, **kwargs).arguments
-                    result = monitor.repeats.forward(
-                        (labels.get("chunk"), labels["microbatch"]),
-                        partial(original, *args, **kwargs),
-                        given["input_tensor"],
-                        given["forward_data_store"],
-                        module.get_attr_wrapped_model(given["model"], "set_input_tensor"),
-                    )
-            monitor.remember_output(result[0], labels)
-            return result
+    def forward(original: Original, *args: Any, **kwargs: Any) -> Any:
+        labels = monitor.forward_labels(kwargs.get("vp_stage"))
+        with monitor.step(labels):
+            if monitor.repeats is None:
+                result = original(*args, **kwargs)
+            else:
+                given = names.bind(*args, **kwargs).arguments
+                result = monitor.repeats.forward(
+                    (labels.get("chunk"), labels["microbatch"]),
+                    partial(original, *args, **kwargs),
+                    given["input_tensor"],
+                    given["forward_data_store"],
+                    module.get_attr_wrapped_model(given["model"], "set_input_tensor"),
+                )
+        monitor.remember_output(result[0], labels)
+        return result
 
-        return call
+    def backward(
+        original: Original, input_tensor: Any, output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        labels = monitor.backward_labels(output)
+        with monitor.step(labels):
+            if monitor.repeats is None:
+                return original(input_tensor, output, *args, **kwargs)
+            run = partial(original, input_tensor, output, *args, **kwargs)
+            key = (labels.get("chunk"), labels.get("microbatch", -1))
+            return monitor.repeats.backward(key, run, input_tensor, (output, *args[:1]))
 
-    def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(input_tensor: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-            labels = monitor.backward_labels(output)
-            with monitor.step(labels):
-                if monitor.repeats is None:
-                    return original(input_tensor, output, *args, **kwargs)
-                run = partial(original, input_tensor, output, *args, **kwargs)
-                key = (labels.get("chunk"), labels.get("microbatch", -1))
-                return monitor.repeats.backward(key, run, input_tensor, (output, *args[:1]))
+    def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
+        monitor.new_schedule(kwargs)
+        return original(*args, **kwargs)
 
-        return call
-
-    context.replace(module, "forward_step", forward)
-    context.replace(module, "backward_step", backward)
-
-    def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            monitor.new_schedule(kwargs)
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in (
-        "forward_backward_no_pipelining",
-        "forward_backward_pipelining_without_interleaving",
-        "forward_backward_pipelining_with_interleaving",
-    ):
-        context.replace(module, name, schedule)
+    context.replace(module, forward, "forward_step")
+    context.replace(module, backward, "backward_step")
+    context.replace(module, schedule, *_SCHEDULES)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.pipeline_parallel.combined_1f1b",
+    "combined_forward_backward_step",
+    reason="the same with --overlap-moe-expert-parallel-comm",
+    source="core/pipeline_parallel/combined_1f1b.py:237 @0.16.1; :281 @0.19.0",
+)
 def _label_combined(module: ModuleType, context: PatchContext) -> None:
     """The same for a forward and a backward that run layer by layer beside each other: what they
     do counts as the forward's."""
     monitor = context.monitor
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        order = inspect.signature(original)
+    names = inspect.signature(module.combined_forward_backward_step)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = order.bind(*args, **kwargs).arguments
-            steps, forward = contextlib.ExitStack(), None
-            with steps:
-                if given["b_model"] is not None:
-                    steps.enter_context(
-                        monitor.step(monitor.backward_labels(given["b_output_tensor"]))
-                    )
-                if given["f_model"] is not None:
-                    forward = monitor.forward_labels(given.get("f_model_chunk_id"))
-                    steps.enter_context(monitor.step(forward))
-                result = original(*args, **kwargs)
-            if forward is not None:
-                monitor.remember_output(result[0], forward)
-            return result
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        given = names.bind(*args, **kwargs).arguments
+        forward = None
+        with contextlib.ExitStack() as steps:
+            if given["b_model"] is not None:
+                backward = monitor.backward_labels(given["b_output_tensor"])
+                steps.enter_context(monitor.step(backward))
+            if given["f_model"] is not None:
+                forward = monitor.forward_labels(given.get("f_model_chunk_id"))
+                steps.enter_context(monitor.step(forward))
+            result = original(*args, **kwargs)
+        if forward is not None:
+            monitor.remember_output(result[0], forward)
+        return result
 
-        return call
-
-    context.replace(module, "combined_forward_backward_step", make)
+    context.replace(module, call)
 
 
-_LABELS: tuple[Patch, ...] = (
-    Patch(
-        "label-phases",
-        "megatron.core.pipeline_parallel.schedules",
-        "the summary says in which phase and microbatch a peak occurred",
-        "core/pipeline_parallel/schedules.py:311, :446 @0.16.1",
-        _label_phases,
-        targets=(
-            "forward_step",
-            "backward_step",
-            "forward_backward_no_pipelining",
-            "forward_backward_pipelining_without_interleaving",
-            "forward_backward_pipelining_with_interleaving",
-        ),
-    ),
-    Patch(
-        "label-combined",
-        "megatron.core.pipeline_parallel.combined_1f1b",
-        "the same with --overlap-moe-expert-parallel-comm",
-        "core/pipeline_parallel/combined_1f1b.py:237 @0.16.1; :281 @0.19.0",
-        _label_combined,
-        targets=("combined_forward_backward_step",),
-    ),
+@patch(
+    PATCHES,
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "_p2p_ops",
+    "_batched_p2p_ops",
+    "P2PCommunicator._communicate_shapes",
+    reason="received activations and gradients have different scales; shapes need an oracle",
+    source="core/pipeline_parallel/p2p_communication.py:48, :66, :160",
 )
-
-
 def _label_receives(module: ModuleType, context: PatchContext) -> None:
     """Say which received tensor is an activation and which a gradient: their scales differ."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**kwargs: Any) -> Any:
-            world = current()
-            if world is None:
-                return original(**kwargs)
-            with world.values.expecting(
-                activation=kwargs.get("tensor_recv_prev"), gradient=kwargs.get("tensor_recv_next")
-            ):
-                return original(**kwargs)
+    def call(original: Original, **kwargs: Any) -> Any:
+        world = current()
+        if world is None:
+            return original(**kwargs)
+        with world.values.expecting(
+            activation=kwargs.get("tensor_recv_prev"), gradient=kwargs.get("tensor_recv_next")
+        ):
+            return original(**kwargs)
 
-        return call
+    def shapes(
+        original: Original,
+        self: Any,
+        send_next: Any,
+        send_prev: Any,
+        recv_prev: Any,
+        recv_next: Any,
+    ) -> Any:
+        prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
+        layout = getattr(self.config, "pipeline_model_parallel_layout", None)
+        if getattr(self.config, "mtp_standalone", False) and layout is not None:
+            if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
+                self._prism_lengths = mtp_lengths(self, context.monitor.microbatches())
+            one = _shape_here(self.config, context)
+            long = [next(side) if asked else 1 for side, asked in
+                    zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
+            before, behind = ([one[0] * n, *one[1:]] for n in long)
+        else:
+            before = behind = _shape_here(self.config, context, send_next, send_prev)
+        return (  # a local peer has said it
+            before if recv_prev and not all(prev) else prev,
+            behind if recv_next and not all(after) else after,
+        )
 
-    context.replace(module, "_p2p_ops", make)
-    context.replace(module, "_batched_p2p_ops", make)
-
-    def shapes(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, send_next: Any, send_prev: Any, recv_prev: Any, recv_next: Any) -> Any:
-            prev, after = original(self, send_next, send_prev, recv_prev, recv_next)
-            layout = getattr(self.config, "pipeline_model_parallel_layout", None)
-            if getattr(self.config, "mtp_standalone", False) and layout is not None:
-                if not hasattr(self, "_prism_lengths"):  # a schedule makes a communicator
-                    self._prism_lengths = mtp_lengths(self, context.monitor.microbatches())
-                one = _shape_here(self.config, context)
-                long = [next(side) if asked else 1 for side, asked in
-                        zip(self._prism_lengths, (recv_prev, recv_next), strict=True)]  # fmt: skip
-                before, behind = ([one[0] * n, *one[1:]] for n in long)
-            else:
-                before = behind = _shape_here(self.config, context, send_next, send_prev)
-            return (  # a local peer has said it
-                before if recv_prev and not all(prev) else prev,
-                behind if recv_next and not all(after) else after,
-            )
-
-        return call
-
-    context.replace(module.P2PCommunicator, "_communicate_shapes", shapes)
+    context.replace(module, call, "_p2p_ops", "_batched_p2p_ops")
+    context.replace(module, shapes, "P2PCommunicator._communicate_shapes")
 
 
 def _shape_here(config: Any, context: PatchContext, *sent: Any) -> list[int]:
@@ -401,27 +368,31 @@ def mtp_lengths(communicator: Any, microbatches: int) -> tuple[Iterator[int], It
     )
 
 
-def _scaled_gradients(module: ModuleType, context: PatchContext) -> None:
+@patch(
+    PATCHES,
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "P2PCommunicator._communicate",
+    reason="under fp16 received gradients carry the loss scale",
+    source="core/pipeline_parallel/p2p_communication.py:254 @0.16.1; :275 @0.19.0",
+)
+def _loss_scale(module: ModuleType, context: PatchContext) -> None:
     """A received gradient carries the loss scale that the last stage multiplied its loss by.
 
     The optimizer divides by it again: without it gradients of middle stages come out 2^32 times too
     small under fp16, and the norm prints 0.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            world = current()
-            if world is not None:
-                world.values.loss_scale = _loss_scale(self.config.grad_scale_func)
-            return original(self, *args, **kwargs)
+    def call(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+        world = current()
+        if world is not None:
+            world.values.loss_scale = _scale_of_now(self.config.grad_scale_func)
+        return original(self, *args, **kwargs)
 
-        return call
-
-    context.replace(module.P2PCommunicator, "_communicate", make)
+    context.replace(module, call)
 
 
-def _loss_scale(scale_loss: Any) -> Callable[[], Any] | None:
-    """Reads the loss scale of now; None where nothing is scaled (bf16, fp32, no optimizer).
+def _scale_of_now(scale_loss: Any) -> Callable[[], Any] | None:
+    """What reads the loss scale of now; None where nothing is scaled (bf16, fp32, no optimizer).
 
     ``scale_loss`` is the optimizer's method (training.py:2547 @0.16.1); a job's own function is
     asked what becomes of a loss of one.
@@ -434,29 +405,3 @@ def _loss_scale(scale_loss: Any) -> Callable[[], Any] | None:
     first = (getattr(optimizer, "chained_optimizers", None) or [optimizer])[0]
     scaler = getattr(first, "grad_scaler", None)
     return None if scaler is None else lambda: scaler.scale
-
-
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "label-receives",
-        "megatron.core.pipeline_parallel.p2p_communication",
-        "received activations and gradients have different scales; shapes need an oracle",
-        "core/pipeline_parallel/p2p_communication.py:48, :66, :160",
-        _label_receives,
-        targets=(
-            "_p2p_ops",
-            "_batched_p2p_ops",
-            "P2PCommunicator._communicate_shapes",
-        ),
-    ),
-    Patch(
-        "loss-scale",
-        "megatron.core.pipeline_parallel.p2p_communication",
-        "under fp16 received gradients carry the loss scale",
-        "core/pipeline_parallel/p2p_communication.py:254 @0.16.1; :275 @0.19.0",
-        _scaled_gradients,
-        targets=("P2PCommunicator._communicate",),
-    ),
-    *_LABELS,
-    *_RECEIVED,
-)

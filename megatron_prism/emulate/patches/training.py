@@ -1,8 +1,4 @@
-"""Patches of Megatron's training loop, gradient finalisation, and vocabulary-parallel layers.
-
-Same form as ``startup``: each answers what only an absent rank could answer, or watches what
-happens.
-"""
+"""Patches of the training loop, optimizers, FSDP, and vocabulary-parallel layers."""
 
 from __future__ import annotations
 
@@ -14,34 +10,59 @@ from typing import Any
 import torch
 
 from megatron_prism.core.errors import PrismError, UnsupportedError
-from megatron_prism.emulate.patch import PROTECTS, SPEEDS_UP, Patch, PatchContext
-from megatron_prism.emulate.patches.startup import _get_args
+from megatron_prism.core.process_changes import ProcessChanges
+from megatron_prism.emulate.patch import (
+    META,
+    NO_CUDA,
+    PROTECTS,
+    SPEEDS_UP,
+    VALUES,
+    Original,
+    Patch,
+    PatchContext,
+    patch,
+    refused,
+)
+from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import LocalVocabularySum, PartialLookup
 from megatron_prism.runtime.world import current, values_of
 
-__all__ = [
-    "PATCHES",
-]
+__all__ = ["PATCHES", "labels_of_locals"]
+
+PATCHES: list[Patch] = []
 
 
+@patch(
+    PATCHES,
+    "megatron.core.distributed.finalize_model_grads",
+    "finalize_model_grads",
+    reason="the number of tokens comes from the last stage",
+    source="core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
+)
 def _token_count(module: ModuleType, context: PatchContext) -> None:
     """The last stage counts the tokens; for a virtual one they are what the flags say.
 
     Without it gradients of the other stages are never scaled (finalize_model_grads.py:490 @0.16.1).
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if num_tokens is not None and not context.meta and not int(num_tokens):
-                num_tokens = num_tokens + context.monitor.tokens_per_iteration()
-            return original(model, num_tokens, *args, **kwargs)
+    def call(
+        original: Original, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if num_tokens is not None and not context.meta and not int(num_tokens):
+            num_tokens = num_tokens + context.monitor.tokens_per_iteration()
+        return original(model, num_tokens, *args, **kwargs)
 
-        return call
-
-    context.replace(module, "finalize_model_grads", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.models.common.language_module.language_module",
+    "LanguageModule.setup_embeddings_and_output_layer",
+    reason="first and last stage add their copies of the embedding",
+    source="core/models/common/language_module/language_module.py:245 @0.16.1",
+)
 def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
     """First and last stage add their embeddings (weights + zeros); mirrored, both come out wrong.
 
@@ -49,31 +70,28 @@ def _tied_embedding(module: ModuleType, context: PatchContext) -> None:
     (language_module.py:245 @0.16.1, :308 @0.19.0).
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any) -> None:
-            group = getattr(self, "embd_group", None)
-            alone = isinstance(group, PrismGroup) and group.real is None and group.size() > 1
-            tied = self.share_embeddings_and_output_weights or getattr(
-                self.config, "mtp_num_layers", None
-            )
-            before = None
-            if alone and tied and self.pre_process:
-                before = self.shared_embedding_or_output_weight().detach().clone()
-            original(self)
-            if not (alone and tied) or context.meta:
-                return
-            weight = self.shared_embedding_or_output_weight()
-            if before is not None:
-                weight.data.copy_(before)
-            elif getattr(weight, "shared", False):
-                world = current()
-                assert world is not None
-                generator = world.values.generator(weight.device)
-                weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
+    def call(original: Original, self: Any) -> None:
+        group = getattr(self, "embd_group", None)
+        alone = isinstance(group, PrismGroup) and group.real is None and group.size() > 1
+        tied = self.share_embeddings_and_output_weights or getattr(
+            self.config, "mtp_num_layers", None
+        )
+        before = None
+        if alone and tied and self.pre_process:
+            before = self.shared_embedding_or_output_weight().detach().clone()
+        original(self)
+        if not (alone and tied) or context.meta:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        if before is not None:
+            weight.data.copy_(before)
+        elif getattr(weight, "shared", False):
+            world = current()
+            assert world is not None
+            generator = world.values.generator(weight.device)
+            weight.data.normal_(0.0, self.config.init_method_std, generator=generator)
 
-        return call
-
-    context.replace(module.LanguageModule, "setup_embeddings_and_output_layer", make)
+    context.replace(module, call)
 
 
 # -- monitor --------------------------------------------------------------------------------------
@@ -101,147 +119,164 @@ def _followed_by_more(args: Any) -> bool:
     return any(interval and number % interval == 0 for interval in intervals)
 
 
-def _prove(module: ModuleType, context: PatchContext) -> None:
+@patch(
+    PATCHES,
+    "megatron.training.training",
+    "train_step",
+    "dummy_train_step",
+    "evaluate",
+    "disable_forward_pre_hook",
+    "save_checkpoint_and_time",
+    "pretrain",
+    reason="an emulated run that did not train must not exit 0",
+    source="training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
+    purpose=PROTECTS,
+)
+def _monitor(module: ModuleType, context: PatchContext) -> None:
     """Count the optimizer steps that really happen, and turn a run without any into an error."""
     monitor = context.monitor
 
     def beside(begun: bool = True) -> None:
         """What comes now leaves gathered parameters behind where gathers overlap."""
-        monitor.outside_step(bool(getattr(_get_args(), "overlap_param_gather", False)), begun)
+        monitor.outside_step(bool(getattr(megatron_args(), "overlap_param_gather", False)), begun)
 
-    def step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
-            _label_optimizer(optimizer, monitor)
-            wanted = monitor.asked(_get_args())
-            if not monitor.iterations and (before := getattr(_get_args(), "curr_iteration", 0)):
-                monitor.resumed(before)
-            model = args[2] if len(args) > 2 else None
-            which = "steady iteration" if monitor.iterations else "first iteration"
-            with monitor.iteration(optimizer, model, wanted), monitor.part(which):
-                result = original(*args, **kwargs)
-                monitor.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
-            if _followed_by_more(_get_args()):
-                beside(begun=False)
-            return result
-
-        return call
-
-    def whole(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with monitor.training(_get_args):
-                return original(*args, **kwargs)
-
-        return call
-
-    def evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            beside()
-            with monitor.part("evaluation"):
-                return original(*args, **kwargs)
-
-        return call
-
-    def skip(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def step(original: Original, *args: Any, **kwargs: Any) -> Any:
+        optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
+        _label_optimizer(optimizer, monitor)
+        wanted = monitor.asked(megatron_args())
+        if not monitor.iterations and (before := getattr(megatron_args(), "curr_iteration", 0)):
+            monitor.resumed(before)
+        model = args[2] if len(args) > 2 else None
+        which = "steady iteration" if monitor.iterations else "first iteration"
+        with monitor.iteration(optimizer, model, wanted), monitor.part(which):
             result = original(*args, **kwargs)
-            monitor.skipped += 1
-            return result
+            monitor.stepped(losses=result[0], skipped=bool(result[1]), grad_norm=result[5])
+        if _followed_by_more(megatron_args()):
+            beside(begun=False)
+        return result
 
-        return call
-
-    def gathers(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            beside()
+    def whole(original: Original, *args: Any, **kwargs: Any) -> Any:
+        with monitor.training(megatron_args):
             return original(*args, **kwargs)
 
-        return call
+    def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
+        beside()
+        with monitor.part("evaluation"):
+            return original(*args, **kwargs)
 
-    context.replace(module, "train_step", step)
-    context.replace(module, "dummy_train_step", skip)  # once per iteration of --iterations-to-skip
-    context.replace(module, "evaluate", evaluate)
-    context.replace(
-        module, "disable_forward_pre_hook", gathers
-    )  # before evaluations and checkpoints
-    context.replace(module, "save_checkpoint_and_time", gathers)
-    context.replace(module, "pretrain", whole)
+    def skip(original: Original, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        monitor.skipped += 1
+        return result
+
+    def gathers(original: Original, *args: Any, **kwargs: Any) -> Any:
+        beside()
+        return original(*args, **kwargs)
+
+    context.replace(module, step, "train_step")
+    context.replace(module, skip, "dummy_train_step")  # once per iteration of --iterations-to-skip
+    context.replace(module, evaluate, "evaluate")
+    # before evaluations and checkpoints
+    context.replace(module, gathers, "disable_forward_pre_hook", "save_checkpoint_and_time")
+    context.replace(module, whole, "pretrain")
 
 
+@patch(
+    PATCHES,
+    "megatron.training.inprocess_restart",
+    "maybe_wrap_for_inprocess_restart",
+    reason="in-process restart waits for processes that do not exist",
+    source="training/inprocess_restart.py:131 @0.19.0",
+)
 def _no_restarts(module: ModuleType, context: PatchContext) -> None:
     """It waits at a store of its own until every rank of the job has come."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
-                raise UnsupportedError(
-                    "--inprocess-restart restarts processes, and virtual ranks have none",
-                    fix="leave it out",
-                )
-            return original(*args, **kwargs)
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        if any(word.partition("=")[0] == "--inprocess-restart" for word in sys.argv):
+            raise UnsupportedError(
+                "--inprocess-restart restarts processes, and virtual ranks have none",
+                fix="leave it out",
+            )
+        return original(*args, **kwargs)
 
-        return call
-
-    context.replace(module, "maybe_wrap_for_inprocess_restart", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
+    "validate_uneven_dtensor",
+    reason="pieces of virtual ranks are as large as the local one's",
+    source="core/distributed/fsdp/src/megatron_fsdp/uneven_dtensor.py:142 @0.19.0",
+)
 def _unchecked_pieces(module: ModuleType, context: PatchContext) -> None:
     """Ranks tell each other how large their pieces of a parameter are; mirrored ones say our size,
     and such pieces do not add up.  Megatron leaves the check out under torch's fake groups, too."""
 
-    def make(original: Callable[..., object]) -> Callable[..., object]:
-        def call(dtensor: object) -> None:
-            if context.is_real():
-                original(dtensor)
+    def call(original: Original, dtensor: object) -> None:
+        if context.is_real():
+            original(dtensor)
 
-        return call
-
-    context.replace(module, "validate_uneven_dtensor", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+    "DataParallelBuffer.init_data",
+    reason="with --deterministic-mode the padding of the last rank's shard made every loss NaN",
+    source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1281 @0.19.0",
+)
 def _filled_shards(module: ModuleType, context: PatchContext) -> None:
     """The last shard of a bucket ends in padding that no rank reads; a virtual rank's copy of it
     has it where parameters are, so it must be numbers."""
 
-    def make(original: Callable[..., object]) -> Callable[..., object]:
-        def call(self: object, data: torch.Tensor) -> object:
-            if not context.is_real():
-                data.zero_()
-            return original(self, data)
+    def call(original: Original, self: object, data: torch.Tensor) -> object:
+        if not context.is_real():
+            data.zero_()
+        return original(self, data)
 
-        return call
-
-    context.replace(module.DataParallelBuffer, "init_data", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "_load_rng_state_dict",
+    reason="a virtual rank has no random state to hand on",
+    source="core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
+)
 def _own_random_state(module: ModuleType, context: PatchContext) -> None:
     """Ranks take over the random state of their group's first; a virtual one sends none."""
 
-    def make(original: Callable[..., object]) -> Callable[..., object]:
-        def call(state: object) -> None:
-            if state is not None:
-                original(state)
+    def call(original: Original, state: object) -> None:
+        if state is not None:
+            original(state)
 
-        return call
-
-    context.replace(module, "_load_rng_state_dict", make)
+    context.replace(module, call)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.transformer.spec_utils",
+    "build_module",
+    reason="a refusal ends with what to type",
+    source="core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
+    purpose=SPEEDS_UP,
+)
 def _own_words(module: ModuleType, context: PatchContext) -> None:
     """It makes a new exception of each, with "when instantiating …" behind what we say to type."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(*args, **kwargs)
-            except PrismError as error:
-                first = error
-                while isinstance(first.__context__, PrismError):
-                    first = first.__context__
-            raise first from None  # out here: else the copy would become its context
+    def call(original: Original, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except PrismError as error:
+            first = error
+            while isinstance(first.__context__, PrismError):
+                first = first.__context__
+        raise first from None  # out here: else the copy would become its context
 
-        return call
-
-    context.replace(module, "build_module", make)
+    context.replace(module, call)
 
 
 def labels_of_locals(
@@ -268,24 +303,27 @@ def labels_of_locals(
     return mapped
 
 
+@patch(
+    PATCHES,
+    "megatron.core.models.common.language_module.language_module",
+    "LanguageModule.compute_language_model_loss",
+    reason="labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
+    source="core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
+    tiers=VALUES,
+)
 def _mirrored_labels(module: ModuleType, context: PatchContext) -> None:
     """The network that mirrors make up is trained on labels that it can learn."""
-    if context.meta:
-        return
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
-            values = values_of(self.tp_group)
-            if values is None:
-                return original(self, labels, logits)
-            owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
-            labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
-            with values.of_parts(LocalVocabularySum()):
-                return original(self, labels, logits)
+    def call(original: Original, self: Any, labels: torch.Tensor, logits: torch.Tensor) -> Any:
+        values = values_of(self.tp_group)
+        if values is None:
+            return original(self, labels, logits)
+        owners, sequence = self.tp_group.owners(), bool(self.config.sequence_parallel)
+        labels = labels_of_locals(labels, owners, logits.shape[-1], sequence)
+        with values.of_parts(LocalVocabularySum()):
+            return original(self, labels, logits)
 
-        return call
-
-    context.replace(module.LanguageModule, "compute_language_model_loss", make)
+    context.replace(module, call)
 
 
 def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
@@ -303,113 +341,125 @@ def _rows(embedding: Any, tokens: torch.Tensor) -> PartialLookup | None:
     return PartialLookup(weight, order)
 
 
+@patch(
+    PATCHES,
+    "megatron.core.tensor_parallel.layers",
+    "VocabParallelEmbedding.forward",
+    reason="tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
+    source="core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
+    tiers=VALUES,
+)
 def _whole_lookup(module: ModuleType, context: PatchContext) -> None:
     """Only data of the call's answer changes: gradients go where the local mask lets them."""
-    if context.meta:
-        return
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Any, input_: torch.Tensor) -> Any:
-            values = values_of(self.tp_group)
-            rows = _rows(self, input_) if values is not None else None
-            if values is None or rows is None:
-                return original(self, input_)
-            with values.of_parts(rows):
-                return original(self, input_)
+    def call(original: Original, self: Any, input_: torch.Tensor) -> Any:
+        values = values_of(self.tp_group)
+        rows = _rows(self, input_) if values is not None else None
+        if values is None or rows is None:
+            return original(self, input_)
+        with values.of_parts(rows):
+            return original(self, input_)
 
-        return call
-
-    context.replace(module.VocabParallelEmbedding, "forward", make)
+    context.replace(module, call)
 
 
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        "own-random-state",
-        "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-        "a virtual rank has no random state to hand on",
-        "core/distributed/fsdp/mcore_fsdp_adapter.py:483 @0.19.0",
-        _own_random_state,
-        targets=("_load_rng_state_dict",),
-    ),
-    Patch(
-        "filled-shards",
-        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
-        "with --deterministic-mode the padding of the last rank's shard made every loss NaN",
-        "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1281 @0.19.0",
-        _filled_shards,
-        targets=("DataParallelBuffer.init_data",),
-    ),
-    Patch(
-        "unchecked-pieces",
-        "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor",
-        "pieces of virtual ranks are as large as the local one's",
-        "core/distributed/fsdp/src/megatron_fsdp/uneven_dtensor.py:142 @0.19.0",
-        _unchecked_pieces,
-        targets=("validate_uneven_dtensor",),
-    ),
-    Patch(
-        "own-words",
-        "megatron.core.transformer.spec_utils",
-        "a refusal ends with what to type",
-        "core/transformer/spec_utils.py:119 @0.16.1; :127 @0.19.0",
-        _own_words,
-        targets=("build_module",),
-        purpose=SPEEDS_UP,
-    ),
-    Patch(
-        "no-restarts",
-        "megatron.training.inprocess_restart",
-        "in-process restart waits for processes that do not exist",
-        "training/inprocess_restart.py:131 @0.19.0",
-        _no_restarts,
-        targets=("maybe_wrap_for_inprocess_restart",),
-    ),
-    Patch(
-        "token-count",
-        "megatron.core.distributed.finalize_model_grads",
-        "the number of tokens comes from the last stage",
-        "core/distributed/finalize_model_grads.py:490 @0.16.1; :686 @0.19.0",
-        _token_count,
-        targets=("finalize_model_grads",),
-    ),
-    Patch(
-        "tied-embedding",
-        "megatron.core.models.common.language_module.language_module",
-        "first and last stage add their copies of the embedding",
-        "core/models/common/language_module/language_module.py:245 @0.16.1",
-        _tied_embedding,
-        targets=("LanguageModule.setup_embeddings_and_output_layer",),
-    ),
-    Patch(
-        "monitor",
-        "megatron.training.training",
-        "an emulated run that did not train must not exit 0",
-        "training/training.py:1603, :2754 @0.16.1; :2336, :3800 @0.19.0",
-        _prove,
-        targets=(
-            "train_step",
-            "dummy_train_step",
-            "evaluate",
-            "disable_forward_pre_hook",
-            "save_checkpoint_and_time",
-            "pretrain",
-        ),
-        purpose=PROTECTS,
-    ),
-    Patch(
-        "mirrored-labels",
-        "megatron.core.models.common.language_module.language_module",
-        "labels of virtual ranks' vocabulary teach nothing; those of mirrored tokens contradict",
-        "core/models/common/language_module/language_module.py:128 @0.16.1; :155 @0.19.0",
-        _mirrored_labels,
-        targets=("LanguageModule.compute_language_model_loss",),
-    ),
-    Patch(
-        "whole-lookup",
-        "megatron.core.tensor_parallel.layers",
-        "tokens of virtual ranks' vocabulary would be zeros, whose gradients explode",
-        "core/tensor_parallel/layers.py:289 @0.16.1; :359 @0.19.0",
-        _whole_lookup,
-        targets=("VocabParallelEmbedding.forward",),
-    ),
+@patch(
+    PATCHES,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel",
+    "TorchFullyShardedDataParallel.__init__",
+    reason="torch's FSDP2 wants its parameters on a CUDA device",
+    source="core/distributed/torch_fully_sharded_data_parallel.py:45 @0.19.0",
+    tiers=NO_CUDA,
 )
+def _fsdp2(module: ModuleType, context: PatchContext) -> None:
+    """torch's FSDP2 refuses parameters on meta, for somebody may have forgotten to initialise them;
+    on tier meta they are what they will ever be.  On tier cpu it wants a CUDA device."""
+    if not context.meta:
+        what = "--use-torch-fsdp2 shards parameters on a CUDA device"
+        context.replace(module, refused(what, "leave it out, or --prism-tier meta or cuda"))
+        return
+    from torch.distributed.fsdp import _fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    group = _fsdp_param_group.FSDPParamGroup
+    context.changes.set(group, "_validate_no_meta_params", lambda self: None)
+    for part in vars(_fully_shard).values():  # modules that ask for the streams of a device's type
+        if hasattr(part, "_get_device_handle"):
+            context.changes.set(part, "_get_device_handle", lambda device_type: torch.cuda)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.optimizer.optimizer",
+    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+    reason="found_inf is a number, and shapes have none",
+    source="core/optimizer/optimizer.py:496 @0.16.1; :713 @0.19.0",
+    tiers=META,
+)
+def _always_finite(module: ModuleType, context: PatchContext) -> None:
+    """Shapes have no infinities: the check reads a number that is not there."""
+    context.replace(module, lambda original, self: False)
+
+
+@patch(
+    PATCHES,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+    "ParamAndGradBuffer.__init__",
+    reason="Megatron-FSDP initialises parameters on meta, or fails",
+    source="core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:2880 @0.19.0",
+    tiers=META,
+)
+def _materialised(module: ModuleType, context: PatchContext) -> None:
+    """Megatron-FSDP takes parameters on meta for those that nobody has initialised yet; on tier
+    meta they are what they will ever be."""
+    is_meta: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_meta"].__get__
+    package = module.__name__.rpartition(".")[0]
+
+    def asked(tensor: torch.Tensor) -> bool:
+        by_fsdp = sys._getframe(1).f_globals.get("__name__", "").startswith(package)
+        return not by_fsdp and is_meta(tensor)
+
+    def call(original: Original, *args: object, **kwargs: object) -> object:
+        if any(getattr(one, "fp8_param_gather", False) for one in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                "Megatron-FSDP reaches into FP8 parameters, and virtual ones have no data",
+                fix="leave --fp8-param-gather out, or --prism-tier cuda",
+            )
+        changes = ProcessChanges()
+        changes.set(torch.Tensor, "is_meta", property(asked))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            changes.undo()
+
+    context.replace(module, call)
+
+
+@patch(
+    PATCHES,
+    "megatron.training.utils",
+    "logical_and_across_model_parallel_group",
+    reason="update_successful is reduced as a device tensor",
+    source="training/utils.py:273 @0.16.1",
+    releases="<0.19",
+    tiers=META,
+)
+@patch(
+    PATCHES,
+    "megatron.training.utils.common_utils",
+    "logical_and_across_model_parallel_group",
+    reason="the same in its new home",
+    source="training/utils/common_utils.py:309 @0.19.0",
+    releases=">=0.19",
+    tiers=META,
+)
+def _believe_the_step(module: ModuleType, context: PatchContext) -> None:
+    """Whether the update was applied goes through a device tensor; on shapes the host's word
+    counts.
+    """
+
+    def call(original: Original, value: Any, *args: Any, **kwargs: Any) -> Any:
+        original(value, *args, **kwargs)
+        return value
+
+    context.replace(module, call)
