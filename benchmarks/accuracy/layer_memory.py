@@ -687,14 +687,14 @@ def start(tier: str) -> dict[str, Any]:
     """One rank on ``tier``; says on what."""
     if tier == "meta":
         from megatron_prism.core.process_changes import ProcessChanges
-        from megatron_prism.runtime import devices, world
+        from megatron_prism.runtime import devices, virtual_world
         from megatron_prism.runtime.te import common
         from megatron_prism.runtime.values import Values
 
         changes = ProcessChanges()
         common.release = (2, 20)  # the GPU's, whose memory is compared
         here = devices.prepare(tier, changes)
-        world.start(world.VirtualWorld(size=1, rank=0, local_ranks=[0],
+        virtual_world.start(virtual_world.VirtualWorld(size=1, rank=0, local_ranks=[0],
                                        values=Values("mirror", rank=0),
                                        device=here.device))  # fmt: skip
         about: dict[str, Any] = {"stand_ins": list(here.stand_in)}

@@ -206,7 +206,7 @@ class Turnstile:
 def _paced() -> dict[str, Any]:
     """How many calls of the last iteration were paced, and how many of them ended late, by how many
     us; {} in a process whose peers are not paced."""
-    session = sys.modules.get("megatron_prism.runtime.world")
+    session = sys.modules.get("megatron_prism.runtime.virtual_world")
     world = session.current() if session is not None else None
     callers = [one for one in world.listeners if hasattr(one, "record")] if world else []
     pacer = callers[-1] if callers else None

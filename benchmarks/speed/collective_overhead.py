@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from benchmarks.report import Row, finish
-from megatron_prism.runtime import world
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 
 RANKS, ELEMENTS, ROUNDS, CALLS = 64, 64, 15, 400
@@ -59,10 +59,12 @@ def main() -> None:
     rows = []
     for device, bound in BOUNDS.items():
         moved = "nothing moved (meta)" if device == "meta" else f"{ELEMENTS} elements moved"
-        world.start(world.VirtualWorld(RANKS, 3, (3,), Values(), torch.device(device)))
+        virtual_world.start(
+            virtual_world.VirtualWorld(RANKS, 3, (3,), Values(), torch.device(device))
+        )
         for name, call in calls(device):
             rows.append(Row(f"{name}, {moved}", microseconds(call), "us", bound))
-        world.stop()
+        virtual_world.stop()
     finish("Python per virtual collective", rows)
 
 

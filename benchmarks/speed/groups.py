@@ -24,12 +24,12 @@ import torch
 from megatron_prism.emulate import import_hooks as hooks
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import startup
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 
 size, with_patches = int(sys.argv[1]), sys.argv[2] == "1"
 rank = size * 5 // 8
-world = session.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
+world = virtual_world.VirtualWorld(size, rank, (rank,), Values(), torch.device("cpu"))
 if with_patches:
     context = patch.PatchContext(None, None, meta=False, local_ranks=(rank,), rank=rank)
     wanted = [one for one in startup.PATCHES if one.name == "fast-groups"]
@@ -43,7 +43,7 @@ def resident():
 gc.collect()
 before, peak_before = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-session.start(world)
+virtual_world.start(world)
 parallel_state.initialize_model_parallel(
     tensor_model_parallel_size=8,
     pipeline_model_parallel_size=16,

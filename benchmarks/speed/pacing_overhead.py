@@ -35,13 +35,15 @@ def nccl() -> Any:
 
 def paced() -> Any:
     from megatron_prism.replay.answer_times import AnswerTimes
-    from megatron_prism.runtime import world as session
+    from megatron_prism.runtime import virtual_world
     from megatron_prism.runtime.pacing.device import Launcher, Streams
     from megatron_prism.runtime.pacing.pacer import PacedCall, Pacer
     from megatron_prism.runtime.values import Values
 
     device = torch.device("cuda", 0)
-    world = session.start(session.VirtualWorld(4, 0, [0], Values(), device, backend="nccl"))
+    world = virtual_world.start(
+        virtual_world.VirtualWorld(4, 0, [0], Values(), device, backend="nccl")
+    )
     group = dist.new_group(list(range(4)), group_desc="TP")
     one, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
     ends = np.zeros(2, np.int64)

@@ -75,7 +75,7 @@ def replay(args: argparse.Namespace) -> int:
     from megatron_prism.core.slices import open_programs
     from megatron_prism.replay import whatif
     from megatron_prism.replay.priced_graph import replay as replay_programs
-    from megatron_prism.report.replay import render
+    from megatron_prism.report.replay import render_html
 
     settings = _settings(args.settings)
     how = {key: settings.pop(key) for key in _HOW if key in settings}
@@ -96,7 +96,7 @@ def replay(args: argparse.Namespace) -> int:
     names = " ".join([args.programs, *args.settings]), args.against or ""
     if args.html is not None:
         both = () if other is None else (names[0], (names[1], other))
-        page = render(timeline, *both)
+        page = render_html(timeline, *both)
         write_whole(Path(args.html), page, force=args.force)
     if args.trace is not None:
         write_whole(Path(args.trace), timeline.to_chrome_trace(), force=args.force)

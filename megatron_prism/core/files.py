@@ -130,7 +130,7 @@ T = TypeVar("T")
 
 
 def rendered(renderer: str, result: object, kind: type[T], **how: object) -> T:
-    """Return ``result`` as ``renderer`` (``report.replay:render``) writes it, as a ``kind``."""
+    """Return ``result`` as ``renderer`` (``report.hang:markdown``) writes it, as a ``kind``."""
     module, _, function = renderer.partition(":")
     found = getattr(import_module(f"megatron_prism.{module}"), function)(result, **how)
     assert isinstance(found, kind)

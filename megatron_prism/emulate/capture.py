@@ -232,7 +232,7 @@ class StockCapture(TrainingListener):
         import torch
 
         from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder, report_to
-        from megatron_prism.runtime.world import current
+        from megatron_prism.runtime.virtual_world import current
 
         world = current()
         assert world is not None
@@ -292,7 +292,7 @@ class StockCapture(TrainingListener):
         )
 
     def _remove(self) -> None:
-        from megatron_prism.runtime.world import current
+        from megatron_prism.runtime.virtual_world import current
 
         recorder, pacer = self._recorder, self._pacer
         self.changes.undo()

@@ -25,7 +25,7 @@ from megatron_prism.memory import nccl_buffers
 from megatron_prism.memory.nccl_buffers import BufferCalibration, Communicator
 from megatron_prism.runtime.listeners import TrainingListener
 from megatron_prism.runtime.recorder.owners import CallSites
-from megatron_prism.runtime.world import TrafficCounter
+from megatron_prism.runtime.virtual_world import TrafficCounter
 
 if TYPE_CHECKING:
     from megatron_prism.emulate.options import Options

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_prism.emulate.monitor import TrainingMonitor
     from megatron_prism.emulate.payloads import PayloadRecorder, PayloadReplayer
     from megatron_prism.emulate.session import Run
-    from megatron_prism.runtime.world import VirtualWorld
+    from megatron_prism.runtime.virtual_world import VirtualWorld
 
 __all__ = ["attach", "attach_from_command_line", "run_script", "start_world"]
 
@@ -356,7 +356,7 @@ def _capture(run: Run, session: Session) -> tuple[TrainingListener, ...]:
 
 def _recording(options: flags.Options) -> Any:
     """The recorder or replayer that ``options`` ask for, or None."""
-    from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
+    from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 
     policy, _, path = options.values.partition(":")
     if options.record is None and policy != "recorded":
@@ -419,7 +419,7 @@ def start_world(run: Run, session: Session) -> VirtualWorld:
 
     from megatron_prism.emulate import job_arguments
     from megatron_prism.runtime.values import Values
-    from megatron_prism.runtime.world import VirtualWorld, start, stop
+    from megatron_prism.runtime.virtual_world import VirtualWorld, start, stop
 
     job_arguments.check_sizes()
     if run.on_arguments:

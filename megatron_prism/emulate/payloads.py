@@ -39,9 +39,9 @@ from megatron_prism.core.units import format_bytes
 from megatron_prism.emulate.debugger import Breakpoint
 from megatron_prism.graph.difference import ComparedOp
 from megatron_prism.hang.fault_plan import Fault, FaultMatcher
-from megatron_prism.runtime.control_values import check_arguments, check_header
 from megatron_prism.runtime.listeners import LabelledCalls
 from megatron_prism.runtime.process_group import arguments
+from megatron_prism.runtime.recorded_values import check_arguments, check_header
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.listeners import Answer, Args, Kwargs

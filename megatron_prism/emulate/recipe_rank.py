@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.recorder.measurements import Recording
     from megatron_prism.runtime.recorder.recorder import Recorder
     from megatron_prism.runtime.recorder.repeats import Sections
-    from megatron_prism.runtime.world import TrafficCounter, VirtualWorld
+    from megatron_prism.runtime.virtual_world import TrafficCounter, VirtualWorld
 
 __all__ = [
     "chunks",

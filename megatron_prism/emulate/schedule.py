@@ -40,7 +40,7 @@ from megatron_prism.emulate.schedule_tape import (
     Token,
     replace_combined,
 )
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 
 __all__ = ["schedules"]
 
@@ -54,7 +54,7 @@ def schedules(pp: int, vpp: int | None = None, microbatches: int = 1, **settings
     Raises UsageError with Megatron's words where it refuses the settings, UnsupportedError inside a
     virtual world, whose own replaced would answer the tokens.
     """
-    if session.current() is not None:
+    if virtual_world.current() is not None:
         raise UnsupportedError(
             "a schedule without a model cannot be recorded inside an emulated job",
             fix="use a process of its own: prism schedule",

@@ -82,7 +82,7 @@ class Reporter(TrainingListener):
     def summary(self) -> Json:
         """The JSON of this rank: plain numbers, with their provenance beside them."""
         from megatron_prism import __version__
-        from megatron_prism.runtime.world import current
+        from megatron_prism.runtime.virtual_world import current
 
         world, options, monitor = current(), self.options, self.monitor
         rows = world.tally.rows() if world is not None else []
@@ -125,7 +125,7 @@ class Reporter(TrainingListener):
 
     def _replayed(self) -> dict[str, int] | None:
         """How many control values were replayed, and how many had to be mirrored instead."""
-        from megatron_prism.runtime.control_values import ValueReplayer
+        from megatron_prism.runtime.recorded_values import ValueReplayer
 
         if not isinstance(self.recording, ValueReplayer):
             return None
@@ -202,7 +202,7 @@ class Reporter(TrainingListener):
     def _nccl(self, device: str) -> tuple[int | None, str]:
         """(bytes that NCCL would take for this rank's communicators, the provenance of that)."""
         from megatron_prism.emulate.device_memory import connected_by
-        from megatron_prism.runtime.world import current
+        from megatron_prism.runtime.virtual_world import current
 
         world = current()
         if world is None or self.options.num_processes > 1:

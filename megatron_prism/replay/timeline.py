@@ -448,11 +448,11 @@ class Timeline:
 
     def to_text(self, verbose: bool = False) -> str:
         """The page that ``prism replay`` prints; ``verbose`` says what the data are based on."""
-        return rendered(f"report.text:render{'_verbose' if verbose else ''}", self, str)
+        return rendered("report.replay:render_text", self, str, verbose=verbose)
 
     def to_html(self) -> str:
         """One self-contained page with the diagram, for any browser."""
-        return rendered("report.replay:render", self, str)
+        return rendered("report.replay:render_html", self, str)
 
     def to_chrome_trace(self) -> str:
         """A Chrome trace, for ui.perfetto.dev."""

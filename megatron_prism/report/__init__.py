@@ -1,9 +1,8 @@
 """Results as text, HTML pages and traces; no analysis, and nothing is measured or simulated here.
 
     metrics.py       the numbers that all renderers print, as one value
-    text.py          a timeline for the terminal
     page.py          the shell of every page: page.html, page.css, page.js, charts.js
-    replay.py        a timeline, or two side by side, as a page
+    replay.py        a timeline as text; one, or two side by side, as a page
     predict.py       a prediction, or several layouts side by side, as a page
     hang.py          a verdict on a hang as Markdown and as a page
     sweep.py         the points of a sweep as text, CSV and page

@@ -1,15 +1,16 @@
 """The virtual world on the torch side: ``torch.distributed`` with absent ranks; no Megatron.
 
-world.py           starts and stops a virtual world, counts its traffic
-process_group.py   the backend that answers every collective
-torch_patches.py   object collectives, group creation, positions in batched calls
-answers.py         what a collective gives one local rank, or several
-values.py          what tensors of virtual peers hold, also where mirrors are wrong
-control_values.py  values that steer the program, recorded and replayed
-call_check.py      would the peers make this call at all?
-listeners.py       interfaces of what follows the training and the calls
-recorder/          a running rank -> a program
-pacing/            virtual peers that take their time
-devices/           tiers: CUDA, CPU, and shapes without data (meta)
-te/                Transformer Engine's modules as shapes and bytes
+virtual_world.py      starts and stops a virtual world, counts its traffic
+process_group.py      the backend that answers every collective
+torch_distributed.py  object collectives, group creation, positions in batched calls
+answers.py            what a collective gives one local rank, or several
+values.py             what tensors of virtual peers hold, also where mirrors are wrong
+recorded_values.py    values that steer the program, of a real run, given to a rank alone
+known_values.py       what is known of values on tier meta
+call_check.py         would the peers make this call at all?
+listeners.py          interfaces of what follows the training and the calls
+recorder/             a running rank -> a program
+pacing/               virtual peers that take their time
+devices/              tiers: CUDA, CPU, and shapes without data (meta)
+te/                   Transformer Engine's modules as shapes and bytes
 """

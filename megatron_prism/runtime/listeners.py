@@ -76,7 +76,7 @@ class TrainingListener(Protocol):
 
 
 class CallListener(Protocol):
-    """Follows the communication calls of one rank.  ``runtime.world.VirtualWorld`` calls it.
+    """Follows the communication calls of one rank.  ``VirtualWorld`` calls it.
 
     hands_on : ``record`` makes its call through ``world.after(self)``; of the listeners that
                override ``record`` only the last may do without

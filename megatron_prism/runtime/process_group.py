@@ -86,7 +86,7 @@ class DeviceEvent(Protocol):
 
 
 class GroupWorld(Protocol):
-    """What a group asks of its world (``runtime.world.VirtualWorld``)."""
+    """What a group asks of its world (``runtime.virtual_world.VirtualWorld``)."""
 
     values: Values
     device: torch.device

@@ -215,18 +215,18 @@ def test_reserved_bytes_are_told_by_pool_and_stream(modules):
 
 
 def test_a_paced_rank_says_at_each_stop_which_calls_were_late(modules, monkeypatch):
-    from megatron_prism.runtime import world
+    from megatron_prism.runtime import virtual_world
     from megatron_prism.runtime.pacing import pacer as pace_report
 
     stamps = {"came": 1}
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(listeners=(object(),)))
+    monkeypatch.setattr(virtual_world, "current", lambda: SimpleNamespace(listeners=(object(),)))
     assert modules[1]._paced() == {}  # a capture has a recorder, too
     pacer = SimpleNamespace(launcher=SimpleNamespace(stamps=lambda: stamps), record=None)
-    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(listeners=(pacer,)))
+    monkeypatch.setattr(virtual_world, "current", lambda: SimpleNamespace(listeners=(pacer,)))
     found = {"calls_paced": 3, "late_calls": 1, "late_us": 7.5, "groups": {}}
     monkeypatch.setattr(pace_report, "summary", lambda *args: found if args[1] is stamps else None)
     assert modules[1]._paced() == {"calls_paced": 3, "late_calls": 1, "late_us": 7.5}
-    monkeypatch.setattr(world, "current", lambda: None)
+    monkeypatch.setattr(virtual_world, "current", lambda: None)
     assert modules[1]._paced() == {}
 
 

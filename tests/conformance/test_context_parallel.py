@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_prism.runtime import world
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.te.attention import DotProductAttention
 from megatron_prism.runtime.values import Values
@@ -92,7 +92,7 @@ def one(kind, size, form, mask):
         def observe(self, group, op, inputs, outputs):
             calls.append([op, group.desc, list((inputs or outputs)[0].shape)])
 
-    world.current().listen(Seen())
+    virtual_world.current().listen(Seen())
     module = DotProductAttention(
         HEADS, WIDTH, qkv_format=form, attn_mask_type=mask, cp_group=group,
         cp_global_ranks=ranks, cp_comm_type=kind,
@@ -101,7 +101,7 @@ def one(kind, size, form, mask):
     out = module(*inputs)
     num_forward = len(calls)
     grads = torch.autograd.grad(out, inputs, mine[4].flatten(-2))
-    world.current().listen()
+    virtual_world.current().listen()
     got = [out.detach().unflatten(-1, (HEADS, WIDTH)), *grads]
     right = [mine[3], *(laid_out(shard(t, me, size, 0), form) for t in wanted)]
     error = max(float((a - b).abs().max()) for a, b in zip(got, right, strict=True))
@@ -112,12 +112,12 @@ def run(rank, folder):
     """Entry point of one process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    world._TIMEOUT = timedelta(seconds=60)
+    virtual_world._TIMEOUT = timedelta(seconds=60)
     path = pathlib.Path(folder)
     store = dist.FileStore(str(path / "store"), NUM_PROCESSES)
     everyone = tuple(range(NUM_PROCESSES))
-    world.start(
-        world.VirtualWorld(
+    virtual_world.start(
+        virtual_world.VirtualWorld(
             NUM_PROCESSES, rank, everyone, Values(rank=rank), torch.device("cpu"), store
         )
     )
@@ -129,7 +129,7 @@ def run(rank, folder):
             results[" ".join(map(str, case))] = {"failed": traceback.format_exc()}
             break  # the others wait for this one in vain
     (path / f"result_{rank}.json").write_text(json.dumps(results))
-    world.stop()
+    virtual_world.stop()
 
 
 @pytest.fixture(scope="module")

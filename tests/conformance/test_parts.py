@@ -19,8 +19,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import torch_patches
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import torch_distributed, virtual_world
 from megatron_prism.runtime.values import (
     BalancedExpertCounts,
     LocalVocabularySum,
@@ -95,13 +94,13 @@ def compare(rank, store):
         if rank not in local:
             continue
         prefix, cpu = dist.PrefixStore(f"world {number}", store), torch.device("cpu")
-        world = session.VirtualWorld(n, rank, local, Values(policy), cpu, prefix)
+        world = virtual_world.VirtualWorld(n, rank, local, Values(policy), cpu, prefix)
         group = world.build_group(range(n), f"parts_{number}", "TENSOR_MODEL_PARALLEL_GROUP")
         if group.has_virtual != (len(local) < n):
             wrong.append(f"rank {rank} of {n}, local {local}: has_virtual {group.has_virtual}")
         changes.undo()  # of the world before
-        torch_patches.replace_functions(world, changes)
-        torch_patches.register(group, "gloo")
+        torch_distributed.replace_functions(world, changes)
+        torch_distributed.register(group, "gloo")
         with world.values.of_parts(PartialLookup(table(rank, dtype), tokens)):
             got = sums(group, n, lookup(tokens, rank, start, dtype))
         with world.values.of_parts(BalancedExpertCounts(2 * n, 2)):
@@ -124,7 +123,7 @@ def run(rank, folder):
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=NUM_PROCESSES, timeout=TIMEOUT
     )
-    session._TIMEOUT = TIMEOUT
+    virtual_world._TIMEOUT = TIMEOUT
     try:
         found = compare(rank, store)
     except Exception:  # the parent wants to know, whatever it is

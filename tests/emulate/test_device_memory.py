@@ -13,8 +13,8 @@ from megatron_prism.emulate.device_memory import MemoryWatch, NcclReserve
 from megatron_prism.emulate.monitor import TrainingMonitor
 from megatron_prism.emulate.summary import Reporter
 from megatron_prism.memory.nccl_buffers import BufferCalibration
-from megatron_prism.runtime import world
-from megatron_prism.runtime.world import TrafficCounter
+from megatron_prism.runtime import virtual_world
+from megatron_prism.runtime.virtual_world import TrafficCounter
 
 MIB = 1 << 20
 CALIBRATION = BufferCalibration(
@@ -65,7 +65,7 @@ def test_a_summary_says_what_nccl_would_take(monkeypatch):
     tally = TrafficCounter()
     for call in CALLS[:4]:
         tally.add(*call)
-    monkeypatch.setattr(world, "current", lambda: types.SimpleNamespace(tally=tally))
+    monkeypatch.setattr(virtual_world, "current", lambda: types.SimpleNamespace(tally=tally))
     reporter = object.__new__(Reporter)
     reporter.options = types.SimpleNamespace(num_processes=1)
     num_bytes, source = reporter._nccl("NVIDIA H200")

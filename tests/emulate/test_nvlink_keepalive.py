@@ -72,7 +72,7 @@ def test_a_rank_that_makes_no_calls_sends_nothing(devices):
 
 def test_calls_of_a_group_of_one_keep_no_link_awake():
     """A rank without tensor parallelism broadcasts its batches in one, and adds up its loss."""
-    from megatron_prism.runtime.world import TrafficCounter
+    from megatron_prism.runtime.virtual_world import TrafficCounter
 
     tally = TrafficCounter()
     for _ in range(5):

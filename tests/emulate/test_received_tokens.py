@@ -147,7 +147,7 @@ def test_prompts_without_labels_have_vectors_of_their_own():
 
 def test_what_fills_them_belongs_to_no_segment(monkeypatch):
     from megatron_prism.runtime.recorder import measurements, recorder
-    from megatron_prism.runtime.world import VirtualWorld
+    from megatron_prism.runtime.virtual_world import VirtualWorld
 
     now = [0]
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
@@ -181,10 +181,10 @@ here = tiers.prepare(sys.argv[1], ProcessChanges())
 from megatron.core.tensor_parallel import data
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import PATCHES
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 local = int(sys.argv[2])
-session.start(session.VirtualWorld(2, local, (local,), Values(), here.device))
+virtual_world.start(virtual_world.VirtualWorld(2, local, (local,), Values(), here.device))
 group = torch.distributed.new_group([0, 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP")
 context = patch.PatchContext(lambda: None, None, here.name == "meta", (local,), local)
 patch.apply([one for one in PATCHES if one.name == "own-broadcasts"], context)

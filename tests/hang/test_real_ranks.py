@@ -22,7 +22,7 @@ from megatron_prism.emulate import options as flags
 from megatron_prism.emulate.call_guard import CallGuard, ProgramPeers
 from megatron_prism.emulate.options import HangOptions
 from megatron_prism.hang import fault_plan
-from megatron_prism.runtime import world
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.call_check import (
     CallCheck,
     LocalCallCheck,
@@ -60,16 +60,16 @@ def job(tmp_path):
                             truth)  # fmt: skip
         options = SimpleNamespace(world=WORLD, rank=1, ranks=(1,))
         guard = CallGuard(options, asked, SimpleNamespace(name="cpu", live=None), None)
-        world.stop()  # of a job before
-        world.start(
-            world.VirtualWorld(
+        virtual_world.stop()  # of a job before
+        virtual_world.start(
+            virtual_world.VirtualWorld(
                 4, 1, (1,), Values("mirror"), torch.device("cpu"), listeners=(guard,)
             )
         )
         return guard, dist.new_group(range(4), group_desc=TP)
 
     yield start
-    world.stop()
+    virtual_world.stop()
 
 
 def iterations(guard, group, wanted=4):

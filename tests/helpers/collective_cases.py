@@ -28,8 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_prism.core.collectives import BY_NAME
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import torch_patches
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import torch_distributed, virtual_world
 from megatron_prism.runtime.values import Values
 
 NUM_PROCESSES = 4
@@ -737,7 +736,7 @@ class Runner:
             "gloo", store=store, rank=self.rank, world_size=NUM_PROCESSES, timeout=TIMEOUT
         )
         gloo = {n: dist.new_group(range(n)) for n in range(1, NUM_PROCESSES + 1)}
-        session._TIMEOUT = TIMEOUT
+        virtual_world._TIMEOUT = TIMEOUT
         # as NCCL groups do: with all members local the real group itself is asked
         passing = [(n, local, True) for n, local in WORLDS if len(local) == n > 1]
         changes = ProcessChanges()
@@ -748,13 +747,13 @@ class Runner:
             if self.rank in local:
                 prefix = dist.PrefixStore(f"world {number}", store)
                 cpu = torch.device("cpu")
-                world = session.VirtualWorld(n, self.rank, local, Values(), cpu, prefix)
+                world = virtual_world.VirtualWorld(n, self.rank, local, Values(), cpu, prefix)
                 group = world.build_group(range(n), f"conformance_{number}", "CONFORMANCE")
                 if passes:
                     group.all_local, group._mixed = True, None
                 changes.undo()  # of the world before
-                torch_patches.replace_functions(world, changes)
-                torch_patches.register(group, "gloo")
+                torch_distributed.replace_functions(world, changes)
+                torch_distributed.register(group, "gloo")
             for case in CASES:
                 every = list(variations(case, n)) if n >= case.min_size else []
                 for settings in every[number % 2 :: 2] or every:  # the next world has the others

@@ -21,7 +21,7 @@ MODULES = """
     megatron.core.transformer.moe.moe_layer megatron.core.transformer.dot_product_attention
     megatron_prism.emulate.recipe_rank megatron_prism.emulate.launch
     megatron_prism.runtime.recorder.recorder
-    megatron_prism.runtime.world
+    megatron_prism.runtime.virtual_world
 """.split()
 
 

@@ -296,7 +296,7 @@ def words(path):
 
 
 def recorded(path):
-    from megatron_prism.runtime.control_values import ValueReplayer
+    from megatron_prism.runtime.recorded_values import ValueReplayer
 
     folder = path.parent / "recording"
     folder.mkdir(exist_ok=True)

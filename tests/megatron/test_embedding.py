@@ -15,14 +15,14 @@ from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import training
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
-world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
+world = virtual_world.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
 names = {"whole-lookup", "mirrored-labels"}
 patch.apply([one for one in training.PATCHES if one.name in names], context)
-session.start(world)
+virtual_world.start(world)
 
 from megatron.core import ModelParallelConfig, parallel_state
 from megatron.core.tensor_parallel import VocabParallelEmbedding

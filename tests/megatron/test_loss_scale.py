@@ -14,14 +14,14 @@ from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches.pipeline import PATCHES as pipeline_patches
 from megatron_prism.emulate.patches.training import PATCHES as training_patches
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 from megatron_prism.runtime.values import rms
 here = tiers.prepare("cpu", ProcessChanges())
-world = session.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
+world = virtual_world.VirtualWorld(4, 1, [1], Values(rank=1), here.device)
 context = patch.PatchContext(lambda: world, TrainingMonitor(), False, (1,), 1)
 patch.apply(pipeline_patches + training_patches, context)
-session.start(world)
+virtual_world.start(world)
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -15,14 +15,14 @@ from megatron_prism.runtime import devices as tiers
 from megatron_prism.emulate import patch
 from megatron_prism.emulate.patches import moe, training
 from megatron_prism.emulate.monitor import TrainingMonitor
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 here = tiers.prepare("cpu", ProcessChanges())
-world = session.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
+world = virtual_world.VirtualWorld(8, 5, [5], Values(rank=5), here.device)
 names = {"whole-lookup", "mirrored-labels"}
 chosen = [one for one in training.PATCHES + moe.PATCHES if one in moe.PATCHES or one.name in names]
 patch.apply(chosen, patch.PatchContext(lambda: world, TrainingMonitor(), False, (5,), 5))
-session.start(world)
+virtual_world.start(world)
 from megatron.core import parallel_state
 torch.manual_seed(1)
 """

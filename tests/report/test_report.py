@@ -21,9 +21,8 @@ from megatron_prism.core.ops import Op
 from megatron_prism.core.program import Program, Programs
 from megatron_prism.core.world import World
 from megatron_prism.replay.costs.machine import machine
-from megatron_prism.report import chrome_trace, metrics, text
+from megatron_prism.report import chrome_trace, metrics, replay
 from megatron_prism.report import page as frame
-from megatron_prism.report import replay as html
 
 
 def empty():
@@ -31,7 +30,11 @@ def empty():
 
 
 TIMELINES = {"tiny": tiny, "empty": empty, "hostile": hostile}
-RENDERERS = {"text": text.render, "perfetto": chrome_trace.render_timeline, "html": html.render}
+RENDERERS = {
+    "text": replay.render_text,
+    "perfetto": chrome_trace.render_timeline,
+    "html": replay.render_html,
+}
 
 
 @pytest.mark.parametrize("what", TIMELINES)
@@ -82,7 +85,7 @@ def test_the_parts_of_an_iteration_add_up(world, seed, iterations):
     assert sum(one.critical for one in found.classes) == sum(critical)
     parts = found.computing + found.exposed + found.bubble
     assert parts == pytest.approx(1 if made.iteration_ns else 0)
-    rows = html.path_rows(made)
+    rows = replay.path_rows(made)
     assert (rows[:, 2] - rows[:, 1]).sum() == made.iteration_ns
     assert (rows[1:, 1] == rows[:-1, 2]).all()
 
@@ -113,7 +116,7 @@ def test_the_bubble_of_forwards_then_backwards(p, m):
 def test_figures_that_the_slices_do_not_hold_are_unknown():
     found = metrics.timeline_metrics(replayed(healthy(WORLDS[1])))
     assert [found.tokens_per_s.value, found.mfu.value, found.flops_per_gpu.value] == [None] * 3
-    assert "unknown: the slices do not say how many tokens" in text.render(
+    assert "unknown: the slices do not say how many tokens" in replay.render_text(
         replayed(healthy(WORLDS[1]))
     )
     said = {"tokens_per_iteration": "4096", "model_flops_per_iteration": str(10**9)}
@@ -127,8 +130,8 @@ def test_figures_that_the_slices_do_not_hold_are_unknown():
     assert "no peak" in metrics.timeline_metrics(unknown).mfu.basis
     made = replayed(dataclasses.replace(tiny(), source={**said, "tier": "cpu"}))
     assert metrics.timeline_metrics(made).mfu.value is None
-    assert "unknown: the slices are of a CPU" in text.render(made)
-    assert "measured on a CPU" in text.render(made)
+    assert "unknown: the slices are of a CPU" in replay.render_text(made)
+    assert "measured on a CPU" in replay.render_text(made)
 
 
 def test_calls_are_means_over_the_ranks_that_make_them():
@@ -141,17 +144,17 @@ def test_calls_are_means_over_the_ranks_that_make_them():
 
 
 def test_the_page_of_text():
-    shown = text.render(replayed(tiny()))
+    shown = replay.render_text(replayed(tiny()))
     for line in ("8 ranks = tp 2", "  slices       tier cpu", "= total", "bubble",
                  "peak live memory", "what the critical path is made of", "forward compute",
                  "measured: segments of the slices (cpu)", "modelled: NCCL's"):  # fmt: skip
         assert line in shown
-    assert "nothing takes time" in text.render(replayed(empty()))
+    assert "nothing takes time" in replay.render_text(replayed(empty()))
 
 
 def test_many_classes_are_shown_in_blocks_and_counted():
     world = World(64, pp=64)
-    shown = text.render(replayed(healthy(world)))
+    shown = replay.render_text(replayed(healthy(world)))
     assert "stage 23" in shown
     assert "stage 24" not in shown
     assert "and 40 classes more" in shown
@@ -160,21 +163,21 @@ def test_many_classes_are_shown_in_blocks_and_counted():
 # -- curves ----------------------------------------------------------------------------------------
 def test_memory_keeps_its_peak_and_its_last_value():
     made = replayed(tiny())
-    at, live = html.live_memory(made, 0, buckets=1)
+    at, live = replay.live_memory(made, 0, buckets=1)
     assert live.max() == made.graph.program_list[0].live_bytes().max() == 2048
     assert live[-1] == 1536
     assert live[0] == 1536  # what was there, and the first activation: before the first op
     assert (np.diff(at) >= 0).all()
     assert at[0] == 0
-    assert [len(c) for c in html.live_memory(replayed(empty()), 0, 5)] == [0, 0]
+    assert [len(c) for c in replay.live_memory(replayed(empty()), 0, 5)] == [0, 0]
 
 
 @pytest.mark.parametrize("epsilon", [0, 1, 1000, 40_000, 10**9])
 def test_merging_loses_no_span_and_no_time_between(epsilon):
     made = replayed(healthy(WORLDS[2]))
     spans = made.spans(1)
-    codes = html.step_codes(made, 1, spans)
-    merged = html.merge(spans, codes, epsilon)
+    codes = replay.step_codes(made, 1, spans)
+    merged = replay.merge(spans, codes, epsilon)
     assert merged["count"].sum() == len(spans)
     assert merged["ready"].min() == spans["ready"].min()
     assert merged["end"].max() == spans["end"].max()
@@ -317,7 +320,7 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("what", TIMELINES)
 def test_the_page_is_self_contained_and_nothing_escapes(what):
     made = replayed(TIMELINES[what]())
-    source = html.render(made)
+    source = replay.render_html(made)
     page = Page(source)
     assert [tag for tag, _ in page.tags if tag in ("img", "link", "iframe", "object")] == []
     scripts = [attrs for tag, attrs in page.tags if tag == "script"]
@@ -325,7 +328,7 @@ def test_the_page_is_self_contained_and_nothing_escapes(what):
     assert not any("src" in attrs or "href" in attrs for _, attrs in page.tags)
     data, script = page.texts["script"][0], source.rsplit("<script>")[-1].split("</script>")[0]
     found = json.loads(data)
-    assert found == found | json.loads(json.dumps(html.page_data(made)))
+    assert found == found | json.loads(json.dumps(replay.page_data(made)))
     name = "http://www.w3.org/2000/svg"  # of a namespace, which nobody asks for
     assert not re.search(r"https?://", source.replace(data, "").replace(name, ""))
     (policy,) = (a["content"] for t, a in page.tags if a.get("http-equiv"))
@@ -346,7 +349,9 @@ def test_scripts_write_text_and_never_markup():
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node here")
 def test_scripts_are_javascript(tmp_path):
     whole = tmp_path / "page.js"
-    whole.write_text(html.render(replayed(tiny())).rsplit("<script>")[-1].split("</script>")[0])
+    whole.write_text(
+        replay.render_html(replayed(tiny())).rsplit("<script>")[-1].split("</script>")[0]
+    )
     subprocess.run(["node", "--check", str(whole)], check=True)
 
 
@@ -357,15 +362,15 @@ def test_a_page_of_a_large_world_stays_small():
         Program.from_ops(world.rank_at(pp=s), stage_ops(s, world, 720)) for s in world.stages
     )
     made = replayed(Programs(world, programs, world._along("pp", np.arange(world.size))))
-    assert sum(len(made.spans(i)) for i in range(16)) > html.SPANS
-    source = html.render(made)
+    assert sum(len(made.spans(i)) for i in range(16)) > replay.SPANS
+    source = replay.render_html(made)
     assert len(source) < 5_000_000
     assert json.loads(Page(source).texts["script"][0])["merged"] > 0
 
 
 def test_of_many_classes_the_critical_ones_are_drawn():
-    made = html.page_data(replayed(healthy(World(80, pp=80))))
-    assert len(made["rows"]) == html.ROWS
-    assert made["missing"] == 80 - html.ROWS
+    made = replay.page_data(replayed(healthy(World(80, pp=80))))
+    assert len(made["rows"]) == replay.ROWS
+    assert made["missing"] == 80 - replay.ROWS
     assert len(made["figures"]["classes"]) == 80
     assert DP in made["lanes"]

@@ -20,9 +20,8 @@ from megatron_prism.hang.fault_plan import parse
 from megatron_prism.predict.campaign import Campaign
 from megatron_prism.replay.costs.machine import machines
 from megatron_prism.replay.priced_graph import price
-from megatron_prism.report import text
 from megatron_prism.report.page import allow_script
-from megatron_prism.report.replay import render
+from megatron_prism.report.replay import render_html, render_text
 from megatron_prism.sweep.space import SweepPoint
 from megatron_prism.sweep.sweep import Row, Sweep
 
@@ -45,7 +44,7 @@ def run(*words, capsys):
 def test_it_prints_the_page_of_text(world, capsys):
     status, out, err = run(world, capsys=capsys)
     assert (status, err) == (0, "")
-    assert out == text.render(replayed(tiny()))
+    assert out == render_text(replayed(tiny()))
 
 
 def test_a_schedule_has_an_order_and_no_times(tmp_path, capsys):
@@ -73,7 +72,7 @@ def test_files_are_written_and_never_overwritten(world, tmp_path, capsys):
     status, _, err = run(*words, capsys=capsys)
     assert status == 0
     assert f"wrote {page}" in err
-    assert page.read_text(encoding="utf-8") == render(replayed(tiny()))
+    assert page.read_text(encoding="utf-8") == render_html(replayed(tiny()))
     assert json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
     page.write_text("mine")
@@ -298,7 +297,7 @@ def in_browser(tmp_path, source, driver=DRIVER):
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("make", [tiny, hostile])
 def test_tabs_zoom_and_tips_work_and_labels_stay_text(make, tmp_path):
-    said, errors = in_browser(tmp_path, render(replayed(make())))
+    said, errors = in_browser(tmp_path, render_html(replayed(make())))
     assert errors == []
     tabs = ["pipeline", "breakdown", "critical", "collectives", "memory", "provenance", "reading"]
     assert said[1].split() == [
@@ -314,7 +313,7 @@ def test_links_that_calls_share_are_drawn(tmp_path):
       document.body.dataset.said = document.querySelectorAll("#links table tr").length + " rows";"""
     golden = Path(__file__).parents[1] / "golden" / "slices" / "dense_pp2"
     timeline = prism.replay(prism.load(golden), what_if=prism.WhatIf(network="rails"))
-    said, errors = in_browser(tmp_path, render(timeline), driver)
+    said, errors = in_browser(tmp_path, render_html(timeline), driver)
     assert errors == []
     assert said[1] == f"{1 + len(timeline.to_json()['links'])} rows"
 
@@ -323,7 +322,7 @@ def test_links_that_calls_share_are_drawn(tmp_path):
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_a_foreign_script_does_not_run(tmp_path):
     """Even if a label did become markup, the policy would hold it."""
-    source = render(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)
+    source = render_html(replayed(tiny())).replace("</main>", f"</main>{HOSTILE}", 1)
     _, errors = in_browser(tmp_path, source)
     assert any("Content Security Policy" in line for line in errors)
 
@@ -357,7 +356,7 @@ def test_every_page_looks_right_in_a_browser():
     verdict = prism.diagnose_faults(healthy(World(64, tp=4, pp=4)), [fault]).verdict
     pages = {
         "replay": timeline.to_html(),
-        "two replays": render(timeline, "as it is", ("rank 5 slow", slow)),
+        "two replays": render_html(timeline, "as it is", ("rank 5 slow", slow)),
         "predict": forecast.to_html(),
         "compare": compared.to_html(),
         "hang": verdict.to_html(),

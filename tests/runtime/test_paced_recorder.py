@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.core.ops import CODE
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.recorder.recorder import PacedRecorder, Recorder
 from megatron_prism.runtime.values import Values
 
@@ -20,9 +20,11 @@ RANK, SIZE, LATE = 3, 8, 0.2
 def world(monkeypatch):
     # as on the tiers without a device, which cannot be undone in this process
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    found = session.start(session.VirtualWorld(SIZE, RANK, (RANK,), Values(), torch.device("cpu")))
+    found = virtual_world.start(
+        virtual_world.VirtualWorld(SIZE, RANK, (RANK,), Values(), torch.device("cpu"))
+    )
     yield found
-    session.stop()
+    virtual_world.stop()
 
 
 class Late(dist.Work):

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.core.ops import CODE
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import Recorder
 from megatron_prism.runtime.values import Values
@@ -23,9 +23,11 @@ SIZE, RANK = 8, 3
 def world(monkeypatch):
     # as on the tiers without a device, which cannot be undone in this process
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    found = session.start(session.VirtualWorld(SIZE, RANK, (RANK,), Values(), torch.device("cpu")))
+    found = virtual_world.start(
+        virtual_world.VirtualWorld(SIZE, RANK, (RANK,), Values(), torch.device("cpu"))
+    )
     yield found
-    session.stop()
+    virtual_world.stop()
 
 
 @pytest.fixture
@@ -344,12 +346,12 @@ from torch import distributed as dist
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 tier = tiers.prepare({tier!r}, ProcessChanges())
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
 from megatron_prism.runtime.recorder.recorder import report_to
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.recorder.recorder import Recorder
-world = session.start(session.VirtualWorld(8, 3, (3,), Values(), tier.device))
+world = virtual_world.start(virtual_world.VirtualWorld(8, 3, (3,), Values(), tier.device))
 recorder, watched = Recorder(3, tier.name, tier.live), ProcessChanges()
 world.listen(recorder)
 report_to(recorder, watched)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from megatron_prism.core.errors import UnsupportedError
-from megatron_prism.runtime import te, world
+from megatron_prism.runtime import te, virtual_world
 from megatron_prism.runtime.te import attention, context_parallel, fp8, optimizers
 from megatron_prism.runtime.te.attention import (
     DotProductAttention,
@@ -326,7 +326,7 @@ def test_dropped_probabilities_are_made_up_for():
 def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
     """What comes from them has the scale of what is here: gradients too."""
     values = Values(policy, rank=rank)
-    world.start(world.VirtualWorld(2, rank, (rank,), values, torch.device("cpu")))
+    virtual_world.start(virtual_world.VirtualWorld(2, rank, (rank,), values, torch.device("cpu")))
     try:
         group = dist.new_group([0, 1], group_desc="CONTEXT_PARALLEL_GROUP")
         module = DotProductAttention(
@@ -336,7 +336,7 @@ def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
         out = module(q, k, v)
         grads = torch.autograd.grad(out, [q, k, v], torch.full_like(out, 1e-6))
     finally:
-        world.stop()
+        virtual_world.stop()
     assert torch.isfinite(out).all()
     for grad in grads:
         assert 0 < grad.abs().max() < 1e-4
@@ -354,7 +354,7 @@ def test_attention_whose_peers_are_virtual(kind, dropout, policy, rank):
     ],
 )
 def test_what_context_parallelism_lacks_is_named(settings, form, named):
-    world.start(world.VirtualWorld(2, 0, (0,), Values(), torch.device("cpu")))
+    virtual_world.start(virtual_world.VirtualWorld(2, 0, (0,), Values(), torch.device("cpu")))
     try:
         group, rows = dist.new_group([0, 1]), (6,) if form == "thd" else (6, 2)
 
@@ -365,7 +365,7 @@ def test_what_context_parallelism_lacks_is_named(settings, form, named):
         with pytest.raises(UnsupportedError, match=named):
             use()
     finally:
-        world.stop()
+        virtual_world.stop()
 
 
 def test_split_gives_views():
@@ -537,10 +537,10 @@ tier, recipe = sys.argv[1:]
 from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime import devices as tiers
 here = tiers.prepare(tier, ProcessChanges())
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import virtual_world
 from megatron_prism.runtime.values import Values
-session.start(session.VirtualWorld(size=4, rank=1, local_ranks=[1], values=Values("mirror", rank=1),
-                                   device=here.device))
+values = Values("mirror", rank=1)
+virtual_world.start(virtual_world.VirtualWorld(4, 1, [1], values, here.device))
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec

@@ -17,8 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prism.core.errors import UnsupportedError, UsageError
-from megatron_prism.runtime import answers
-from megatron_prism.runtime import world as session
+from megatron_prism.runtime import answers, virtual_world
 from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.listeners import CallListener
 from megatron_prism.runtime.values import (
@@ -28,7 +27,7 @@ from megatron_prism.runtime.values import (
     Values,
     rms,
 )
-from megatron_prism.runtime.world import TrafficCounter, TrafficRow
+from megatron_prism.runtime.virtual_world import TrafficCounter, TrafficRow
 
 NOT_A_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 # torch 2.13 renames what Megatron still calls by the old names
@@ -38,24 +37,24 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def start(size=16, rank=5, policy="mirror", device="cpu"):
-    return session.start(
-        session.VirtualWorld(size, rank, (rank,), Values(policy), torch.device(device))
+    return virtual_world.start(
+        virtual_world.VirtualWorld(size, rank, (rank,), Values(policy), torch.device(device))
     )
 
 
 @pytest.fixture
 def world():
     yield start()
-    session.stop()
+    virtual_world.stop()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     originals = {name: getattr(dist, name) for name in ("new_group", "all_gather_object")}
     yield
-    session.stop()
+    virtual_world.stop()
     assert not dist.is_initialized()
-    assert session.current() is None
+    assert virtual_world.current() is None
     assert {name: getattr(dist, name) for name in originals} == originals
     assert c10d.new_group is dist.new_group
 
@@ -547,7 +546,7 @@ def test_destroying_everything_leaves_room_for_a_real_world(world):
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert type(dist.new_group([0])) is dist.ProcessGroup
-    session.stop()
+    virtual_world.stop()
     assert dist.is_initialized(), "the real world is not ours to stop"
     dist.destroy_process_group()
 
@@ -568,23 +567,25 @@ def test_torch_distributed_is_up_already():
     with pytest.raises(UsageError, match="already initialised") as caught:
         start()
     assert "before anything calls init_process_group" in caught.value.fix
-    assert session.current() is None
+    assert virtual_world.current() is None
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("rank", "local"), [(16, (16,)), (-1, (-1,)), (3, (4,))])
 def test_a_rank_that_is_not_there(rank, local):
     with pytest.raises(UsageError, match="not a local rank"):
-        session.start(session.VirtualWorld(16, rank, local, Values(), torch.device("cpu")))
-    assert session.current() is None
+        virtual_world.start(
+            virtual_world.VirtualWorld(16, rank, local, Values(), torch.device("cpu"))
+        )
+    assert virtual_world.current() is None
 
 
 def test_two_worlds_one_after_the_other():
     for rank in (3, 4):
-        assert start(rank=rank) is session.current()
+        assert start(rank=rank) is virtual_world.current()
         assert dist.get_rank() == rank
-        session.stop()
-    session.stop()  # harmless
+        virtual_world.stop()
+    virtual_world.stop()  # harmless
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch):
@@ -594,7 +595,7 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", refuse)
     with pytest.raises(RuntimeError, match="no"):
         start()
-    assert session.current() is None
+    assert virtual_world.current() is None
 
 
 def test_the_barrier_after_init_waits_for_nobody(monkeypatch):
@@ -604,20 +605,20 @@ def test_the_barrier_after_init_waits_for_nobody(monkeypatch):
 
 
 def test_several_local_ranks_need_a_store():
-    world = session.VirtualWorld(4, 1, (1, 2), Values(), torch.device("cpu"))
+    world = virtual_world.VirtualWorld(4, 1, (1, 2), Values(), torch.device("cpu"))
     with pytest.raises(UsageError, match="need a store"):
-        session.start(world)
-    assert session.current() is None
+        virtual_world.start(world)
+    assert virtual_world.current() is None
 
 
 def test_the_order_of_local_ranks_does_not_matter():
-    world = session.VirtualWorld(8, 1, (6, 1), Values(), torch.device("cpu"))
+    world = virtual_world.VirtualWorld(8, 1, (6, 1), Values(), torch.device("cpu"))
     assert world.local_ranks == (1, 6)
 
 
 def test_local_members_are_in_group_order(monkeypatch):
     made = []
-    world = session.VirtualWorld(8, 1, (1, 6), Values(), torch.device("cpu"))
+    world = virtual_world.VirtualWorld(8, 1, (1, 6), Values(), torch.device("cpu"))
     monkeypatch.setattr(world, "_real_group", lambda local, desc, nccl: made.append(local))
     group = world.build_group([6, 3, 1], "g", "G")
     assert made == [[6, 1]]
@@ -628,7 +629,7 @@ def test_torchs_fake_backend_works_beside_ours():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start()
-    session.stop()
+    virtual_world.stop()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     assert dist.get_backend() == "fake"
     assert type(dist.new_group([3, 4])) is dist.ProcessGroup

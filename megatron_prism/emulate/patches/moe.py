@@ -23,10 +23,10 @@ from megatron_prism.emulate.patch import (
     patch,
     refused,
 )
-from megatron_prism.runtime.devices import cuda, fused_dispatch, stand_ins
+from megatron_prism.runtime.devices import cuda, moe_dispatch
 from megatron_prism.runtime.te.moe import counts
 from megatron_prism.runtime.values import BalancedExpertCounts
-from megatron_prism.runtime.world import values_of
+from megatron_prism.runtime.virtual_world import values_of
 
 __all__ = ["PATCHES"]
 
@@ -170,7 +170,7 @@ def _balanced_splits(module: ModuleType, context: PatchContext) -> None:
             return tokens_per_expert
         if cuda.watcher is not None:  # the copy to the host that this stands in for
             cuda.watcher.host_waited("token counts")
-        splits = stand_ins.balanced_splits(
+        splits = moe_dispatch.balanced_splits(
             total=int(self.num_out_tokens)
             if not torch.is_tensor(self.num_out_tokens)
             else self.routing_map.shape[0] * self.config.moe_router_topk,
@@ -211,7 +211,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
         self.local_map.sum(dim=0).long()  # the counts that the host would read
         if cuda.watcher is not None:
             cuda.watcher.host_waited("token counts")
-        splits = stand_ins.balanced_splits(
+        splits = moe_dispatch.balanced_splits(
             total=self.routing_map.shape[0] * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             local=self.local_expert_indices,
@@ -226,7 +226,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
             num_out_tokens=total,
             fused=self.config.moe_permute_fusion,
         )
-        self.local_probs = stand_ins.masked_select(
+        self.local_probs = moe_dispatch.masked_select(
             chosen.T.contiguous(), self.local_map.T.contiguous(), total
         )
         self.routing_map = None
@@ -249,7 +249,7 @@ def _balanced_gathered(module: ModuleType, context: PatchContext) -> None:
 )
 def _fused_dispatch(module: ModuleType, context: PatchContext) -> None:
     for name in ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine"):
-        context.set(module, name, getattr(fused_dispatch, name))
+        context.set(module, name, getattr(moe_dispatch, name))
     context.set(module, "set_deepep_num_sms", lambda number: None)
 
 
@@ -270,19 +270,19 @@ def _balanced_flex(module: ModuleType, context: PatchContext) -> None:
 
     def metadata(original: Original, self: Any, *args: object, **kwargs: object) -> object:
         ways = self.num_experts // self.config.num_moe_experts
-        fused_dispatch.set_copies(self.config.moe_router_topk * ways)
+        moe_dispatch.set_copies(self.config.moe_router_topk * ways)
         counts["made_up"] = True
         return original(self, *args, **kwargs)
 
     def multihot(
         original: Original, self: Any, indices: torch.Tensor, probs: torch.Tensor
     ) -> object:
-        return fused_dispatch.indices_to_multihot(indices, probs, self.num_local_experts)
+        return moe_dispatch.indices_to_multihot(indices, probs, self.num_local_experts)
 
     managers = ("_HybridEPManager", "_DeepepManager")
     context.replace(module, metadata, *(f"{owner}.setup_metadata" for owner in managers))
     context.replace(module, multihot, "_DeepepManager._indices_to_multihot")
-    context.set(module, "fused_indices_to_multihot", fused_dispatch.indices_to_multihot)
+    context.set(module, "fused_indices_to_multihot", moe_dispatch.indices_to_multihot)
 
 
 @patch(
@@ -299,6 +299,6 @@ def _static_permute(module: ModuleType, context: PatchContext) -> None:
     def call(original: Original, tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
         if not tokens.is_meta:
             return original(tokens, routing_map, *args, **kwargs)
-        return stand_ins.permute_shapes(original, tokens, routing_map, *args, **kwargs)
+        return moe_dispatch.permute_shapes(original, tokens, routing_map, *args, **kwargs)
 
     context.replace(module, call)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_prism.emulate.patch import META, VALUES, Original, Patch, PatchContext, patch, refused
-from megatron_prism.runtime.world import current, values_of
+from megatron_prism.runtime.virtual_world import current, values_of
 
 __all__ = ["PATCHES", "mtp_lengths", "tokens_of"]
 

@@ -26,7 +26,7 @@ from megatron_prism.emulate.patch import (
 from megatron_prism.emulate.patches.startup import megatron_args
 from megatron_prism.runtime.process_group import PrismGroup
 from megatron_prism.runtime.values import LocalVocabularySum, PartialLookup
-from megatron_prism.runtime.world import current, values_of
+from megatron_prism.runtime.virtual_world import current, values_of
 
 __all__ = ["PATCHES", "labels_of_locals"]
 

@@ -24,7 +24,7 @@ from megatron_prism.emulate.patch import (
     patch,
     refused,
 )
-from megatron_prism.runtime.devices import kernels, stand_ins
+from megatron_prism.runtime.devices import kernels, local_layers
 
 __all__ = ["PATCHES"]
 
@@ -339,7 +339,7 @@ def _sequence_parallel_norm(module: ModuleType, context: PatchContext) -> None:
     ) -> Any:
         ours = config.sequence_parallel or config.layernorm_zero_centered_gamma
         if ours or config.persist_layer_norm:  # torch's refuses all three
-            return stand_ins.SequenceParallelNorm(config, hidden_size, eps)
+            return local_layers.SequenceParallelNorm(config, hidden_size, eps)
         return original(cls, config, hidden_size, eps, **kwargs)
 
     context.replace(module, call)
@@ -373,7 +373,7 @@ def _context_parallel_attention(module: ModuleType, context: PatchContext) -> No
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
-        return stand_ins.context_parallel_attention(query, key, value, group, self.softmax_scale)
+        return local_layers.context_parallel_attention(query, key, value, group, self.softmax_scale)
 
     context.replace(module, make, "DotProductAttention.__init__")
     context.replace(module, forward, "DotProductAttention.forward")
@@ -421,7 +421,7 @@ def _flash_attention(module: ModuleType, context: PatchContext) -> None:
         original: Original, self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if query.is_meta and self.config.context_parallel_size == 1:
-            return stand_ins.FlashAttention.apply(query, key, value)
+            return local_layers.FlashAttention.apply(query, key, value)
         return original(self, query, key, value, *args, **kwargs)
 
     context.replace(module, call)

@@ -1,18 +1,14 @@
-"""Small stand-ins for parts that need a GPU library, each naming what it stands in for.
+"""The norm and the attention of Megatron's local layers, without apex and Transformer Engine.
 
-Used by ``emulate.patches.without_cuda`` on hosts without Transformer Engine and apex.  (The virtual
-Transformer Engine, for jobs that ask for it, is the package ``runtime.te``.)  Values are right on
-the CPU; on the meta device only shapes are.
+``emulate.patches.without_cuda`` puts them in place.  (The virtual Transformer Engine, for jobs that
+ask for it, is the package ``runtime.te``.)  Values are right on the CPU; on the meta device only
+shapes are.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import distributed as dist
 from torch.nn import functional
@@ -22,17 +18,7 @@ from megatron_prism.runtime.devices.kernels import fused
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext
 
-__all__ = [
-    "FlashAttention",
-    "SequenceParallelNorm",
-    "balanced_splits",
-    "context_parallel_attention",
-    "masked_select",
-    "permute_shapes",
-]
-
-
-Permuted = tuple[torch.Tensor | None, ...]  # tokens, probs, index; more in later releases
+__all__ = ["FlashAttention", "SequenceParallelNorm", "context_parallel_attention"]
 
 
 class ModelConfig(Protocol):
@@ -150,87 +136,3 @@ class FlashAttention(torch.autograd.Function):
         pairs = b * heads * s * key.shape[0] * (size + value.shape[-1])
         fused("attention_backward", pairs * 5 // 2, query, key, value, grad)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Token counts of one MoE layer on the host (numbers of token copies).
-
-    sent, received   : to and from each expert-parallel rank, ``[ep]``
-    received_tp      : from each expert-tensor-parallel rank, ``[tp]``
-    table            : for each local expert by source rank, ``[tp * ep, local]``
-    per_local_expert : ``[local]``
-    """
-
-    total: int
-    sent: np.ndarray
-    received: np.ndarray
-    received_tp: np.ndarray
-    table: torch.Tensor
-    per_local_expert: torch.Tensor
-
-
-def balanced_splits(
-    total: int, num_experts: int, local: Sequence[int], ep_size: int, tp_size: int
-) -> Splits:
-    """Every expert gets its even share of ``total`` copies; the first ones take the remainder."""
-    counts = np.full(num_experts, total // num_experts, dtype=np.int64)
-    counts[: total % num_experts] += 1
-    here = counts[list(local)]
-    return Splits(
-        total=total,
-        sent=counts.reshape(ep_size, -1).sum(axis=1),
-        received=np.full(ep_size, here.sum()),
-        received_tp=np.full(tp_size, here.sum() * ep_size),
-        table=torch.from_numpy(np.tile(here, (tp_size * ep_size, 1))),
-        per_local_expert=torch.from_numpy(here * tp_size * ep_size),
-    )
-
-
-class _MaskedSelect(torch.autograd.Function):
-    """``Tensor.masked_select`` on shapes: saves the mask; indices of 8 bytes pass, two an entry."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, values: torch.Tensor, mask: torch.Tensor, count: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
-        out = values.new_empty(count)
-        fused("masked_select", 0, values, mask, where, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        into = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
-        fused("masked_select_backward", 0, grad, mask, into)
-        return into, None, None
-
-
-def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true."""
-    return _MaskedSelect.apply(values, mask, count)
-
-
-def permute_shapes(
-    original: Callable[..., Permuted],
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    num_out_tokens: int | None = None,
-    fused: bool = False,
-    drop_and_pad: bool = False,
-    **kwargs: object,
-) -> Permuted:
-    """Stands in for the masked selection of moe_utils.permute @0.16.1 on shapes.
-
-    tokens ``[t, hidden]`` become ``[num_out_tokens, hidden]``; probs ``[t, experts]`` become
-    ``[num_out_tokens]``.  Saved for backward: the index, as there.
-    """
-    newer = "tokens_per_expert" in inspect.signature(original).parameters  # 0.19: argsort, static
-    if newer or fused or drop_and_pad or num_out_tokens is None:
-        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs)
-    index = torch.empty(int(num_out_tokens), dtype=torch.int64, device=tokens.device)
-    chosen = None if probs is None else probs.T.contiguous().view(-1).index_select(0, index)
-    return tokens.index_select(0, index), chosen, index

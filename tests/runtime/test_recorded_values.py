@@ -8,7 +8,7 @@ import torch
 
 from megatron_prism.core import job_settings
 from megatron_prism.core.errors import UsageError
-from megatron_prism.runtime.control_values import ValueRecorder, ValueReplayer
+from megatron_prism.runtime.recorded_values import ValueRecorder, ValueReplayer
 
 GROUP = types.SimpleNamespace(desc="TENSOR_AND_EXPERT", size=lambda: 4)
 HEADER = {"world": "4 ranks"}

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from megatron_prism.core.errors import UsageError
 from megatron_prism.core.process_changes import ProcessChanges
-from megatron_prism.runtime import torch_patches
+from megatron_prism.runtime import torch_distributed
 from megatron_prism.runtime.answers import PartiallyLocalGroup
 from megatron_prism.runtime.listeners import CallListener, overriding
 from megatron_prism.runtime.process_group import PrismGroup
@@ -318,7 +318,7 @@ def start(world: VirtualWorld) -> VirtualWorld:
     _world = world
     _register_backend(world.changes)
     _keep_settings(world.changes)
-    torch_patches.replace_functions(world, world.changes)
+    torch_distributed.replace_functions(world, world.changes)
     barrier = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # it would wait for all ranks
     try:
         # HashStore: init_process_group wants a store, and nothing ever reads it
@@ -335,7 +335,7 @@ def start(world: VirtualWorld) -> VirtualWorld:
     assert isinstance(default, PrismGroup), default
     # Megatron asks get_backend() by name (straggler detector, signal handler): answer as the real
     # job would.  The group itself still says that it is prism.
-    torch_patches.describe(default, world.backend)
+    torch_distributed.describe(default, world.backend)
     return world
 
 

@@ -1,16 +1,20 @@
-"""DeepEP's and HybridEP's dispatch and combine of tokens, as shapes and calls.
+"""Tokens on their way to experts, as shapes: even shares, permutation, DeepEP and HybridEP.
 
-The real ones write into the memory of other GPUs and size what they receive by the routing.  Here
-every expert gets its even share, every copy of a token that can goes to another rank, and each
-exchange is one all-to-all of the group, so that traffic and replay know of it.  Assumed: the
-libraries' own buffers are outside of torch's allocator, and a handle is the routing map of all
-ranks for the local experts with a row number for each.
+Shapes have no routing, so every expert gets its even share.  DeepEP and HybridEP write into the
+memory of other GPUs and size what they receive by the routing; here every copy of a token that can
+goes to another rank, and each exchange is one all-to-all of the group, so that traffic and replay
+know of it.  Assumed: the libraries' own buffers are outside of torch's allocator, and a handle is
+the routing map of all ranks for the local experts with a row number for each.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -20,13 +24,18 @@ if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads
 
 __all__ = [
+    "balanced_splits",
     "fused_combine",
     "fused_dispatch",
     "hybrid_ep_combine",
     "hybrid_ep_dispatch",
     "indices_to_multihot",
+    "masked_select",
+    "permute_shapes",
     "set_copies",
 ]
+
+Permuted = tuple[torch.Tensor | None, ...]  # tokens, probs, index; more in later releases
 
 _copies = 1  # of a token, in the group
 
@@ -196,3 +205,86 @@ def indices_to_multihot(
     """Experts of each token ``[rows, copies]`` as a map and probabilities ``[rows, experts]``."""
     chosen, out = _Multihot.apply(indices, probs, experts)
     return chosen, out
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Token counts of one MoE layer on the host (numbers of token copies).
+
+    sent, received   : to and from each expert-parallel rank, ``[ep]``
+    received_tp      : from each expert-tensor-parallel rank, ``[tp]``
+    table            : for each local expert by source rank, ``[tp * ep, local]``
+    per_local_expert : ``[local]``
+    """
+
+    total: int
+    sent: np.ndarray
+    received: np.ndarray
+    received_tp: np.ndarray
+    table: torch.Tensor
+    per_local_expert: torch.Tensor
+
+
+def balanced_splits(
+    total: int, num_experts: int, local: Sequence[int], ep_size: int, tp_size: int
+) -> Splits:
+    """Every expert gets its even share of ``total`` copies; the first ones take the remainder."""
+    counts = _even(total, num_experts).numpy()
+    here = counts[list(local)]
+    return Splits(
+        total=total,
+        sent=counts.reshape(ep_size, -1).sum(axis=1),
+        received=np.full(ep_size, here.sum()),
+        received_tp=np.full(tp_size, here.sum() * ep_size),
+        table=torch.from_numpy(np.tile(here, (tp_size * ep_size, 1))),
+        per_local_expert=torch.from_numpy(here * tp_size * ep_size),
+    )
+
+
+class _MaskedSelect(torch.autograd.Function):
+    """``Tensor.masked_select`` on shapes: saves the mask; indices of 8 bytes pass, two an entry."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext, values: torch.Tensor, mask: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        where = mask.new_empty(count, mask.dim(), dtype=torch.int64)
+        out = values.new_empty(count)
+        fused("masked_select", 0, values, mask, where, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        into = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
+        fused("masked_select_backward", 0, grad, mask, into)
+        return into, None, None
+
+
+def masked_select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Stands in for ``values.masked_select(mask)`` where ``count`` entries of ``mask`` are true."""
+    return _MaskedSelect.apply(values, mask, count)
+
+
+def permute_shapes(
+    original: Callable[..., Permuted],
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    **kwargs: object,
+) -> Permuted:
+    """Stands in for the masked selection of moe_utils.permute @0.16.1 on shapes.
+
+    tokens ``[t, hidden]`` become ``[num_out_tokens, hidden]``; probs ``[t, experts]`` become
+    ``[num_out_tokens]``.  Saved for backward: the index, as there.
+    """
+    newer = "tokens_per_expert" in inspect.signature(original).parameters  # 0.19: argsort, static
+    if newer or fused or drop_and_pad or num_out_tokens is None:
+        return original(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **kwargs)
+    index = torch.empty(int(num_out_tokens), dtype=torch.int64, device=tokens.device)
+    chosen = None if probs is None else probs.T.contiguous().view(-1).index_select(0, index)
+    return tokens.index_select(0, index), chosen, index
