@@ -20,7 +20,6 @@ from megatron_prism.runtime.te.attention import (
     SplitAlongDim,
 )
 from megatron_prism.runtime.te.base import general_gemm
-from megatron_prism.runtime.te.common import Lazy, absent_function
 from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
 from megatron_prism.runtime.te.moe import (
     moe_permute_with_probs,
@@ -33,6 +32,7 @@ from megatron_prism.runtime.te.row_kernels import (
     apply_rotary_pos_emb,
     parallel_cross_entropy,
 )
+from megatron_prism.runtime.te.unsupported import Lazy, absent_function
 from megatron_prism.runtime.values import Values
 
 

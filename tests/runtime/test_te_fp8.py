@@ -8,7 +8,7 @@ import torch
 from megatron_prism.core.errors import UnsupportedError
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.devices.live_bytes import LiveBytes
-from megatron_prism.runtime.te import base, fp8, moe, parameters_fp8, rng
+from megatron_prism.runtime.te import base, distributed, fp8, moe, parameters_fp8
 from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
 from megatron_prism.runtime.te.row_kernels import RMSNorm
 
@@ -151,7 +151,7 @@ def test_the_second_pass_of_a_recompute_makes_the_weight_by_columns(name, live, 
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
     module, x = layer(LayerNormLinear), meta(ROWS, WIDE, requires_grad=True)
     with fp8.autocast(fp8_recipe=RECIPES[name]()):
-        out = rng.checkpoint(lambda x: module(x, is_first_microbatch=True), x)
+        out = distributed.checkpoint(lambda x: module(x, is_first_microbatch=True), x)
     assert module.fp8_weights["weight"].columns is None
     module_later = module.forward
     module.forward = lambda x, **_: module_later(x, is_first_microbatch=False)
@@ -265,17 +265,19 @@ def test_parts_of_blocks_travel_in_high_precision(rows, dtype, cast, live, monke
 def test_a_recompute_keeps_a_part_of_its_input_where_ranks_share_it(live, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
-    monkeypatch.setattr(rng.dist, "get_world_size", lambda group: 4)
-    monkeypatch.setattr(rng.dist, "get_rank", lambda group: 3)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(distributed.dist, "get_rank", lambda group: 3)
     gathered = []
     monkeypatch.setattr(
-        rng.dist, "all_gather_into_tensor", lambda to, part, group: gathered.append(part.shape)
+        distributed.dist,
+        "all_gather_into_tensor",
+        lambda to, part, group: gathered.append(part.shape),
     )
     module, leaf = layer(Linear), meta(ROWS, WIDE, requires_grad=True)
     x = leaf * 1
     given = {"distribute_saved_activations": True, "tp_group": "tp"}
     with fp8.autocast(fp8_recipe=fp8.Float8CurrentScaling()):
-        out = rng.checkpoint(lambda x: module(x, is_first_microbatch=True), x, **given)
+        out = distributed.checkpoint(lambda x: module(x, is_first_microbatch=True), x, **given)
     assert x.shape == (ROWS * WIDE // 4,)
     out.sum().backward()
     assert gathered == [x.shape]

@@ -22,8 +22,8 @@ is shapes alone; a place that differs says so where it is.
     moe_permute, moe_unpermute    moe                  permutation.py:503, 578
     fused_topk_with_score_…       moe                  router.py:81
     parallel_cross_entropy        row_kernels          cross_entropy.py:16
-    CudaRNGStatesTracker          rng                  distributed.py:775
-    checkpoint                    rng                  distributed.py:622
+    CudaRNGStatesTracker          distributed          distributed.py:775
+    checkpoint                    distributed          distributed.py:622
     FusedAdam, FusedSGD           optimizers           optimizers/fused_adam.py:33, fused_sgd.py:18
 
     FP8                           here                 source @v2.20.2
@@ -56,18 +56,17 @@ from megatron_prism.core.process_changes import ProcessChanges
 from megatron_prism.runtime.te import (
     attention,
     base,
-    common,
+    distributed,
     fp8,
     moe,
     optimizers,
     parameters_fp8,
-    rng,
     row_kernels,
 )
 from megatron_prism.runtime.te.base import general_gemm
-from megatron_prism.runtime.te.common import Lazy, absent_class, absent_function, refuse
 from megatron_prism.runtime.te.linear import GroupedLinear, LayerNormLinear, Linear
 from megatron_prism.runtime.te.row_kernels import LayerNorm, RMSNorm
+from megatron_prism.runtime.te.unsupported import Lazy, absent_class, absent_function, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -169,8 +168,8 @@ def _top() -> dict[str, dict[str, object]]:
             **_LAYERS, **_PADDING, **_ABSENT, **_USERBUFFERS, **_CASTS, **_LOSS, **_MOE, **_OFFLOAD,
             **_QUANTIZED,
             "DotProductAttention": attention.DotProductAttention,
-            "checkpoint": rng.checkpoint,
-            "CudaRNGStatesTracker": rng.CudaRNGStatesTracker,
+            "checkpoint": distributed.checkpoint,
+            "CudaRNGStatesTracker": distributed.CudaRNGStatesTracker,
             **_refusing("make_graphed_callables", "onnx_export"),
         },
     }  # fmt: skip
@@ -215,7 +214,7 @@ def _other_modules() -> dict[str, dict[str, object]]:
     return {
         ".fp8": _CASTS,
         ".quantization": _CASTS,
-        ".distributed": {**_public(rng), **_public(common)},
+        ".distributed": _public(distributed),
         ".optimizers": {
             **_public(optimizers), "multi_tensor_applier": optimizers.multi_tensor_applier
         },
@@ -271,5 +270,5 @@ def _reset() -> None:
     for workspaces in base.workspaces.values():
         workspaces.clear()
     base._dummies.clear()
-    rng.set_all_rng_states({})
+    distributed.set_all_rng_states({})
     fp8.FP8GlobalStateManager.reset()

@@ -22,13 +22,13 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from megatron_prism.runtime.devices import kernels
 from megatron_prism.runtime.te.base import TransformerEngineBaseModule
-from megatron_prism.runtime.te.common import refuse, since
 from megatron_prism.runtime.te.context_parallel import (
     COMM_TYPES,
     announce_attention,
     context_attention,
     context_size,
 )
+from megatron_prism.runtime.te.unsupported import refuse, since
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import gather_along_first_dim, group_size, refuse
+from megatron_prism.runtime.te.distributed import (
+    gather_along_first_dim,
+    group_size,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
 from megatron_prism.runtime.te.fp8 import (
     DelayedScaling,
     FP8GlobalStateManager,
@@ -27,10 +32,7 @@ from megatron_prism.runtime.te.fp8 import (
     quantizer_of,
 )
 from megatron_prism.runtime.te.parameters_fp8 import QuantizedTensor, quantize_parameter
-from megatron_prism.runtime.te.rng import (
-    in_fp8_activation_recompute_phase,
-    is_fp8_activation_recompute_enabled,
-)
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (

@@ -26,13 +26,13 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import (
+from megatron_prism.runtime.te.distributed import (
     gather_along_first_dim,
     group_rank,
     group_size,
     reduce_scatter_along_first_dim,
-    refuse,
 )
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Groups

@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import group_size, refuse
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import Group
@@ -267,7 +267,7 @@ class CurrentQuantizer(DelayedQuantizer):
         """The largest value may be that of a group: sequence parallelism gathers FP8 values."""
         largest = x.new_empty(2, dtype=torch.float32)  # and its scale (csrc/quantizer.cpp @v2.19)
         fused("fp8_amax", 0, x)
-        if group_size(self.group) > 1:
+        if self.group is not None and self.group.size() > 1:
             dist.all_reduce(largest[:1], op=dist.ReduceOp.MAX, group=self.group)
         return super().fill(x, out)
 
@@ -457,7 +457,7 @@ class FP8GlobalStateManager:
                 continue
             recipe, group = cls.groups[key]
             largest = torch.cat([history[0] for history in histories])
-            if getattr(recipe, "reduce_amax", True) and group_size(group) > 1:
+            if getattr(recipe, "reduce_amax", True) and group is not None and group.size() > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             fused("amax_and_scale_update", 0, largest)
 

@@ -34,15 +34,15 @@ from megatron_prism.runtime.te.base import (
     weight_product,
     weight_usage,
 )
-from megatron_prism.runtime.te.common import (
+from megatron_prism.runtime.te.distributed import (
     allreduce,
     gather_along_first_dim,
     reduce_scatter_along_first_dim,
-    refuse,
 )
 from megatron_prism.runtime.te.fp8 import Quantized, Quantizer
 from megatron_prism.runtime.te.linear_fp8 import LayerNormLinearFP8, LinearFP8, check_dims, update
 from megatron_prism.runtime.te.row_kernels import Norm, norm_backward, norm_forward
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (

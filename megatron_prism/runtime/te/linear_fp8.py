@@ -26,7 +26,7 @@ from megatron_prism.runtime.te.base import (
     now_or_later,
     quantized_weight,
 )
-from megatron_prism.runtime.te.common import allreduce, reduce_scatter_along_first_dim
+from megatron_prism.runtime.te.distributed import allreduce, reduce_scatter_along_first_dim
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, Quantized, Quantizer
 from megatron_prism.runtime.te.parameters_fp8 import gather_quantized
 from megatron_prism.runtime.te.row_kernels import norm_backward, norm_forward

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import absent_function, refuse
 from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager
+from megatron_prism.runtime.te.unsupported import absent_function, refuse
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads

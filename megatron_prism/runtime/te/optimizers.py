@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import refuse
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

@@ -18,8 +18,9 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_prism.runtime.devices.kernels import fused
-from megatron_prism.runtime.te.common import group_size, refuse
+from megatron_prism.runtime.te.distributed import group_size
 from megatron_prism.runtime.te.fp8 import Quantized, Quantizer
+from megatron_prism.runtime.te.unsupported import refuse
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

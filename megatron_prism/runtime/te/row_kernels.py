@@ -15,14 +15,8 @@ import torch
 
 from megatron_prism.runtime.devices.kernels import fused
 from megatron_prism.runtime.te.base import TransformerEngineBaseModule, cast_if_needed
-from megatron_prism.runtime.te.common import (
-    absent_function,
-    gather_along_first_dim,
-    group_rank,
-    group_size,
-    refuse,
-    since,
-)
+from megatron_prism.runtime.te.distributed import gather_along_first_dim, group_rank, group_size
+from megatron_prism.runtime.te.unsupported import absent_function, refuse, since
 
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import (

@@ -1,4 +1,4 @@
-"""Random trackers and activation recompute (pytorch/distributed.py:316, 622, 775 @v2.9)."""
+"""Collectives of the layers, random trackers, recomputation (pytorch/distributed.py @v2.9)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,60 @@ from megatron_prism.runtime.te.fp8 import FP8GlobalStateManager, autocast
 if TYPE_CHECKING:
     from megatron_prism.runtime.devices.signatures import AutogradContext, Grads, Group, Trackers
 
-__all__ = ["CudaRNGStatesTracker", "checkpoint", "set_all_rng_states"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "allreduce",
+    "checkpoint",
+    "gather_along_first_dim",
+    "group_rank",
+    "group_size",
+    "reduce_scatter_along_first_dim",
+    "set_all_rng_states",
+]
 
 _R = TypeVar("_R")
 _all_states: dict[str, torch.Tensor] = {}
+Answer = tuple[torch.Tensor, dist.Work | None]
+
+
+def group_size(group: Group) -> int:
+    """Members of ``group``; 1 without torch.distributed or without a group."""
+    if group is None or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    return 0 if group is None or not dist.is_initialized() else dist.get_rank(group)
+
+
+def gather_along_first_dim(inp: torch.Tensor, group: Group, async_op: bool = False) -> Answer:
+    """(all members' ``inp``, work handle); ``inp`` itself in a group of one."""
+    size = group_size(group)
+    if size == 1:
+        return inp, None
+    out = inp.new_empty(inp.shape[0] * size, *inp.shape[1:])
+    work = dist.all_gather_into_tensor(out, inp.contiguous(), group=group, async_op=async_op)
+    return out, work
+
+
+def reduce_scatter_along_first_dim(
+    inp: torch.Tensor, group: Group, async_op: bool = False
+) -> Answer:
+    """(this member's rows of the sum, work handle)."""
+    size = group_size(group)
+    if size == 1:
+        return inp, None
+    out = inp.new_empty(inp.shape[0] // size, *inp.shape[1:])
+    work = dist.reduce_scatter_tensor(out, inp.contiguous(), group=group, async_op=async_op)
+    return out, work
+
+
+def allreduce(inp: torch.Tensor, group: Group, async_op: bool = False) -> Answer:
+    """(the sum, in place; work handle)."""
+    if group_size(group) == 1:
+        return inp, None
+    return inp, dist.all_reduce(inp, group=group, async_op=async_op)
 
 
 def get_all_rng_states() -> dict[str, torch.Tensor]:
