@@ -362,13 +362,12 @@ class Programs:
         programs: Sequence[Program],
         world: World | None = None,
         *,
-        groups: Groups | None = None,
         source: Mapping[str, str] | None = None,
     ) -> Programs:
         """A world in which every rank has a program of its own, as in a real run's dumps."""
         ordered = tuple(sorted(programs, key=lambda program: program.rank))
         own = np.arange(len(ordered), dtype=np.int32)
-        return Programs(world or World(len(ordered)), ordered, own, groups or {}, source or {})
+        return Programs(world or World(len(ordered)), ordered, own, {}, source or {})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Programs):

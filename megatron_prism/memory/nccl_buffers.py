@@ -48,15 +48,14 @@ _WAYS = frozenset({"out", "in"})
 _HOST_PEERS = 7  # of a rank on a host of 8 GPUs; what connections to other hosts take is not known
 
 
-def connection_bytes(
-    buffer: int = 4 << 20, ll: int = 8 * 512 * 8 * 16, ll128: int = 120 * 640 * 8 * 8
-) -> tuple[int, int]:
+def connection_bytes(buffer: int = 4 << 20) -> tuple[int, int]:
     """(sender, receiver) bytes of one channel between two GPUs of a host, by NCCL's source.
 
     init.cc:810 (buffer sizes), transport/p2p.cc:407 and :486 (rounded up to CUDA_IPC_MIN, 2 MiB);
     ``buffer`` is NCCL_BUFFSIZE.  Where GPUs read from their peers (sm80) the sender has it instead.
     """
     head = 4096  # ncclSendMem, ncclRecvMem: one aligned line of bookkeeping
+    ll, ll128 = 8 * 512 * 8 * 16, 120 * 640 * 8 * 8  # of the two protocols of small messages
     return PAGE, -(-(head + buffer + ll + ll128) // PAGE) * PAGE
 
 

@@ -29,10 +29,10 @@ __all__ = ["LocalCallCheck", "CallCheck", "differences", "frames", "gloo_does", 
 _MOST = 12
 
 
-def frames(depth: int = 1) -> list[str]:
-    """``file:line function``, innermost first, from ``depth`` callers above; at most 12."""
+def frames() -> list[str]:
+    """``file:line function`` of the callers, innermost first; at most 12."""
     found: list[str] = []
-    frame = sys._getframe(depth)
+    frame = sys._getframe(1)
     while frame is not None and len(found) < _MOST:
         path = frame.f_code.co_filename.replace("\\", "/")
         megatron = path.rfind("/megatron/")

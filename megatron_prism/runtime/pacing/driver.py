@@ -46,8 +46,8 @@ class Driver:
     the methods raise PrismError unless that is 0.
     """
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        library = ctypes.CDLL("libcuda.so.1") if library is None else library
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
         self._functions: dict[str, Function] = {}
         for name, types in _CALLS.items():
             function = getattr(library, name)
