@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +86,7 @@ class RankJob:
         initialize(recipe)
         self.config = transformer_config(recipe)
         emit("phase", text="building the model")
-        with tier.live.scope(phase="build") if tier.live else _nothing():
+        with tier.live.scope(phase="build") if tier.live else nullcontext():
             self.model = chunks(recipe, self.config)
             self.optimizer = optimizer(recipe, self.config, self.model)
         self._hook_up()
@@ -297,14 +297,6 @@ def _mean_loss(losses: list[Report]) -> Report:
     return {"lm loss": total[0] / total[1]}
 
 
-class _nothing:
-    def __enter__(self) -> None:
-        """No tracker: no labels."""
-
-    def __exit__(self, *exc: object) -> None:
-        """See __enter__."""
-
-
 def _peak_rss() -> int:
     import resource
 
@@ -454,24 +446,11 @@ def run(
     gc.freeze()
     gc.enable()
     built = time.perf_counter()
-    before = None
     recorder = _recorder(rank, tier, job, session) if slices is not None else None
     if how.get("repeat") and recorder is not None and tier.live is not None:
         monitor.repeats = Repeats(tier.live, recorder)
         job.note_sections(monitor.repeats.sections)
-    for iteration in range(recipe.train.iterations):
-        last = iteration == recipe.train.iterations - 1
-        job.num_microbatches = recipe.num_microbatches
-        if how.get("short") and not last:
-            # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
-            job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
-        before = world.tally.copy()
-        if recorder is not None and last:
-            world.listen(*world.listeners, recorder)
-            monitor.listen(recorder, *monitor.listeners)
-            job.recorder = recorder
-        job.iterate(iteration)
-    monitor.check(recipe.train.iterations)
+    before = _train(job, world, recorder, how.get("short", False))
     summary = job.summary(world, before, built - start, time.perf_counter() - built)
     if witness is not None:
         summary["witness"] = witness.said()
@@ -486,6 +465,27 @@ def run(
             "plain_s": min(job.iteration_s[1:-1] or job.iteration_s[:1]),
         }
     return summary
+
+
+def _train(
+    job: RankJob, world: VirtualWorld, recorder: Recorder | None, short: bool
+) -> TrafficCounter | None:
+    """All iterations, the last of which is recorded; the traffic before the last."""
+    recipe, monitor, before = job.recipe, job.monitor, None
+    for iteration in range(recipe.train.iterations):
+        last = iteration == recipe.train.iterations - 1
+        job.num_microbatches = recipe.num_microbatches
+        if short and not last:
+            # the interleaved schedule takes rounds of pp (core/pipeline_parallel/schedules.py:1007)
+            job.num_microbatches = recipe.parallel.pp if recipe.parallel.vpp else 1
+        before = world.tally.copy()
+        if recorder is not None and last:
+            world.listen(*world.listeners, recorder)
+            monitor.listen(recorder, *monitor.listeners)
+            job.recorder = recorder
+        job.iterate(iteration)
+    monitor.check(recipe.train.iterations)
+    return before
 
 
 def _collect_no_garbage(session: Session) -> None:
