@@ -478,9 +478,9 @@ class Options:
     ranks: tuple[int, ...]
     tier: str
     values: str
-    out: Path | None
-    force: bool
-    record: Path | None
+    out: Path | None = None
+    force: bool = False
+    record: Path | None = None
     capture: Path | None = None
     pace: Path | None = None
     slow: str = ""
@@ -668,10 +668,8 @@ def with_tier(options: Options, tier: str) -> Options:
 def of_worker(options: Options) -> Options:
     """Those of a process that multiprocessing made, which has the job's command line: its world and
     tier alone, so that it neither writes what the job writes nor meets the other processes."""
-    return Options(
-        options.world, 0, 1, (options.rank,), options.tier, "mirror", out=None, force=False,
-        record=None, verbose=options.verbose,
-    )  # fmt: skip
+    world, ranks, verbose = options.world, (options.rank,), options.verbose
+    return Options(world, 0, 1, ranks, options.tier, "mirror", verbose=verbose)
 
 
 def script_line(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -519,17 +519,7 @@ def run_of(recipe: Recipe, rank: int, tier: Tier) -> Run:
     from megatron_prism.emulate import options as flags
     from megatron_prism.emulate.session import Run
 
-    options = flags.Options(
-        world=recipe.world,
-        process=0,
-        num_processes=1,
-        ranks=(rank,),
-        tier=tier.name,
-        values=recipe.prism.values,
-        out=None,
-        force=False,
-        record=None,
-    )
+    options = flags.Options(recipe.world, 0, 1, (rank,), tier.name, recipe.prism.values)
     follows = monitor.TrainingMonitor(tier.live, shapes_only=tier.name == "meta")
     follows.who = "it"  # the parent names the rank
     return Run(options, tier, follows)
