@@ -98,8 +98,9 @@ def test_other_files_of_the_real_job_are_left_alone(local, module, capsys):
     """A trace of routing begins by emptying the file of its rank."""
     names, calls = module
     variables = names("set_global_variables")
-    patching.apply("no-others", variables, context(local))
-    args = SimpleNamespace(world_size=4, save="own", **PLACES)
+    for name in ("files-are-here", "no-others", "leave-out"):  # as they are applied, one by one
+        patching.apply(name, variables, context(local))
+    args = SimpleNamespace(world_size=4, save="own", tokenizer_type="NullTokenizer", **PLACES)
     variables.set_global_variables(args)
     assert calls == [("set_global_variables", args)]
     assert args.save == "own"
